@@ -1,0 +1,63 @@
+"""A byte-level GPT in flax.linen: scanned blocks, each rematerialised, and one table for bytes in and bytes out."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each on a normalised copy of the stream."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        width = x.shape[-1]
+        head = (self.heads, width // self.heads)
+        h = nn.RMSNorm()(x)
+        q, k, v = (nn.DenseGeneral(head, use_bias=False, name=name)(h) for name in ("query", "key", "value"))
+        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, name="out")(attended)
+        h = nn.gelu(nn.Dense(4 * width, use_bias=False, name="up")(nn.RMSNorm()(x)))
+        return x + nn.Dense(width, use_bias=False, name="down")(h), None
+
+
+class GPT(nn.Module):
+    """Logits for the byte that follows each byte of `tokens`."""
+
+    width: int
+    layers: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(VOCABULARY, self.width, embedding_init=nn.initializers.normal(0.02))
+        # `scan` compiles one block however deep the model is; `remat` keeps one block's activations at a time.
+        blocks = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        x, _ = blocks(self.heads, name="blocks")(embed(tokens), None)
+        return embed.attend(nn.RMSNorm()(x))
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) for `x` of (batch, position, head, channel)."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+
+
+def next_byte_loss(model: GPT):
+    """Mean negative log-likelihood, in nats, of every byte of a window but its first."""
+
+    def loss(params, windows):
+        logits = model.apply(params, windows[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), windows[:, 1:, None], -1))
+
+    return loss

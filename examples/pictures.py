@@ -1,0 +1,113 @@
+"""What a run shows: a progress bar, a table of memory, and two pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from memory import PARTS, Memory
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+COLORS = {"params": "#4477aa", "grads": "#ee9944", "opt_state": "#66aa77"}
+
+
+class TokensPerSecond(ProgressColumn):
+    """The speed of the last half minute or so."""
+
+    def __init__(self, tokens_per_step: int):
+        super().__init__()
+        self.tokens_per_step = tokens_per_step
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{(task.speed or 0) * self.tokens_per_step:8,.0f} tokens/s")
+
+
+def progress_bar(steps: int, *, tokens_per_step: int) -> tuple[Progress, TaskID]:
+    """A bar with steps, loss, tokens a second and time left."""
+    progress = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("loss {task.fields[loss]:.2f} bits/byte"),
+        TokensPerSecond(tokens_per_step),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    return progress, progress.add_task("train", total=steps, loss=8.0)
+
+
+def show_memory(memory: Sequence[Memory], *, trained: int, devices: int) -> None:
+    """Print bytes per device at every stage, found beside expected."""
+    table = Table(
+        title=f"Bytes per device, {devices} devices: found | the paper's formula",
+        caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
+        "the rest off the layouts. Small leaves stay whole or are padded: that is what is found beyond the formula.",
+    )
+    table.add_column("stage")
+    for name in (*PARTS.values(), "all"):
+        table.add_column(name, justify="right")
+    for stage, (found, paper) in enumerate(memory):
+        cells = [f"{found[p] / 1e3:,.0f} | {paper[p] / 1e3:,.0f}" for p in PARTS]
+        total = f"{sum(found[p] for p in PARTS) / 1e3:,.0f} | {sum(paper.values()) / 1e3:,.0f}"
+        table.add_row(f"{stage}", *cells, total, style="bold" if stage == trained else "")
+    Console().print(table)
+
+
+def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
+    """Stack what was found by part, one bar a stage, with a tick where the formula puts the top."""
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    stages = range(len(memory))
+    base = [0.0] * len(memory)
+    for part, name in PARTS.items():
+        sizes = [m.found[part] / 1e6 for m in memory]
+        axes.bar(stages, sizes, 0.6, bottom=base, color=COLORS[part], label=name)
+        base = [b + size for b, size in zip(base, sizes, strict=True)]
+    paper = [sum(m.paper.values()) / 1e6 for m in memory]
+    axes.hlines(paper, [s - 0.38 for s in stages], [s + 0.38 for s in stages], "black", label="paper's formula")
+    for stage, top in zip(stages, base, strict=True):
+        axes.annotate(f"{top:.2f}", (stage, top), (0, 4), textcoords="offset points", ha="center")
+    axes.set(xticks=stages, xlabel="ZeRO stage", ylabel="MB per device", title=f"Memory per device, {devices} devices")
+    finish(figure, axes, path)
+
+
+def draw_loss(train: dict[int, float], held_out: dict[int, float], path: Path) -> None:
+    """Draw bits per byte by step: every batch faintly, its running mean, and the held-out text."""
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot(train.keys(), train.values(), color=COLORS["params"], alpha=0.25, linewidth=0.8)
+    axes.plot(train.keys(), running_mean(list(train.values())), color=COLORS["params"], label="training batches")
+    axes.plot(held_out.keys(), held_out.values(), "o-", color=COLORS["grads"], label="held-out files")
+    step, last = max(held_out.items())
+    axes.annotate(f"{last:.2f}", (step, last), (0, 8), textcoords="offset points", ha="center")
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, None), ylim=(0, None), title="Loss")
+    finish(figure, axes, path)
+
+
+def running_mean(values: Sequence[float], keep: float = 0.95) -> list[float]:
+    """Smooth exponentially, corrected for starting from nothing."""
+    smooth, total = [], 0.0
+    for i, value in enumerate(values, 1):
+        total = keep * total + (1 - keep) * value
+        smooth.append(total / (1 - keep**i))
+    return smooth
+
+
+def finish(figure, axes, path: Path) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

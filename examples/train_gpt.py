@@ -1,0 +1,132 @@
+"""Train a byte-level GPT at any ZeRO stage, on text that every machine has.
+
+    python examples/train_gpt.py                           stage 3, all GPUs or 8 simulated devices
+    python examples/train_gpt.py --stage 1 --devices 2     another stage, another number of devices
+    python examples/train_gpt.py --data book.txt           text of your own
+    python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
+
+The model learns the source of Python's standard library and is judged on files it has not
+seen, in bits per byte. At the end a table shows what each device holds at every stage, beside
+what the paper's formula says, and two pictures appear in the folder `--out`.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from gpt import GPT, next_byte_loss
+from memory import stage_memory
+from pictures import draw_loss, draw_memory, progress_bar, show_memory
+from rich.console import Console
+from text import Corpus, even_windows, load, random_windows
+
+from zerojax import ZeroState, ZeroTransformation, report, zero_shard
+
+SIMULATED_DEVICES = 8
+EVALUATIONS = 5
+HELD_OUT_BYTES = 2**16
+
+
+def main() -> None:
+    args = options()
+    mesh = mesh_of(args.devices)
+    if args.batch % mesh.size:
+        raise SystemExit(f"--batch {args.batch} does not divide over {mesh.size} devices: give a multiple of them.")
+    corpus = load(args.data)
+    model = GPT(args.width, args.layers, args.heads)
+    optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
+
+    init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
+
+    tx = zero_shard(optimizer, stage=args.stage, mesh=mesh)
+    state = tx.create(tx.init_params(init))
+    state, curve = train(tx, state, next_byte_loss(model), corpus, args)
+
+    shapes = jax.eval_shape(init)
+    memory = [stage_memory(zero_shard(optimizer, stage=stage, mesh=mesh), shapes) for stage in range(4)]
+    memory[args.stage].found.update(report(state).bytes)
+    args.out.mkdir(parents=True, exist_ok=True)
+    show_memory(memory, trained=args.stage, devices=mesh.size)
+    draw_memory(memory, args.out / "memory.png", devices=mesh.size)
+    draw_loss(curve.train, curve.held_out, args.out / "loss.png")
+    print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. Pictures: {args.out}/loss.png, memory.png")
+
+
+class Curve(NamedTuple):
+    """Bits per byte by step."""
+
+    train: dict[int, float]
+    held_out: dict[int, float]
+
+
+def train(
+    tx: ZeroTransformation, state: ZeroState, loss: Callable, corpus: Corpus, args: argparse.Namespace
+) -> tuple[ZeroState, Curve]:
+    """Take `args.steps` steps, judging the model on held-out text a few times on the way."""
+    step = tx.train_step(loss)
+    # Only the loss is asked for, so the compiler drops the gradient.
+    held_out_loss = jax.jit(lambda params, windows: tx.value_and_grad(loss)(params, windows)[0])
+    rows = round_up(HELD_OUT_BYTES // args.seq, tx.config.shards)
+    held_out = even_windows(corpus.held_out, rows=rows, length=args.seq)
+    every = max(1, args.steps // EVALUATIONS)
+    curve = Curve({}, {})
+
+    progress, task = progress_bar(args.steps, tokens_per_step=args.batch * args.seq)
+    with progress:
+        for i in range(1, args.steps + 1):
+            windows = random_windows(corpus.train, rows=args.batch, length=args.seq, seed=args.seed, step=i)
+            state, metrics = step(state, windows)
+            # Reading the loss waits for the step. On simulated devices that is a must: they share one pool of
+            # threads, and the collectives of two steps in flight can each wait for a thread the other one holds.
+            curve.train[i] = float(metrics["loss"]) / math.log(2)
+            if i % every == 0 or i == args.steps:
+                curve.held_out[i] = float(held_out_loss(state.params, held_out)) / math.log(2)
+                progress.console.print(f"step {i:5d}   held out {curve.held_out[i]:.3f} bits per byte")
+            progress.update(task, advance=1, loss=curve.train[i])
+    return state, curve
+
+
+def mesh_of(count: int | None) -> jax.sharding.Mesh:
+    """The first `count` devices on one axis: GPUs where there are any, else simulated on the CPU."""
+    jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
+    devices = jax.devices()[:count]
+    if count is not None and len(devices) < count:
+        raise SystemExit(f"--devices {count}: there are {len(devices)} {devices[0].device_kind}.")
+    Console().print(f"{len(devices)} × {devices[0].device_kind}{' (simulated)' * (devices[0].platform == 'cpu')}")
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+
+
+def schedule(peak: float, steps: int) -> optax.Schedule:
+    """Warm up over a twentieth of the steps, then fall along a cosine."""
+    return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 20), steps, peak / 20)
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
+    parser.add_argument("--devices", type=int, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)")
+    parser.add_argument("--steps", type=int, default=800, help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="windows a step, over all devices (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="bytes a window (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="text to learn (default: the standard library)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the pictures (default: %(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

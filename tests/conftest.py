@@ -1,0 +1,24 @@
+"""Eight simulated devices for every test, set before JAX is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import functools
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+
+@functools.cache
+def mesh_of(count):
+    """A mesh of the first `count` devices on one axis."""
+    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+
+
+@pytest.fixture
+def mesh():
+    """All eight devices on one axis."""
+    return mesh_of(8)

@@ -1,0 +1,46 @@
+"""Every stage gives the numbers of plain optax on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params
+
+from zerojax import zero_shard
+from zerojax.testing import assert_parity, train_plain
+
+STEPS = 4
+
+
+@functools.cache
+def reference(name):
+    return train_plain(OPTIMIZERS[name](), awkward_loss, awkward_params(), awkward_batches(STEPS))
+
+
+def check(name, stage, count):
+    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), persist_below=50)
+    assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(STEPS), reference=reference(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_optimizer_equals_plain_optax_on_eight_devices(name, stage):
+    check(name, stage, 8)
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip-adamw", "muon"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_odd_number_of_devices_changes_nothing(name, stage):
+    check(name, stage, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_stage_and_count_equals_plain_optax(name, stage, count):
+    check(name, stage, count)

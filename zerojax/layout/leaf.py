@@ -1,0 +1,126 @@
+"""Where one leaf lives: which dim is cut, what is padded, and why it is not cut.
+
+Pure arithmetic over shapes: a layout for 1,000 devices needs none of them. A leaf is
+laid out in one of three ways:
+
+whole   every device holds all of it
+cut     one dim is divided over the mesh axis, padded in storage where it must be
+flat    flattened, padded and divided: for leaves too small to be worth cutting by dim,
+        whose shards travel together in one bucket
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+Kind = Literal["whole", "cut", "flat"]
+
+
+def shard_extent(size: int, shards: int) -> tuple[int, int]:
+    """Cut one dim into equal extents, one per shard.
+
+    When `shards` does not divide `size` the end is padded, so that every device
+    holds the same number of elements.
+
+    Args:
+        size: Length of the dim, in elements; at least 1.
+        shards: Size of the mesh axis; at least 1.
+
+    Returns:
+        `(extent, pad)` in elements: `extent * shards == size + pad`, `0 <= pad < shards`.
+
+    Raises:
+        ValueError: If `size` or `shards` is below 1.
+
+    References:
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
+    """
+    if size < 1 or shards < 1:
+        raise ValueError(f"A dim of {size} elements cannot be cut into {shards} shards: both must be at least 1.")
+    extent = -(-size // shards)
+    return extent, extent * shards - size
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """How one array lies on the devices of one mesh axis.
+
+    Attributes:
+        path: Where the leaf stands in its tree, as `jax.tree_util.keystr` writes it.
+        shape: Logical shape.
+        dtype: Element type.
+        axis: Name of the mesh axis the leaf is divided over.
+        shards: Size of that axis.
+        kind: `"whole"`, `"cut"` or `"flat"`.
+        dim: The dim that is cut; None unless `kind` is `"cut"`.
+        others: For each dim, the other mesh axes it is divided over already (tensor
+            parallel), which stay as they are.
+        reason: Why the leaf is whole or flat, for the report; empty for a cut leaf.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: str
+    shards: int
+    kind: Kind = "whole"
+    dim: int | None = None
+    others: tuple = ()
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        """Logical size, in elements."""
+        return math.prod(self.shape)
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """Shape of the array that is stored, padding included."""
+        if self.kind == "flat":
+            return (shard_extent(self.size, self.shards)[0] * self.shards,)
+        if self.dim is None:
+            return self.shape
+        extent, _ = shard_extent(self.shape[self.dim], self.shards)
+        return replace_at(self.shape, self.dim, extent * self.shards)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of one device's part along the data axis (other axes not counted)."""
+        at = 0 if self.kind == "flat" else self.dim
+        if at is None:
+            return self.shape
+        return replace_at(self.storage_shape, at, self.storage_shape[at] // self.shards)
+
+    @property
+    def padding(self) -> int:
+        """Elements in storage that are not in the logical array."""
+        return math.prod(self.storage_shape) - self.size
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The `PartitionSpec` of the storage array, other mesh axes included."""
+        if self.kind == "flat":
+            return PartitionSpec(self.axis)
+        entries = list(self.others) + [None] * (len(self.shape) - len(self.others))
+        if self.dim is not None:
+            entries[self.dim] = self.axis
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    @property
+    def manual_spec(self) -> PartitionSpec:
+        """The part of `spec` that speaks of the data axis: what `shard_map` is told."""
+        if self.kind == "flat":
+            return PartitionSpec(self.axis)
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * self.dim, self.axis)
+
+
+def replace_at(items: tuple, index: int, value) -> tuple:
+    """`items` with the one at `index` replaced."""
+    return (*items[:index], value, *items[index + 1 :])

@@ -1,0 +1,246 @@
+"""Lay out a whole tree of parameters: which leaf is cut, on which dim, at which stage."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from .leaf import Leaf, shard_extent
+from .padded import Padded, is_padded
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What decides a layout: the stage, the mesh axis, and what counts as small.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        axis: The mesh axis leaves are divided over.
+        shards: Size of that axis.
+        axes: Names of all axes of the mesh.
+        persist_below: A leaf of fewer elements is not cut by dim.
+    """
+
+    stage: int
+    axis: str
+    shards: int
+    axes: tuple[str, ...]
+    persist_below: int
+
+
+class HashedOnce:
+    """A frozen record that rides in a pytree's structure, where jit hashes and compares it at every call.
+
+    The hash is computed once, and the same object is equal to itself at no cost.
+    """
+
+    @functools.cached_property
+    def _fields(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._fields)
+
+    def __hash__(self) -> int:
+        """Hash of all fields."""
+        return self._hash
+
+    def __eq__(self, other) -> bool:
+        """Equality of all fields."""
+        return self is other or (type(self) is type(other) and self._hash == other._hash and self._fields == other._fields)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout(HashedOnce):
+    """Where every leaf of a parameter tree lives.
+
+    Attributes:
+        treedef: Structure of the parameters, in logical form (no `Padded` nodes).
+        params: One `Leaf` a parameter: how it is stored.
+        parts: One `Leaf` a parameter: how its gradient and optimizer state are divided
+            when the stage divides them. A small leaf is `"flat"` here.
+    """
+
+    treedef: jax.tree_util.PyTreeDef
+    params: tuple[Leaf, ...]
+    parts: tuple[Leaf, ...]
+
+
+def lay_out(params, rules: Rules) -> Layout:
+    """Decide where each leaf of `params` lives.
+
+    Args:
+        params: Arrays, `Padded` arrays or `jax.ShapeDtypeStruct`s. A leaf that is already
+            divided over another mesh axis (by its sharding, or by Flax's partition
+            metadata) stays so, and the data axis goes on a free dim.
+        rules: Stage, axis and thresholds.
+
+    Returns:
+        The layout of parameters, gradients and parameter-shaped optimizer state.
+    """
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+    metadata = partition_metadata(params)
+    divided = [
+        divide(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, other_axes(x, spec, rules), rules)
+        for (path, x), spec in zip(found, metadata, strict=True)
+    ]
+    return Layout(treedef, tuple(stored(leaf, rules.stage) for leaf in divided), tuple(divided))
+
+
+def divide(path: str, shape: tuple[int, ...], dtype, others: tuple, rules: Rules) -> Leaf:
+    """How one leaf is divided over the axis: by dim, flat because it is small, or not at all."""
+    leaf = Leaf(path, shape, dtype, rules.axis, rules.shards, others=others)
+    whole = functools.partial(dataclasses.replace, leaf)
+    if rules.stage == 0:
+        return whole(reason="stage 0 divides nothing")
+    if not leaf.size:
+        return whole(reason="no elements")
+    if not is_numeric(dtype):
+        return whole(reason=f"{dtype} has no arithmetic")
+    if leaf.size < rules.persist_below and not any(others):
+        return whole(kind="flat", reason=f"small: {leaf.size} elements, under persist_below={rules.persist_below}")
+    free = [i for i in range(len(shape)) if i >= len(others) or not others[i]]
+    if not free:
+        return whole(reason="every dim is divided over another mesh axis, or there is none")
+    return whole(kind="cut", dim=best_dim(shape, free, rules.shards))
+
+
+def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
+    """The dim whose cut pads least; among those the longest, then the first."""
+
+    def cost(dim):
+        extent, _ = shard_extent(shape[dim], shards)
+        return extent * shards / shape[dim], -shape[dim], dim
+
+    return min(free, key=cost)
+
+
+def stored(leaf: Leaf, stage: int) -> Leaf:
+    """How the parameter itself is stored, given how its gradient is divided."""
+    if stage == 3 and leaf.kind == "cut":
+        return leaf
+    reason = leaf.reason if stage in (0, 3) else f"stage {stage} keeps parameters whole"
+    return dataclasses.replace(leaf, kind="whole", dim=None, reason=reason)
+
+
+def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
+    """For each leaf of an optimizer's state, the parameter it belongs to, found by structure.
+
+    A state leaf belongs to the parameter whose path its own path ends with, whatever
+    the transformation calls the tree it stands in.
+
+    Args:
+        state: What `init` gives for logical parameters; shapes are enough.
+        layout: Layout of the parameters.
+
+    Returns:
+        Indices into the parameters, None for a leaf that belongs to none (a count).
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(state)
+    keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.parts))
+    by_path = {path: i for i, (path, _) in enumerate(keyed)}
+    suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
+    return tuple(next(iter(matches), None) for matches in suffixes)
+
+
+def match_state(
+    state, layout: Layout, rules: Rules, *, owners: tuple[int | None, ...], flat: frozenset[int]
+) -> tuple[Leaf, ...]:
+    """Lay out an optimizer's state, whatever the transformation.
+
+    A leaf of its parameter's shape (perhaps with dims in front, as a history has) is
+    divided like the parameter; a leaf of any other shape on its own best dim, or it
+    stays whole.
+
+    Args:
+        state: What `init` gives for logical parameters; shapes are enough.
+        layout: Layout of the parameters.
+        rules: Stage, axis and thresholds.
+        owners: What `owners_of` found.
+        flat: Indices of the parameters whose state may lie flattened.
+
+    Returns:
+        One `Leaf` for each leaf of `state`, in order.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(state)
+    leaves = []
+    for (path, x), owner in zip(found, owners, strict=True):
+        name = jax.tree_util.keystr(path)
+        leaf = None if owner is None else like_parameter(name, x, layout.parts[owner], owner in flat)
+        leaves.append(leaf or divide_state(name, x, rules))
+    return tuple(leaves)
+
+
+def like_parameter(path: str, x, part: Leaf, may_be_flat: bool) -> Leaf | None:
+    """A state leaf of its parameter's shape, divided like the parameter; None if the shape differs."""
+    lead = len(x.shape) - len(part.shape)
+    if lead < 0 or tuple(x.shape[lead:]) != part.shape:
+        return None
+    leaf = dataclasses.replace(part, path=path, shape=tuple(x.shape), dtype=x.dtype)
+    if part.kind == "flat" and (lead or not may_be_flat):
+        return dataclasses.replace(leaf, kind="whole", reason=f"{part.reason}; its update is not elementwise")
+    if not lead:
+        return leaf
+    dim = None if part.dim is None else part.dim + lead
+    return dataclasses.replace(leaf, dim=dim, others=(None,) * lead + part.others)
+
+
+def divide_state(path: str, x, rules: Rules) -> Leaf:
+    """A state leaf that has no parameter's shape: cut when it is large, else whole."""
+    leaf = divide(path, tuple(x.shape), x.dtype, (), rules)
+    return dataclasses.replace(leaf, kind="whole") if leaf.kind == "flat" else leaf
+
+
+def is_numeric(dtype) -> bool:
+    """Whether a dtype can be added and padded with zeros (PRNG keys cannot)."""
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def partition_metadata(params) -> list:
+    """For each leaf, the dims' axis names that Flax's boxes and Variables carry; () where there are none."""
+
+    def names(node) -> tuple | None:
+        if hasattr(node, "get_partition_spec"):
+            return tuple(node.get_partition_spec())
+        metadata = getattr(node, "get_metadata", None)
+        return (callable(metadata) and (metadata() or {}).get("sharding_names")) or None
+
+    def expand(node):
+        spec = () if is_padded(node) else tuple(names(node) or ())
+        return [spec] * len(jax.tree.leaves(node, is_leaf=is_padded))
+
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or bool(names(x)))
+    return [spec for node in nodes for spec in expand(node)]
+
+
+def other_axes(x, metadata: tuple, rules: Rules) -> tuple:
+    """The mesh axes, other than the data axis, that already divide each dim of `x`."""
+    sharding = getattr(x.storage if isinstance(x, Padded) else x, "sharding", None)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    if not any(spec):
+        spec = metadata
+    kept = [keep(entry, rules) for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return tuple(kept)
+
+
+def keep(entry, rules: Rules):
+    """One dim's entry of a spec without the data axis and without names the mesh does not have."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    left = tuple(n for n in names if n != rules.axis and n in rules.axes)
+    return left[0] if len(left) == 1 else left or None
+
+
+def local_bytes(leaf: Leaf, mesh: Mesh | None = None) -> int:
+    """Bytes of one device's part of a leaf, padding included."""
+    bits = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(leaf.dtype).itemsize
+    total = math.prod(leaf.local_shape) * bits
+    for entry in leaf.others:
+        for name in entry if isinstance(entry, tuple) else (entry,):
+            total //= mesh.shape[name] if mesh is not None and name else 1
+    return total

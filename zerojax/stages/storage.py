@@ -1,0 +1,111 @@
+"""Carry trees of parameters between the form the user holds and the arrays that are stored.
+
+Logical form: plain arrays of the shapes the user gave. Storage form: the same tree with
+a `Padded` node where an array is longer than its logical shape. Whatever comes in, what
+goes out has the same form, so that `jax.tree.map` over both always works.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..comm import collectives
+from ..config import Config
+from ..layout.leaf import Leaf
+from ..layout.padded import Padded, is_padded, pad, trim
+from ..layout.tree import Layout, Rules, lay_out
+
+
+def rules_of(config: Config) -> Rules:
+    """The part of a configuration that decides layouts."""
+    return Rules(config.stage, config.axis, config.shards, config.mesh.axis_names, config.persist_below)
+
+
+def layout_of(config: Config, params: Any) -> Layout:
+    """Lay out a tree of parameters: arrays, `Padded` arrays or shapes."""
+    return lay_out(params, rules_of(config))
+
+
+def leaves_of(params: Any) -> list:
+    """The leaves of a tree, `Padded` nodes kept whole."""
+    return jax.tree.leaves(params, is_leaf=is_padded)
+
+
+def forms_of(params: Any) -> tuple[bool, ...]:
+    """For each leaf, whether it is in `Padded` form."""
+    return tuple(is_padded(x) for x in leaves_of(params))
+
+
+def read(params: Any, leaves: Sequence[Leaf]) -> list[jax.Array]:
+    """The arrays as stored, whichever form `params` has; storage shape."""
+    return [
+        x.storage if isinstance(x, Padded) else x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])
+        for x, leaf in zip(leaves_of(params), leaves, strict=True)
+    ]
+
+
+def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> Any:
+    """The tree that `read` came from, in the forms given; the inverse of `read`."""
+    out = [
+        Padded(x, leaf.shape, leaf.dim) if padded else view(x, leaf)
+        for x, leaf, padded in zip(stored, leaves, forms, strict=True)
+    ]
+    return jax.tree.unflatten(layout.treedef, out)
+
+
+def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
+    """The forms of a tree in storage: `Padded` where there is padding."""
+    return tuple(leaf.kind == "cut" and leaf.padding > 0 for leaf in leaves)
+
+
+def view(stored: jax.Array, leaf: Leaf) -> jax.Array:
+    """What an optimizer sees of a stored array: no padding, unless it is flat."""
+    return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
+
+
+def store(config: Config, value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
+    if leaf.kind == "flat":
+        value = collectives.flatten(value, leaf)
+    elif leaf.dim is not None:
+        value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+    return constrain(config, value, leaf)
+
+
+def constrain(config: Config, stored: jax.Array, leaf: Leaf) -> jax.Array:
+    """Pin a stored array to its layout, inside jit."""
+    spec = leaf.spec
+    if len(config.mesh.axis_names) > 1 and not leaf.others:  # what other axes do with the leaf is theirs to say
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
+    return jax.lax.with_sharding_constraint(stored, NamedSharding(config.mesh, spec))
+
+
+def named(config: Config, leaf: Leaf) -> NamedSharding:
+    """A leaf's layout as a `NamedSharding`."""
+    return NamedSharding(config.mesh, leaf.spec)
+
+
+def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+    """Logical shapes."""
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def gather(config: Config, stored: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[jax.Array]:
+    """All-gather divided leaves explicitly, flat ones in one bucket; storage in, logical out."""
+    axis = config.axis
+
+    def local(parts):
+        return collectives.all_gather(parts, leaves, axis)
+
+    specs = [leaf.manual_spec for leaf in leaves]
+    return jax.shard_map(
+        local,
+        mesh=config.mesh,
+        in_specs=(specs,),
+        out_specs=[PartitionSpec()] * len(leaves),
+        axis_names={axis},
+        check_vma=False,
+    )(list(stored))

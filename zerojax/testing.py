@@ -1,0 +1,101 @@
+"""For tests: simulated devices, and a check of any optimizer against plain optax.
+
+`simulate_devices` must run before JAX makes its first array, so import this module and
+call it at the top of a `conftest.py`.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .zero import ZeroTransformation
+
+
+def simulate_devices(count: int) -> None:
+    """Run on `count` simulated CPU devices.
+
+    Args:
+        count: How many devices `jax.devices()` will give; at least 1.
+
+    Raises:
+        RuntimeError: If JAX has begun already with another number of devices.
+    """
+    flag = f"--xla_force_host_platform_device_count={count}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    if jax.device_count() != count:
+        raise RuntimeError(
+            f"{count} devices were to be simulated, but JAX has begun with {jax.device_count()}. "
+            f"Call simulate_devices before the first array is made, or set XLA_FLAGS={flag}."
+        )
+
+
+def train_plain(tx: optax.GradientTransformation, loss_fn: Callable, params: Any, batches: Sequence[Any]) -> Any:
+    """Train with optax alone, on one device: the reference everything is held against.
+
+    Args:
+        tx: The transformation.
+        loss_fn: `loss_fn(params, batch)`, a mean over the rows.
+        params: Logical parameters. The gradient of an integer leaf is taken as zeros.
+        batches: One global batch a step.
+
+    Returns:
+        `(params, losses)` after one step a batch.
+    """
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, batch)
+        zeroed = jax.tree.map(lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, params, grads)
+        updates, state = tx.update(zeroed, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, state = jax.tree.map(jnp.asarray, params), tx.init(params)
+    losses = []
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return params, losses
+
+
+def assert_parity(
+    tx: ZeroTransformation,
+    loss_fn: Callable,
+    params: Any,
+    batches: Sequence[Any],
+    *,
+    atol: float = 2e-6,
+    reference: tuple[Any, list[float]] | None = None,
+) -> None:
+    """Train sharded and train plainly, and compare what comes out.
+
+    Args:
+        tx: From `zero_shard`.
+        loss_fn: `loss_fn(params, batch)`, a mean over the rows.
+        params: Logical parameters.
+        batches: One global batch a step.
+        atol: Largest difference allowed, relative to the largest magnitude of each leaf
+            (or to 1): a few units of float32 rounding, which a sum over devices reorders.
+        reference: What `train_plain` gave, to reuse it.
+
+    Raises:
+        AssertionError: Naming the first leaf that differs, and by how much.
+    """
+    expected, losses = reference or train_plain(tx.config.tx, loss_fn, params, batches)
+    state, step = tx.create(params), tx.train_step(loss_fn)
+    for batch, loss in zip(batches, losses, strict=True):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5, err_msg="loss")
+    found = jax.tree_util.tree_flatten_with_path(jax.device_get(tx.unshard(state.params)))[0]
+    for (path, x), y in zip(found, jax.tree.leaves(jax.device_get(expected)), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype, f"{jax.tree_util.keystr(path)}: {x.dtype}{x.shape}"
+        if x.size:
+            scale = max(1.0, float(np.max(np.abs(y))))
+            worst = float(np.max(np.abs(x.astype(np.float64) - y.astype(np.float64))))
+            assert worst <= atol * scale, f"{jax.tree_util.keystr(path)} is off by {worst:.2g}; {atol * scale:.2g} allowed"

@@ -1,0 +1,287 @@
+"""`zero_shard`: any optax transformation, sharded. Joins the floors below; adds nothing of its own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from .comm.mesh import replicated, resolve_mesh
+from .config import PERSIST_BELOW, Config
+from .layout.padded import is_padded
+from .layout.tree import Layout
+from .stages.gradients import Loss
+from .stages.publics import grad_parts, update_tree, value_and_grad_tree
+from .stages.storage import forms_of, layout_of, named, read, storage_forms, view, write
+from .stages.update import UpdatePlan, init_state, plan_update
+from .train.state import ZeroState
+from .train.step import Step
+
+
+class Shardings(NamedTuple):
+    """Where everything lives: trees of `jax.sharding.NamedSharding`.
+
+    Attributes:
+        params: Of the parameters; the user's structure.
+        grads: Of the gradients that `value_and_grad` returns; the user's structure.
+        opt_state: Of the transformation's state; its own structure.
+    """
+
+    params: Any
+    grads: Any
+    opt_state: Any
+
+
+class ZeroTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation whose parameters, gradients and state are laid out for a ZeRO stage.
+
+    It is an `optax.GradientTransformationExtraArgs`: `init` and `update` are optax's own
+    pair, and it works wherever optax's transformations do.
+
+    Attributes:
+        config: The wrapped transformation, stage, mesh and axis.
+    """
+
+    config: Config
+
+    def __new__(cls, config: Config):
+        """Build the pair that optax sees."""
+        pair = super().__new__(cls, functools.partial(_init, config), functools.partial(_update, config))
+        pair.config = config
+        return pair
+
+    def __repr__(self) -> str:
+        """Stage, mesh and axis; the functions say nothing."""
+        c = self.config
+        return f"zero_shard(stage={c.stage}, mesh={dict(c.mesh.shape)}, axis={c.axis!r}, persist_below={c.persist_below})"
+
+    def init_params(self, init_fn: Callable, *args: Any) -> Any:
+        """Initialise parameters, each leaf born in its layout.
+
+        At stage 3 the whole model never exists on one device.
+
+        Args:
+            init_fn: Returns the tree of parameters; any function that jit takes.
+            *args: Its arguments.
+
+        Returns:
+            `init_fn(*args)` in storage: at stage 3 cut over the axis, a leaf that no dim
+            divides as a `Padded`.
+        """
+        layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
+        kept = [named(self.config, leaf) for leaf in layout.params]
+        born = jax.jit(lambda *a: read(init_fn(*a), layout.params), out_shardings=kept)(*args)
+        return write(born, layout, layout.params, storage_forms(layout.params))
+
+    def shard(self, params: Any) -> Any:
+        """Put existing parameters into storage.
+
+        Args:
+            params: Logical arrays (NumPy's too), arrays in storage already, or shapes.
+
+        Returns:
+            The tree in storage. Arrays that lie as they must are returned as they are,
+            others copied; of shapes, shapes with their shardings.
+        """
+        layout = layout_of(self.config, params)
+        stored = [
+            _place(x, named(self.config, leaf))
+            for x, leaf in zip(_stored(params, layout), layout.params, strict=True)
+        ]
+        return write(stored, layout, layout.params, storage_forms(layout.params))
+
+    def unshard(self, params: Any) -> Any:
+        """Gather parameters into full logical arrays, whole on every device.
+
+        Args:
+            params: Parameters in storage.
+
+        Returns:
+            The tree the user gave to `shard` or `init_params` would have made without zerojax.
+        """
+        logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
+        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(params)
+
+    def value_and_grad(self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False) -> Callable:
+        """Loss and gradient over all devices, with explicit collectives.
+
+        Args:
+            loss_fn: `loss_fn(params, batch, *args)` sees full logical parameters and the
+                device's own rows of `batch`, and returns their mean loss; with
+                `has_aux`, `(loss, aux)`; with `weighted`, `(total, weight)` for the loss.
+            has_aux: Whether `loss_fn` returns `(loss, aux)`. Aux is averaged over the devices.
+            weighted: Whether the loss is `(total, weight)`: the sum of the totals is then
+                divided by the sum of the weights, over all devices.
+
+        Returns:
+            `f(params, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
+            `has_aux`), as `jax.value_and_grad` gives it. `grads` has the structure, the
+            logical shapes and the dtypes of `params`; at stages 2 and 3 it is cut like
+            `shardings(params).grads`. The gradient of an integer leaf is zeros.
+
+        Raises:
+            ValueError: If the axis does not divide the batch, or the loss is no scalar.
+        """
+        loss = Loss(loss_fn, has_aux, weighted)
+        jitted = jax.jit(
+            functools.partial(value_and_grad_tree, self.config, loss), static_argnames=("layout", "forms")
+        )
+
+        @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
+        def value_and_grad(params, batch, *args):
+            layout = layout_of(self.config, params)
+            return jitted(params, batch, *args, layout=layout, forms=forms_of(params))
+
+        return value_and_grad
+
+    def create(self, params: Any) -> ZeroState:
+        """Begin a run: parameters in storage, a fresh optimizer state, step 0.
+
+        Args:
+            params: Logical parameters, parameters in storage, or shapes. Arrays that lie
+                in storage already are taken over, not copied: the first step donates them.
+
+        Returns:
+            The state that `train_step`'s step takes.
+        """
+        params = self.shard(params)
+        plan = self._plan(params)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            opt_state = jax.tree.unflatten(
+                plan.state_def,
+                [
+                    jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(self.config, leaf))
+                    for leaf in plan.state
+                ],
+            )
+            step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.config.mesh))
+        else:
+            opt_state = _init(self.config, params)
+            step = jax.device_put(jnp.zeros((), jnp.int32), replicated(self.config.mesh))
+        return ZeroState(step, params, opt_state, plan)
+
+    def train_step(self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False) -> Step:
+        """A jitted training step that donates its state.
+
+        Args:
+            loss_fn: As for `value_and_grad`.
+            has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
+            weighted: As for `value_and_grad`.
+
+        Returns:
+            `step(state, batch, *args) -> (state, metrics)`, with `.lower(...)` as
+            `jax.jit` has it; metrics has `loss` and `grad_norm`.
+        """
+        return Step(self.config, Loss(loss_fn, has_aux, weighted))
+
+    def shardings(self, params: Any) -> Shardings:
+        """Where parameters, gradients and optimizer state live.
+
+        Args:
+            params: Arrays or shapes; on a mesh of absent devices too.
+
+        Returns:
+            Trees of `NamedSharding`; where a leaf is a `Padded`, one for the node.
+        """
+        plan = self._plan(params)
+        layout = plan.layout
+        parts = grad_parts(self.config, layout, storage_forms(layout.params))
+
+        def tree(structure, leaves) -> Any:
+            return jax.tree.unflatten(structure, [named(self.config, leaf) for leaf in leaves])
+
+        return Shardings(tree(layout.treedef, layout.params), tree(layout.treedef, parts), tree(plan.state_def, plan.state))
+
+    def _plan(self, params: Any) -> UpdatePlan:
+        return plan_update(self.config, layout_of(self.config, params))
+
+
+def zero_shard(
+    tx: optax.GradientTransformation,
+    *,
+    stage: int,
+    mesh: Mesh | None = None,
+    axis: str = "data",
+    persist_below: int = PERSIST_BELOW,
+) -> ZeroTransformation:
+    """Shard an optax transformation, and the training around it, over a mesh axis.
+
+    Args:
+        tx: Any optax transformation. Its update sees logical arrays, so it is exact.
+        stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too.
+            3: parameters too.
+        mesh: A mesh with Auto axes, of real or absent devices. Default: all devices on
+            one axis. Axes other than `axis` are left to the compiler.
+        axis: The mesh axis that rows of the batch, and the parts above, are divided over.
+        persist_below: A leaf with fewer elements is not cut by dim: its parameter stays
+            whole at stage 3, and its gradient and optimizer state lie flat, each device
+            holding 1/N, if the transformation updates it element by element.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
+
+    Raises:
+        TypeError: If `tx` is no optax transformation.
+        ValueError: If the stage is unknown, or the mesh lacks the axis or has axes that are not Auto.
+
+    References:
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
+
+    Examples:
+        >>> tx = zero_shard(optax.adamw(3e-4), stage=3)
+        >>> state = tx.create(tx.init_params(model_init, key))
+        >>> step = tx.train_step(loss_fn)
+        >>> state, metrics = step(state, batch)
+    """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    return ZeroTransformation(Config(tx, stage, resolve_mesh(mesh, axis), axis, persist_below))
+
+
+def _init(config: Config, params: Any) -> Any:
+    """`optax`'s init: the state of the wrapped transformation, laid out for the stage."""
+    layout = layout_of(config, params)
+    plan = plan_update(config, layout)
+
+    def fresh(stored):
+        return init_state(config, plan, [view(x, leaf) for x, leaf in zip(stored, layout.params, strict=True)])
+
+    kept = jax.tree.unflatten(plan.state_def, [named(config, leaf) for leaf in plan.state])
+    return jax.jit(fresh, out_shardings=kept)(_stored(params, layout))
+
+
+def _update(config: Config, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
+    like = grads if params is None else params
+    arrays = {k: v for k, v in extra.items() if all(hasattr(x, "dtype") for x in jax.tree.leaves(v))}
+    static = tuple((k, v) for k, v in extra.items() if k not in arrays)
+    return _jitted_update(grads, state, params, arrays, config, layout_of(config, like), forms_of(like), static)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _jitted_update(grads, state, params, extra, config, layout, forms, static):
+    return update_tree(config, layout, forms, grads, state, params, extra | dict(static))
+
+
+def _stored(params: Any, layout: Layout) -> list:
+    """`read` for arrays and shapes alike."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+        return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
+    return read(params, layout.params)
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    """Lay one array out; a copy unless it lies so already, so that donation spares the caller's array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(x, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(x, sharding)
+    if getattr(x, "sharding", None) == sharding:
+        return x
+    # device_put may share a shard with the array it is given, even when told not to (seen on jax 0.10.2)
+    return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)
+
+
