@@ -1,5 +1,7 @@
 """A byte-level GPT in flax.linen: scanned blocks, each rematerialised, and one table for bytes in and bytes out."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ def next_byte_loss(model: GPT):
     """Mean negative log-likelihood, in nats, of every byte of a window but its first."""
 
     def loss(params, windows):
-        logits = model.apply(params, windows[:, :-1])
+        logits: Any = model.apply(params, windows[:, :-1])
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), windows[:, 1:, None], -1))
 
     return loss

@@ -34,16 +34,15 @@ class TokensPerSecond(ProgressColumn):
         self.tokens_per_step = tokens_per_step
 
     def render(self, task: Task) -> Text:
-        return Text(f"{(task.speed or 0) * self.tokens_per_step:8,.0f} tokens/s")
+        return Text(f"{(task.speed or 0) * self.tokens_per_step:,.0f} tokens/s")
 
 
 def progress_bar(steps: int, *, tokens_per_step: int) -> tuple[Progress, TaskID]:
     """A bar with steps, loss, tokens a second and time left."""
     progress = Progress(
-        TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("loss {task.fields[loss]:.2f} bits/byte"),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[loss]:.2f} bits/byte"),
         TokensPerSecond(tokens_per_step),
         TimeRemainingColumn(),
         TextColumn("left"),
@@ -54,9 +53,10 @@ def progress_bar(steps: int, *, tokens_per_step: int) -> tuple[Progress, TaskID]
 def show_memory(memory: Sequence[Memory], *, trained: int, devices: int) -> None:
     """Print bytes per device at every stage, found beside expected."""
     table = Table(
-        title=f"Bytes per device, {devices} devices: found | the paper's formula",
-        caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
-        "the rest off the layouts. Small leaves stay whole or are padded: that is what is found beyond the formula.",
+        title=f"Memory per device, devices: {devices} (found | the paper's formula)",
+        caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, the rest "
+        "off the layouts, gradients as tx.value_and_grad returns them. What is found beyond the formula are small "
+        "leaves that stay whole, and padding where the devices do not divide a leaf.",
     )
     table.add_column("stage")
     for name in (*PARTS.values(), "all"):
@@ -81,16 +81,17 @@ def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
     axes.hlines(paper, [s - 0.38 for s in stages], [s + 0.38 for s in stages], "black", label="paper's formula")
     for stage, top in zip(stages, base, strict=True):
         axes.annotate(f"{top:.2f}", (stage, top), (0, 4), textcoords="offset points", ha="center")
-    axes.set(xticks=stages, xlabel="ZeRO stage", ylabel="MB per device", title=f"Memory per device, {devices} devices")
+    axes.set(xticks=stages, xlabel="ZeRO stage", ylabel="MB per device", title=f"Memory per device, devices: {devices}")
     finish(figure, axes, path)
 
 
 def draw_loss(train: dict[int, float], held_out: dict[int, float], path: Path) -> None:
     """Draw bits per byte by step: every batch faintly, its running mean, and the held-out text."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(train.keys(), train.values(), color=COLORS["params"], alpha=0.25, linewidth=0.8)
-    axes.plot(train.keys(), running_mean(list(train.values())), color=COLORS["params"], label="training batches")
-    axes.plot(held_out.keys(), held_out.values(), "o-", color=COLORS["grads"], label="held-out files")
+    steps, losses = list(train.keys()), list(train.values())
+    axes.plot(steps, losses, color=COLORS["params"], alpha=0.25, linewidth=0.8)
+    axes.plot(steps, running_mean(losses), color=COLORS["params"], label="training batches")
+    axes.plot(list(held_out.keys()), list(held_out.values()), "o-", color=COLORS["grads"], label="held-out files")
     step, last = max(held_out.items())
     axes.annotate(f"{last:.2f}", (step, last), (0, 8), textcoords="offset points", ha="center")
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, None), ylim=(0, None), title="Loss")

@@ -39,6 +39,8 @@ def main() -> None:
     if args.batch % mesh.size:
         raise SystemExit(f"--batch {args.batch} does not divide over {mesh.size} devices: give a multiple of them.")
     corpus = load(args.data)
+    if min(map(len, corpus)) <= args.seq:
+        raise SystemExit(f"Too little text: {len(corpus.held_out)} bytes to hold out. Give a longer --data FILE.")
     model = GPT(args.width, args.layers, args.heads)
     optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
 
@@ -114,18 +116,34 @@ def round_up(count: int, multiple: int) -> int:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
-    parser.add_argument("--devices", type=int, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)")
-    parser.add_argument("--steps", type=int, default=800, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="windows a step, over all devices (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes a window (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument(
+        "--devices", type=positive, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)"
+    )
+    parser.add_argument("--steps", type=positive, default=500, help="(default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=positive, default=32, help="windows a step, over all devices (default: %(default)s)"
+    )
+    parser.add_argument("--seq", type=positive, default=128, help="bytes a window (default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
+    parser.add_argument("--layers", type=positive, default=4, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=positive, default=4, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="text to learn (default: the standard library)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the pictures (default: %(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.width % (2 * args.heads):
+        parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
+    if args.data and not args.data.is_file():
+        parser.error(f"--data {args.data} is not a file")
+    return args
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, is {value}")
+    return value
 
 
 if __name__ == "__main__":

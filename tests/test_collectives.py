@@ -258,11 +258,12 @@ FORMS = {
     ),
     "broadcast": (f"%c = f32[8]{{0}} collective-broadcast(%p), {ALL}", [("collective-broadcast", "f32", 8)]),
     "operands with their shapes": (
-        f"%c = (f32[64], f32[512]) all-gather(f32[8]{{0}} %p, f32[64]{{0}} %r), {ALL}",
-        [("all-gather", "f32", 576)],
+        f"%c = (f32[8], f32[64]) all-reduce(f32[8]{{0:T(8,128)(2,1)}} %p, f32[64]{{0}} %r), {ALL}, to_apply=%add",
+        [("all-reduce", "f32", 72)],
     ),
     "names without a sign": (
-        f"w = f32[8,4]{{1,0}} broadcast(p)\nc = (f32[1,4], f32[8]) reduce-scatter(f32[8,4]{{1,0}} w, f32[64]{{0}} r), {ALL}",
+        "w = f32[8,4]{1,0} broadcast(p)\n"
+        f"c = (f32[1,4], f32[8]) reduce-scatter(f32[8,4]{{1,0}} w, f32[64]{{0}} r), {ALL}",
         [("reduce-scatter", "f32", 96)],
     ),
     "dims with a bound": (f"%c = f32[<=64]{{0}} all-gather(%p), {ALL}", [("all-gather", "f32", 64)]),
@@ -371,6 +372,7 @@ LOOPS = [
     (0, -1, 7, "compare(%i, %bound), direction=LT", None),
     (0, 0, 7, "compare(%i, %bound), direction=LT", None),
     (0, 2, 7, "compare(%i, %bound), direction=NE", None),
+    (0, 0, 7, "compare(%i, %bound), direction=NE", None),
     (0, 1, 7, "compare(%i, %bound), direction=EQ", None),
     (0, 1, 7, "not(%i)", None),
 ]
@@ -386,7 +388,7 @@ def test_what_is_no_compiled_program_is_refused_with_the_remedy():
     lowered = jax.jit(jnp.tanh).lower(SQUARE)
     with pytest.raises(TypeError, match=r"Lowered.*call \.compile\(\)"):
         collectives(lowered)
-    with pytest.raises(TypeError, match=r"\.lower\(\.\.\.\)\.compile\(\)"):
+    with pytest.raises(TypeError, match=r"function: give what its \.lower\(\.\.\.\)\.compile\(\)"):
         collectives(jax.jit(jnp.tanh))
     with pytest.raises(TypeError, match=r"a int\..*as_text"):
         collectives(3)
@@ -472,6 +474,11 @@ def test_products_between_start_and_done_are_counted(between):
             f"%s = ((f32[8]), f32[8]) fusion-start(%p), calls=%inner\n{DOT}\n%d = f32[8] fusion-done(%s)\n"
             "%e = f32[8]{0} fusion(%p), calls=%inner",
             0,  # of two ways to one collective the exposed one counts
+        ),
+        (
+            "%e = f32[8]{0} fusion(%p), calls=%inner\n"
+            f"%s = ((f32[8]), f32[8]) fusion-start(%p), calls=%inner\n{DOT}\n%d = f32[8] fusion-done(%s)",
+            0,
         ),
     ],
 )

@@ -13,6 +13,7 @@ from .comm.mesh import replicated, resolve_mesh
 from .config import PERSIST_BELOW, Config
 from .layout.padded import is_padded
 from .layout.tree import Layout
+from .stages.birth import birth_programs
 from .stages.gradients import Loss
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
 from .stages.storage import forms_of, layout_of, named, read, storage_forms, view, write
@@ -72,8 +73,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             divides as a `Padded`.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
-        kept = [named(self.config, leaf) for leaf in layout.params]
-        born = jax.jit(lambda *a: read(init_fn(*a), layout.params), out_shardings=kept)(*args)
+        born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
         return write(born, layout, layout.params, storage_forms(layout.params))
 
     def shard(self, params: Any) -> Any:
@@ -83,13 +83,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             params: Logical arrays (NumPy's too), arrays in storage already, or shapes.
 
         Returns:
-            The tree in storage. Arrays that lie as they must are returned as they are,
-            others copied; of shapes, shapes with their shardings.
+            The tree in storage, always a copy: donating it spares the caller's arrays.
+            Of shapes, shapes with their shardings.
         """
         layout = layout_of(self.config, params)
         stored = [
-            _place(x, named(self.config, leaf))
-            for x, leaf in zip(_stored(params, layout), layout.params, strict=True)
+            _place(x, named(self.config, leaf)) for x, leaf in zip(_stored(params, layout), layout.params, strict=True)
         ]
         return write(stored, layout, layout.params, storage_forms(layout.params))
 
@@ -141,8 +140,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Begin a run: parameters in storage, a fresh optimizer state, step 0.
 
         Args:
-            params: Logical parameters, parameters in storage, or shapes. Arrays that lie
-                in storage already are taken over, not copied: the first step donates them.
+            params: Logical parameters, parameters in storage, or shapes. They are copied,
+                so that the steps, which donate the state, leave them alone; drop them to
+                have their memory back.
 
         Returns:
             The state that `train_step`'s step takes.
@@ -274,14 +274,10 @@ def _stored(params: Any, layout: Layout) -> list:
 
 
 def _place(x: Any, sharding: NamedSharding) -> Any:
-    """Lay one array out; a copy unless it lies so already, so that donation spares the caller's array."""
+    """Lay a copy of one array out, so that donating it spares the caller's."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, jax.core.Tracer):
         return jax.lax.with_sharding_constraint(x, sharding)
-    if getattr(x, "sharding", None) == sharding:
-        return x
     # device_put may share a shard with the array it is given, even when told not to (seen on jax 0.10.2)
     return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)
-
-

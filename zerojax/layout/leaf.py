@@ -95,6 +95,20 @@ class Leaf:
         return replace_at(self.storage_shape, at, self.storage_shape[at] // self.shards)
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the logical array."""
+        return self.size * self._itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of one device's part along the data axis, padding included."""
+        return math.prod(self.local_shape) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return getattr(self.dtype, "itemsize", 0) or np.dtype(self.dtype).itemsize
+
+    @property
     def padding(self) -> int:
         """Elements in storage that are not in the logical array."""
         return math.prod(self.storage_shape) - self.size

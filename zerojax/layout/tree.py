@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from .leaf import Leaf, shard_extent
 from .padded import Padded, is_padded
@@ -206,8 +204,9 @@ def partition_metadata(params) -> list:
     def names(node) -> tuple | None:
         if hasattr(node, "get_partition_spec"):
             return tuple(node.get_partition_spec())
-        metadata = getattr(node, "get_metadata", None)
-        return (callable(metadata) and (metadata() or {}).get("sharding_names")) or None
+        read = getattr(node, "get_metadata", None)
+        metadata = (callable(read) and read()) or {}
+        return metadata.get("out_sharding") or metadata.get("sharding_names") or None  # newer and older nnx
 
     def expand(node):
         spec = () if is_padded(node) else tuple(names(node) or ())
@@ -234,13 +233,3 @@ def keep(entry, rules: Rules):
     names = entry if isinstance(entry, tuple) else (entry,)
     left = tuple(n for n in names if n != rules.axis and n in rules.axes)
     return left[0] if len(left) == 1 else left or None
-
-
-def local_bytes(leaf: Leaf, mesh: Mesh | None = None) -> int:
-    """Bytes of one device's part of a leaf, padding included."""
-    bits = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(leaf.dtype).itemsize
-    total = math.prod(leaf.local_shape) * bits
-    for entry in leaf.others:
-        for name in entry if isinstance(entry, tuple) else (entry,):
-            total //= mesh.shape[name] if mesh is not None and name else 1
-    return total

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.plan.hlo import Collective, Module, find, read
+from .hlo import Collective, find
+from .program import Module, read
 
 _PRODUCTS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
 # Library calls that are products; cuBLAS also solves triangles and cuDNN also normalises.

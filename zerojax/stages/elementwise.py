@@ -80,21 +80,27 @@ def elementwise_leaves(
     Returns:
         Indices into `parts`. Empty if the transformation cannot be traced on flat leaves.
     """
-    wanted = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
-    if not wanted:
-        return wanted
-    try:
-        logical = read_update(tx, params, parts, owners, flat=frozenset())
-        flat = read_update(tx, params, parts, owners, flat=wanted)
-    except Exception:  # it needs more arguments, or does not take flat leaves: they stay whole, and the report says so
-        return frozenset()
-    refused = {
+    small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
+    vectors = frozenset(i for i in small if len(parts[i].shape) < 2)
+    for wanted in (small, vectors):  # a transformation that sorts leaves by their ndim may take flat vectors alone
+        if wanted:
+            try:
+                return wanted - refused_leaves(tx, params, parts, owners, wanted)
+            except Exception:  # it needs more arguments, or does not take flat leaves: the report says they stay whole
+                continue
+    return frozenset()
+
+
+def refused_leaves(tx, params, parts, owners, wanted: frozenset[int]) -> set[int | None]:
+    """The leaves of which an output is not computed element by element by the same program in both traces."""
+    logical = read_update(tx, params, parts, owners, flat=frozenset())
+    flat = read_update(tx, params, parts, owners, flat=wanted)
+    return {
         owner
         for (owner, a), (_, b) in zip(logical, flat, strict=True)
         if not (a.kind == b.kind == LEAF and a.owner == b.owner == owner and a.token == b.token)
         and not (a.kind == b.kind == SCALAR and a.token == b.token)
     }
-    return wanted - refused
 
 
 def read_update(tx, params, parts, owners, *, flat: frozenset[int]) -> list[tuple[int | None, Known]]:

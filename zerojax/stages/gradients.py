@@ -10,6 +10,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,18 @@ class Loss:
                 raise TypeError(f"With weighted=True the loss in {wanted} is (total, weight), not {value!r}.")
             return scalar("total", value[0]), scalar("weight", value[1]), aux
         return scalar("loss", value), jnp.ones((), jnp.float32), aux
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """A part of aux that is the same on every device (a counter, say), and is not averaged.
+
+    Attributes:
+        tree: Arrays of any type.
+    """
+
+    tree: Any
 
 
 def scalar(name: str, value: Any) -> jax.Array:
@@ -172,6 +185,8 @@ def mean_aux(aux: Any, axis: str) -> Any:
     """
 
     def mean(path, x):
+        if isinstance(x, Same):
+            return x
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
                 f"aux{jax.tree_util.keystr(path)} is {jnp.result_type(x)}; aux is averaged over the devices, which "
@@ -179,7 +194,7 @@ def mean_aux(aux: Any, axis: str) -> Any:
             )
         return lax.pmean(x, axis)
 
-    return jax.tree_util.tree_map_with_path(mean, aux)
+    return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Same))
 
 
 def check_batch(batch: Any, axis: str, shards: int) -> None:

@@ -26,7 +26,7 @@ def step_once(config: Config, loss: Loss, state: ZeroState, batch: Any, args: tu
     moved = optax.apply_updates(divided, updates)
     params = undivide(config, plan, moved, storage_forms(layout.params))
     floats = [g for g in grads if jnp.issubdtype(g.dtype, jnp.inexact)]
-    metrics = {"loss": value, "grad_norm": optax.global_norm(floats)}
+    metrics = {"loss": value, "grad_norm": optax.tree.norm(floats)}
     if loss.has_aux:
         metrics["aux"] = aux
     return ZeroState(state.step + 1, params, opt_state, plan), metrics

@@ -1,0 +1,82 @@
+"""Which leaves may lie flat is read off the traced update, and never guessed."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+from zerojax.layout.tree import Rules, lay_out, owners_of
+from zerojax.stages.elementwise import elementwise_leaves
+
+PARAMS = {"matrix": jnp.ones((4, 5)), "vector": jnp.ones(5), "scalar": jnp.ones(()), "large": jnp.ones((64, 64))}
+SMALL = {"matrix", "vector", "scalar"}
+
+
+def flat(tx):
+    """Names of the leaves found to be updated element by element."""
+    layout = lay_out(PARAMS, Rules(2, "data", 8, ("data",), 100))
+    owners = owners_of(jax.eval_shape(tx.init, PARAMS), layout)
+    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.parts, owners)}
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (optax.adamw(optax.cosine_decay_schedule(1e-3, 10)), SMALL),
+        (optax.sgd(1.0, momentum=0.9, nesterov=True), SMALL),
+        (optax.lion(1e-3), SMALL),
+        (optax.rmsprop(1e-3), SMALL),
+        (optax.chain(optax.clip(1.0), optax.adam(1e-3)), SMALL),
+        (optax.inject_hyperparams(optax.adamw)(1e-3), SMALL),
+        (optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), SMALL),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), SMALL),  # padding adds nothing to the norm
+        (optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), {"vector", "scalar"}),
+        (optax.masked(optax.adam(1e-3), {k: k != "vector" for k in PARAMS}), SMALL),
+        (optax.lamb(1e-3), set()),  # a norm of each leaf's own update
+        (optax.adaptive_grad_clip(0.1), {"vector", "scalar"}),  # their norm is of the whole leaf, a matrix's of its columns
+        (optax.adafactor(1e-3, min_dim_size_to_factor=2), set()),
+        (optax.contrib.muon(1e-3), {"vector", "scalar"}),  # matrices are orthogonalised, others are adam's
+        (optax.add_noise(0.1, 0.5, jax.random.key(0)), set()),  # the draw depends on the shape
+        (optax.centralize(), {"vector", "scalar"}),
+        (optax.apply_if_finite(optax.adam(1e-3), 3), set()),
+        (optax.normalize_by_update_norm(), SMALL),
+    ],
+)
+def test_the_leaves_found(tx, expected):
+    assert flat(tx) == expected
+
+
+def per_leaf(fn):
+    """A stateless transformation that applies `fn` to each leaf."""
+    return optax.stateless(lambda updates, params: jax.tree.map(fn, updates))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda g: jnp.cumsum(g.reshape(-1)).reshape(g.shape),
+        lambda g: g - g.mean(),
+        lambda g: g[::-1] if g.ndim else g + g.sum(),
+        lambda g: jnp.sort(g.reshape(-1)).reshape(g.shape),
+        lambda g: g * jnp.exp(g).sum(),  # padding would add exp(0)
+        lambda g: g + jnp.arange(g.size, dtype=g.dtype).reshape(g.shape),
+        lambda g: g * g.size,  # the program itself depends on the shape
+        lambda g: g * (g / (g * 2)).sum(),  # 0/0 in the padding
+    ],
+)
+def test_what_is_not_elementwise_is_refused(fn):
+    assert flat(per_leaf(fn)) == set()
+
+
+def test_leaves_that_see_each_other_are_refused():
+    swap = optax.stateless(lambda u, _: {**u, "vector": u["vector"] * u["scalar"]})
+    assert flat(swap) == {"matrix", "scalar"}
+
+
+def test_what_cannot_be_traced_keeps_leaves_whole():
+    def needs_value(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), needs_value)
+    assert flat(tx) == set()

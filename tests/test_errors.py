@@ -1,0 +1,131 @@
+"""A caller's mistake is named early: what was found, what is required, what to do."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from zerojax import report, zero_shard
+from zerojax.testing import simulate_devices
+
+PARAMS = {"w": jnp.ones((16, 8))}
+
+
+def mean_square(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", 2.0, True, None])
+def test_an_unknown_stage(stage):
+    with pytest.raises(ValueError, match=r"Unknown ZeRO stage .*0: everything replicated"):
+        zero_shard(optax.adam(1e-3), stage=stage)
+
+
+def test_a_mesh_without_the_axis(mesh):
+    with pytest.raises(ValueError, match=r"no axis 'batch': its axes are \('data',\).*axis="):
+        zero_shard(optax.adam(1e-3), stage=1, mesh=mesh, axis="batch")
+
+
+def test_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"'data' is Explicit.*AxisType\.Auto"):
+        zero_shard(optax.adam(1e-3), stage=1, mesh=mesh)
+
+
+def test_no_mesh_and_no_transformation():
+    with pytest.raises(TypeError, match=r"jax\.sharding\.Mesh, not list"):
+        zero_shard(optax.adam(1e-3), stage=1, mesh=jax.devices())
+    with pytest.raises(TypeError, match=r"wraps an optax transformation.*got float"):
+        zero_shard(3e-4, stage=1)
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1e5, TypeError), (True, TypeError)])
+def test_a_persistence_threshold_that_counts_nothing(value, error):
+    with pytest.raises(error, match="persist_below counts elements"):
+        zero_shard(optax.adam(1e-3), stage=3, persist_below=value)
+
+
+@pytest.fixture(scope="module")
+def tx():
+    return zero_shard(optax.adamw(1e-3), stage=3, persist_below=10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": jnp.ones((10, 16))}, r"batch\['tokens'\].*'data'.*10 rows.*8 devices.*8 or 16 rows"),
+        ({"tokens": jnp.ones((3, 16))}, r"3 rows.*8 devices.*of 8 rows"),
+        ({"tokens": jnp.float32(1)}, r"batch\['tokens'\].*scalar.*after the batch"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(tx, batch, message):
+    loss = lambda params, batch: mean_square(params, batch["tokens"])
+    with pytest.raises(ValueError, match=message):
+        tx.value_and_grad(loss)(PARAMS, batch)
+    with pytest.raises(ValueError, match=message):
+        tx.train_step(loss)(tx.create(PARAMS), batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "error", "message"),
+    [
+        (lambda p, b: (b @ p["w"])[:, 0], {}, ValueError, r"scalar loss, but it has shape \[1\].*jnp\.mean"),
+        (lambda p, b: (mean_square(p, b), 1.0), {}, TypeError, r"not a tuple.*has_aux=True.*weighted=True"),
+        (lambda p, b: jnp.int32(1), {}, TypeError, "floating point loss, but it is int32"),
+        (mean_square, {"has_aux": True}, TypeError, r"has_aux=True.*\(loss, aux\)"),
+        (mean_square, {"weighted": True}, TypeError, r"weighted=True.*\(total, weight\)"),
+        (lambda p, b: (mean_square(p, b), {"n": jnp.int32(1)}), {"has_aux": True}, TypeError, r"aux\['n'\] is int32"),
+    ],
+)
+def test_a_loss_of_the_wrong_form(tx, loss, options, error, message):
+    with pytest.raises(error, match=message):
+        tx.value_and_grad(loss, **options)(PARAMS, jnp.ones((8, 16)))
+
+
+def test_an_untyped_key_among_the_arguments(tx):
+    with pytest.raises(TypeError, match=r"args\[0\] is uint32\[2\].*jax\.random\.key"):
+        tx.value_and_grad(lambda p, b, k: mean_square(p, b))(PARAMS, jnp.ones((8, 16)), jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_are_not_the_states(stage):
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10)
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['w'\] is float32\[16, 8\], and float32\[32, 8\]"):
+        tx.update({"w": jnp.ones((32, 8))}, state, {"w": jnp.ones((32, 8))})
+    with pytest.raises(ValueError, match=r"mu\['w'\] is float32.*bfloat16"):
+        narrow = {"w": PARAMS["w"].astype(jnp.bfloat16)}
+        tx.update(narrow, state, narrow)
+    with pytest.raises(ValueError, match=r"lacks \[0\]\.mu\['v'\]"):
+        other = {"v": PARAMS["w"]}
+        tx.update(other, state, other)
+    with pytest.raises(ValueError, match=r"gradients are not of the parameters' tree: they lack \['w'\]"):
+        tx.update({"v": PARAMS["w"]}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"grads\['w'\] has shape \[8, 16\].*\[16, 8\]"):
+        tx.update({"w": jnp.ones((8, 16))}, state, PARAMS)
+
+
+def test_update_without_the_parameters_it_needs(tx):
+    with pytest.raises(ValueError, match="params"):
+        tx.update(PARAMS, tx.init(PARAMS))
+    plain = zero_shard(optax.adam(1e-3), stage=2)
+    updates, _ = plain.update(PARAMS, plain.init(PARAMS))
+    assert updates["w"].shape == (16, 8)
+
+
+def test_a_step_takes_a_state(tx):
+    with pytest.raises(TypeError, match=r"takes a ZeroState, not dict.*tx\.create"):
+        tx.train_step(mean_square)(PARAMS, jnp.ones((8, 16)))
+
+
+def test_a_report_needs_arrays(tx):
+    with pytest.raises(TypeError, match="step is a ShapeDtypeStruct; report measures live"):
+        report(tx.create(jax.eval_shape(lambda: PARAMS)))
+
+
+def test_devices_cannot_be_simulated_too_late(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    jax.devices()
+    with pytest.raises(RuntimeError, match="5 devices were to be simulated, but JAX has begun with 8"):
+        simulate_devices(5)

@@ -1,0 +1,176 @@
+"""Flax loops, linen and nnx, run unchanged around a sharded transformation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zerojax.flax
+from zerojax import report, zero_shard
+
+STAGES = [0, 1, 2, 3]
+X = jax.random.normal(jax.random.key(0), (16, 8))
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(13)(nn.relu(nn.Dense(64)(x)))
+
+
+class Noisy(nnx.Module):
+    """Dropout and batch statistics, as most models have."""
+
+    def __init__(self, rngs, rate=0.5):
+        self.inner = nnx.Linear(8, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.outer = nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.drop(nnx.relu(self.norm(self.inner(x)))))
+
+
+def zero(stage, count=8):
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    return zero_shard(tx, stage=stage, mesh=mesh_of(count), persist_below=20)
+
+
+def linen_loop(tx, params, grad):
+    """Three steps of the loop in Flax's own documentation."""
+    state = TrainState.create(apply_fn=Dense().apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state, batch):
+        loss, grads = grad(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    for _ in range(3):
+        state, loss = step(state, X)
+    return state, loss
+
+
+def linen_loss(params, batch):
+    return jnp.mean(Dense().apply({"params": params}, batch) ** 2)
+
+
+def linen_params():
+    return Dense().init(jax.random.key(1), X)["params"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_linen_train_state_runs_unchanged(stage):
+    tx = zero(stage)
+    plain, loss = linen_loop(tx.config.tx, linen_params(), jax.value_and_grad(linen_loss))
+    for params, grad in [
+        (linen_params(), jax.value_and_grad(linen_loss)),
+        (tx.shard(linen_params()), tx.value_and_grad(linen_loss)),
+    ]:
+        state, found = linen_loop(tx, params, grad)
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), tx.unshard(state.params), plain.params
+        )
+        fraction = report(state).bytes["opt_state"] / report(plain).bytes["opt_state"]
+        assert fraction < (0.13 if stage else 1.01)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_multi_steps_around_a_sharded_transformation(stage):
+    tx, params = zero(stage), linen_params()
+    grad, outer = tx.value_and_grad(linen_loss), optax.MultiSteps(tx, 2)
+    plain = optax.MultiSteps(tx.config.tx, 2)
+    stored, state, expected, plain_state = tx.shard(params), None, params, plain.init(params)
+    state = outer.init(stored)
+    for batch in (X, X * 0.5):
+        _, grads = grad(stored, batch)
+        updates, state = outer.update(grads, state, stored)
+        stored = optax.apply_updates(stored, updates)
+        updates, plain_state = plain.update(jax.grad(linen_loss)(expected, batch), plain_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), tx.unshard(stored), expected)
+
+
+def test_batch_statistics_pass_through_aux():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=False, momentum=0.5)(x))
+
+    model, tx = Normed(), zero(3)
+    variables = model.init(jax.random.key(0), X)
+
+    def loss(params, batch, statistics):
+        out, changed = model.apply({"params": params, "batch_stats": statistics}, batch, mutable=["batch_stats"])
+        return jnp.mean(out**2), changed["batch_stats"]
+
+    state, step = tx.create(variables["params"]), tx.train_step(loss, has_aux=True)
+    state, metrics = step(state, X, variables["batch_stats"])
+    expected = 0.5 * X.reshape(8, 2, 8).mean(1).mean(0)  # the mean of the devices' own means
+    np.testing.assert_allclose(metrics["aux"]["BatchNorm_0"]["mean"], expected, atol=1e-6)
+
+
+def test_dropout_differs_between_devices_and_not_between_runs():
+    tx = zero(3)
+
+    def loss(params, batch, key):
+        return jnp.mean(batch * params), jax.random.bernoulli(key, 0.5, (64,)).astype(jnp.float32)
+
+    step = tx.train_step(loss, has_aux=True)
+    drawn = [step(tx.create(jnp.ones(8)), jnp.ones((8, 8)), jax.random.key(3))[1]["aux"] for _ in range(2)]
+    assert len(np.unique(drawn[0])) > 2  # a mean of eight different draws, not of one draw eight times
+    np.testing.assert_array_equal(*drawn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_nnx_optimizer_runs_unchanged(stage):
+    def loop(tx, grad, prepare=lambda model: None):
+        model = Noisy(nnx.Rngs(0), rate=0.0)
+        prepare(model)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, batch):
+            loss, grads = grad(model, batch)
+            optimizer.update(model, grads)
+            return loss
+
+        return [float(step(model, optimizer, X)) for _ in range(3)], model, optimizer
+
+    loss = lambda model, batch: jnp.mean(model(batch) ** 2)
+    tx = zero(stage, count=1)
+    plain, *_ = loop(tx.config.tx, nnx.value_and_grad(loss))
+    unchanged, *_ = loop(tx, nnx.value_and_grad(loss))
+    explicit, *_ = loop(tx, zerojax.flax.value_and_grad(tx, loss), lambda m: zerojax.flax.shard_module(m, tx))
+    np.testing.assert_allclose(unchanged, plain, rtol=1e-5)
+    np.testing.assert_allclose(explicit, plain, rtol=1e-5)
+    tx = zero(stage)
+    unchanged, *_ = loop(tx, nnx.value_and_grad(loss))  # GSPMD sees the whole batch: BatchNorm's numbers stay
+    np.testing.assert_allclose(unchanged, plain, rtol=1e-4)
+    _, model, optimizer = loop(tx, zerojax.flax.value_and_grad(tx, loss), lambda m: zerojax.flax.shard_module(m, tx))
+    if stage == 3:
+        assert model.inner.kernel.get_value().sharding.spec == jax.P(None, "data")
+    if stage:
+        assert report(jax.tree.leaves(nnx.state(optimizer)["opt_state"])).total < 0.14 * 2 * 4 * (8 * 64 + 64 * 4 + 64 * 16)
+
+
+def test_nnx_random_streams_advance_and_statistics_are_written_back():
+    tx, model = zero(3), Noisy(nnx.Rngs(0))
+    zerojax.flax.shard_module(model, tx)
+    grad = zerojax.flax.value_and_grad(tx, lambda m, b: (jnp.mean(m(b) ** 2), {"seen": jnp.mean(b)}), has_aux=True)
+    before = model.norm.mean.get_value()
+    (first, aux), _ = grad(model, X)
+    (second, _), _ = grad(model, X)
+    np.testing.assert_allclose(aux["seen"], X.mean(), rtol=1e-5)
+    assert first != second, "dropout drew the same numbers twice"
+    assert not np.array_equal(before, model.norm.mean.get_value())
+
+
+def test_a_module_that_would_be_padded_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"kernel.*\[13, 7\].*persist_below above 112"):
+        zerojax.flax.shard_module(nnx.Linear(13, 7, rngs=nnx.Rngs(0)), zero(3))

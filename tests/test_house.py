@@ -1,0 +1,89 @@
+"""The shape of the house: imports point down, what is public is described, the README's example runs."""
+
+import ast
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import zerojax
+
+ROOT = pathlib.Path(zerojax.__file__).parent
+FLOORS = [
+    {"compat", "config"},
+    {"layout"},
+    {"comm", "memory", "offload"},
+    {"stages"},
+    {"train", "checkpoint", "plan"},
+    {"zero"},
+    {"__init__", "__main__", "cli", "plot", "flax", "testing"},
+]
+FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def room_of(parts):
+    return parts[0] if parts else "__init__"
+
+
+def imported_rooms(path):
+    """Rooms a module imports from, at any depth of its code."""
+    here = path.relative_to(ROOT).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) - node.level]
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            yield from [room_of(module)] if module else [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zerojax":
+            yield room_of(tuple(node.module.split(".")[1:]))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_only_downwards(path):
+    room = room_of(path.relative_to(ROOT).with_suffix("").parts)
+    assert room in FLOOR, f"{room} has no floor"
+    for other in imported_rooms(path):
+        assert other == room or FLOOR[other] < FLOOR[room], f"{room} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_reaches_into_jax_internals(path):
+    if path.name != "compat.py":
+        assert not re.search(r"jax\._src|from jax\._", path.read_text())
+
+
+def public_objects():
+    for name in zerojax.__all__:
+        thing = getattr(zerojax, name)
+        yield name, thing
+        if inspect.isclass(thing) and thing.__module__.startswith("zerojax"):
+            members = vars(thing).items()
+            yield from ((f"{name}.{m}", f) for m, f in members if inspect.isfunction(f) and not m.startswith("_"))
+
+
+@pytest.mark.parametrize(("name", "thing"), list(public_objects()))
+def test_what_is_public_is_described(name, thing):
+    assert inspect.getdoc(thing), f"{name} has no docstring"
+    if inspect.isfunction(thing) and thing.__module__.startswith("zerojax"):
+        needs = [p for p in inspect.signature(thing).parameters if p not in ("self", "cls", "changes")]
+        for parameter in needs:
+            assert f"{parameter}:" in inspect.getdoc(thing), f"{name} does not describe {parameter}"
+
+
+def test_the_readmes_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT.parent / "README.md").read_text(), re.S)
+    assert blocks
+    scope = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), scope)
+    assert scope["metrics"]["loss"] < scope["first"]
+
+
+def test_importing_costs_little():
+    code = "import jax, optax, sys; before = set(sys.modules); import zerojax; print(*set(sys.modules) - before)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"flax", "matplotlib", "rich", "orbax", "torch", "tensorstore", "scipy"} & {m.split(".")[0] for m in loaded}
+    assert not heavy

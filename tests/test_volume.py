@@ -1,0 +1,80 @@
+"""What the compiled step moves, and what it holds: read from the program, not timed."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import collectives, report, zero_shard
+from zerojax.stages.birth import birth_programs
+from zerojax.stages.storage import layout_of
+
+WIDTH, DEPTH = 128, 6
+
+
+def make_params():
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    layer = lambda key: {"w": jax.random.normal(key, (WIDTH, WIDTH)), "b": jnp.zeros(WIDTH), "g": jnp.ones(WIDTH)}
+    return {f"layer{i}": layer(key) for i, key in enumerate(keys)}
+
+
+def loss(params, batch):
+    for layer in params.values():
+        batch = jnp.tanh(batch @ layer["w"] * layer["g"] + layer["b"])
+    return jnp.mean(batch**2)
+
+
+def compiled_step(stage, tx, count=8):
+    tx = zero_shard(tx, stage=stage, mesh=mesh_of(count), persist_below=1000)
+    state = tx.create(jax.eval_shape(make_params))
+    return tx.train_step(loss).lower(state, jax.ShapeDtypeStruct((48, WIDTH), jnp.float32)).compile()
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize("tx", [optax.adamw(1e-3), CLIPPED], ids=["adamw", "clip-adamw"])
+@pytest.mark.parametrize(("stage", "passes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_a_step_moves_as_many_passes_as_the_paper_says(stage, passes, tx, count):
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make_params)))
+    moved = collectives(compiled_step(stage, tx, count)).moved().sent_elements
+    assert moved == pytest.approx(passes * size * (count - 1) / count, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_but_gathers_scatters_and_scalars(stage):
+    found = collectives(compiled_step(stage, CLIPPED))
+    assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
+    # loss, weight and one square sum for each leaf of the norm in clipping and in the metrics
+    assert found.of("all-reduce").moved().elements <= 2 + 2 * 3 * DEPTH
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_small_leaves_share_one_bucket(stage):
+    found = collectives(compiled_step(stage, CLIPPED))
+    cut = DEPTH  # each weight matrix has a collective of its own, all small leaves one together
+    assert len(found.of("reduce-scatter")) == cut + 1
+    assert len(found.of("all-gather")) == (2 * cut if stage == 3 else cut) + 1
+
+
+def test_parameters_are_born_in_their_layout(mesh):
+    def init(key):
+        keys = jax.random.split(key, 12)
+        return [jax.random.normal(k, (256, 512)) for k in keys]
+
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh)
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(init, key)
+    total, largest = sum(4 * x.size for x in shapes), max(4 * x.size for x in shapes)
+    held = 0
+    for program in birth_programs(tx.config, layout_of(tx.config, shapes), init, (key,)):
+        memory = program.lower(key).compile().memory_analysis()
+        held += memory.output_size_in_bytes
+        assert held + memory.temp_size_in_bytes <= total / 8 + largest
+    assert held == pytest.approx(total / 8, rel=0.01)
+    born = tx.init_params(init, jax.random.key(0))
+    assert report({"params": born}).total == total / 8
+    for a, b in zip(born, init(jax.random.key(0)), strict=True):
+        assert jnp.allclose(a, b)

@@ -1,0 +1,77 @@
+"""What Flax NNX needs beyond optax's own interface: modules are laid out and differentiated in place.
+
+Linen needs nothing: parameters are a dict, `flax.training.train_state.TrainState` takes
+the transformation as it is, and batch statistics pass through `has_aux`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .layout.padded import is_padded
+from .stages.gradients import Same
+from .zero import ZeroTransformation
+
+
+def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.Param) -> None:
+    """Lay a module's parameters out for the stage, in place.
+
+    Args:
+        module: The module; its parameters are whole.
+        tx: From `zero_shard`.
+        wrt: Filter of the variables that are parameters.
+
+    Raises:
+        ValueError: If a parameter has to be padded, which a module's own code could not read.
+    """
+    stored = tx.shard(nnx.state(module, wrt))
+    for path, x in jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_padded)[0]:
+        if is_padded(x):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, of which no dim is divided by "
+                f"{tx.config.shards} devices, so it is padded in storage; a module's own code cannot read it there. "
+                f"Raise persist_below above {x.storage.size} to keep it whole, or split the module (nnx.split) and "
+                f"train its state with tx.create and tx.train_step."
+            )
+    nnx.update(module, stored)
+
+
+def value_and_grad(
+    tx: ZeroTransformation, loss_fn: Callable, *, wrt: Any = nnx.Param, has_aux: bool = False
+) -> Callable:
+    """`nnx.value_and_grad` with explicit collectives, for a module in any stage's layout.
+
+    Args:
+        tx: From `zero_shard`.
+        loss_fn: `loss_fn(module, batch, *args)`, a mean over the device's own rows; with
+            `has_aux`, `(loss, aux)`.
+        wrt: Filter of the variables to differentiate.
+        has_aux: Whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+        `f(module, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
+        `has_aux`); `grads` is an `nnx.State` for `nnx.Optimizer.update`. Batch statistics
+        are averaged over the devices and written back; random streams are folded with
+        the device's index and advance as they do on one device.
+    """
+
+    @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
+    def wrapped(module, batch, *args):
+        graph, params, keys, statistics, rest = nnx.split(module, wrt, nnx.RngKey, nnx.BatchStat, ...)
+
+        def pure(params, batch, keys, statistics, rest, *args):
+            inner = nnx.merge(graph, params, keys, statistics, rest, copy=True)  # variables of this trace level
+            returned = loss_fn(inner, batch, *args)
+            loss, aux = returned if has_aux else (returned, ())
+            _, _, _, statistics, rest = nnx.split(inner, wrt, nnx.RngKey, nnx.BatchStat, ...)
+            return loss, (aux, statistics, Same(rest))
+
+        differentiate = tx.value_and_grad(pure, has_aux=True)
+        (loss, (aux, statistics, same)), grads = differentiate(params, batch, keys, statistics, rest, *args)
+        nnx.update(module, statistics, same.tree)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
