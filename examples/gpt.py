@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 VOCABULARY = 256
+# Every block starts as the identity, which saves a short run its first hundred steps.
+SILENT = nn.initializers.zeros
 
 
 class Block(nn.Module):
@@ -21,9 +23,9 @@ class Block(nn.Module):
         h = nn.RMSNorm()(x)
         q, k, v = (nn.DenseGeneral(head, use_bias=False, name=name)(h) for name in ("query", "key", "value"))
         attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, name="out")(attended)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=SILENT, name="out")(attended)
         h = nn.gelu(nn.Dense(4 * width, use_bias=False, name="up")(nn.RMSNorm()(x)))
-        return x + nn.Dense(width, use_bias=False, name="down")(h), None
+        return x + nn.Dense(width, use_bias=False, kernel_init=SILENT, name="down")(h), None
 
 
 class GPT(nn.Module):
@@ -43,7 +45,7 @@ class GPT(nn.Module):
             split_rngs={"params": True},
             length=self.layers,
         )
-        x, _ = blocks(self.heads, name="blocks")(embed(tokens), None)
+        x, _ = blocks(self.heads, name="blocks")(nn.RMSNorm()(embed(tokens)), None)
         return embed.attend(nn.RMSNorm()(x))
 
 

@@ -54,9 +54,9 @@ def show_memory(memory: Sequence[Memory], *, trained: int, devices: int) -> None
     """Print bytes per device at every stage, found beside expected."""
     table = Table(
         title=f"Memory per device, devices: {devices} (found | the paper's formula)",
-        caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, the rest "
-        "off the layouts, gradients as tx.value_and_grad returns them. What is found beyond the formula are small "
-        "leaves that stay whole, and padding where the devices do not divide a leaf.",
+        caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
+        "the rest off the layouts; gradients are those of tx.value_and_grad. What is found beyond the formula "
+        "are small leaves that stay whole, and padding where the devices do not divide a leaf.",
     )
     table.add_column("stage")
     for name in (*PARTS.values(), "all"):

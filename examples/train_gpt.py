@@ -43,7 +43,6 @@ def main() -> None:
         raise SystemExit(f"Too little text: {len(corpus.held_out)} bytes to hold out. Give a longer --data FILE.")
     model = GPT(args.width, args.layers, args.heads)
     optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
-
     init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
     tx = zero_shard(optimizer, stage=args.stage, mesh=mesh)
@@ -119,9 +118,9 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--devices", type=positive, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)"
     )
-    parser.add_argument("--steps", type=positive, default=500, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=800, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch", type=positive, default=32, help="windows a step, over all devices (default: %(default)s)"
+        "--batch", type=positive, default=16, help="windows a step, over all devices (default: %(default)s)"
     )
     parser.add_argument("--seq", type=positive, default=128, help="bytes a window (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")

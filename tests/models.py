@@ -26,7 +26,9 @@ def awkward_loss(params, batch):
     h = jnp.tanh(h) @ params["uneven"]
     h = jnp.pad(h[:, :3] * params["layer"]["bias"], ((0, 0), (0, 4))) + h
     h = jnp.tanh(h @ params["uneven"].T + batch["y"] @ params["frozen"]) @ params["tied"].T
-    return params["scale"] * jnp.mean((h - batch["x"][:, :1]) ** 2) + params["empty"].sum() + 0.0 * params["count"].sum()
+    return (
+        params["scale"] * jnp.mean((h - batch["x"][:, :1]) ** 2) + params["empty"].sum() + 0.0 * params["count"].sum()
+    )
 
 
 def awkward_batches(count, rows=24):
@@ -38,7 +40,8 @@ def awkward_batches(count, rows=24):
 def freezing(tx):
     """Train all but the frozen, the empty and the integer leaf; labels by path."""
     stays = ("frozen", "count", "empty")
-    labels = lambda params: {k: jax.tree.map(lambda _: "no" if k in stays else "yes", v) for k, v in params.items()}  # noqa: E731
+    label = lambda path, _: "no" if path[0].key in stays else "yes"
+    labels = lambda params: jax.tree_util.tree_map_with_path(label, params)
     return optax.multi_transform({"yes": tx, "no": optax.set_to_zero()}, labels)
 
 

@@ -34,7 +34,10 @@ def flat(tx):
         (optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), {"vector", "scalar"}),
         (optax.masked(optax.adam(1e-3), {k: k != "vector" for k in PARAMS}), SMALL),
         (optax.lamb(1e-3), set()),  # a norm of each leaf's own update
-        (optax.adaptive_grad_clip(0.1), {"vector", "scalar"}),  # their norm is of the whole leaf, a matrix's of its columns
+        (
+            optax.adaptive_grad_clip(0.1),
+            {"vector", "scalar"},
+        ),  # a norm of the whole leaf, or of its columns
         (optax.adafactor(1e-3, min_dim_size_to_factor=2), set()),
         (optax.contrib.muon(1e-3), {"vector", "scalar"}),  # matrices are orthogonalised, others are adam's
         (optax.add_noise(0.1, 0.5, jax.random.key(0)), set()),  # the draw depends on the shape

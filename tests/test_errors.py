@@ -94,11 +94,10 @@ def test_parameters_that_are_not_the_states(stage):
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['w'\] is float32\[16, 8\], and float32\[32, 8\]"):
         tx.update({"w": jnp.ones((32, 8))}, state, {"w": jnp.ones((32, 8))})
+    narrow, other = {"w": PARAMS["w"].astype(jnp.bfloat16)}, {"v": PARAMS["w"]}
     with pytest.raises(ValueError, match=r"mu\['w'\] is float32.*bfloat16"):
-        narrow = {"w": PARAMS["w"].astype(jnp.bfloat16)}
         tx.update(narrow, state, narrow)
     with pytest.raises(ValueError, match=r"lacks \[0\]\.mu\['v'\]"):
-        other = {"v": PARAMS["w"]}
         tx.update(other, state, other)
     with pytest.raises(ValueError, match=r"gradients are not of the parameters' tree: they lack \['w'\]"):
         tx.update({"v": PARAMS["w"]}, state, PARAMS)

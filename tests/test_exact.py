@@ -2,10 +2,6 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from conftest import mesh_of
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params

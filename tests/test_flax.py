@@ -73,9 +73,7 @@ def test_a_linen_train_state_runs_unchanged(stage):
     ]:
         state, found = linen_loop(tx, params, grad)
         np.testing.assert_allclose(found, loss, rtol=1e-6)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), tx.unshard(state.params), plain.params
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), tx.unshard(state.params), plain.params)
         fraction = report(state).bytes["opt_state"] / report(plain).bytes["opt_state"]
         assert fraction < (0.13 if stage else 1.01)
 
@@ -156,7 +154,9 @@ def test_an_nnx_optimizer_runs_unchanged(stage):
     if stage == 3:
         assert model.inner.kernel.get_value().sharding.spec == jax.P(None, "data")
     if stage:
-        assert report(jax.tree.leaves(nnx.state(optimizer)["opt_state"])).total < 0.14 * 2 * 4 * (8 * 64 + 64 * 4 + 64 * 16)
+        assert report(jax.tree.leaves(nnx.state(optimizer)["opt_state"])).total < 0.14 * 2 * 4 * (
+            8 * 64 + 64 * 4 + 64 * 16
+        )
 
 
 def test_nnx_random_streams_advance_and_statistics_are_written_back():

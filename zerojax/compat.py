@@ -1,6 +1,105 @@
-"""The parts of JAX that are spelled differently from version to version."""
+"""What differs between the versions of JAX this library runs on, and nothing else.
+
+Held against jax 0.10.2 and 0.12.0. Each function hides one difference, so that a new
+version of JAX is one file's work:
+
+- a closed jaxpr is a `ClosedJaxpr` holding a `Jaxpr` up to 0.11, one class from 0.12;
+- `scan` counts its constants and carries in two integers up to 0.11, in trees from 0.12;
+- the primitives of `jax.jit` and `jax.checkpoint` have changed their names.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
 
-def opened(jaxpr):
-    """`(jaxpr, consts)` of a closed jaxpr: two classes before jax 0.12, one since."""
-    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "jaxpr") else (jaxpr, getattr(jaxpr, "consts", ()))
+@dataclasses.dataclass(frozen=True)
+class ScanParts:
+    """A scan equation, taken apart.
+
+    Attributes:
+        body: The body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`.
+        consts: How many operands are constant over the turns.
+        carry: How many are carried from turn to turn.
+        length: Number of turns.
+        reverse: Whether the turns run from the last slice to the first.
+        unroll: Turns unrolled into one iteration of the loop.
+    """
+
+    body: Any
+    consts: int
+    carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def opened(closed) -> tuple[Any, Sequence]:
+    """A closed jaxpr as `(jaxpr, consts)`; `consts` belong to `constvars_of(jaxpr)`."""
+    if isinstance(closed, jex.ClosedJaxpr) and hasattr(closed, "jaxpr"):
+        return closed.jaxpr, tuple(closed.consts)
+    return closed, ()
+
+
+def constvars_of(jaxpr) -> Sequence:
+    """The variables that stand for a jaxpr's constants."""
+    return tuple(getattr(jaxpr, "constvars", ()))
+
+
+def is_literal(atom) -> bool:
+    """Whether an equation's operand is a constant written into the jaxpr."""
+    return isinstance(atom, jex.Literal)
+
+
+def is_dropped(var) -> bool:
+    """Whether an equation's result is thrown away."""
+    return isinstance(var, jex.DropVar)
+
+
+def called(eqn):
+    """The closed jaxpr that a call equation (`jax.jit` and its kin) inlines to, or None."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def is_remat(eqn) -> bool:
+    """Whether the equation is a `jax.checkpoint`."""
+    return eqn.primitive.name in _REMATS
+
+
+def scan_parts(eqn) -> ScanParts:
+    """Take a scan equation apart."""
+    params = eqn.params
+    if "num_consts" in params:
+        consts, carry = params["num_consts"], params["num_carry"]
+    else:
+        in_consts, in_carry, _ = params["ft_in"].unpack()
+        consts, carry = len(in_consts), len(in_carry)
+    return ScanParts(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
+
+
+def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
+    """Some of a jaxpr's equations as a jaxpr of their own, without constants."""
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
+
+
+def evaluate_one(jaxpr, eqn, values: Sequence) -> list:
+    """Evaluate one equation of `jaxpr` on `values`; a dropped result is None.
+
+    It goes through the public `jax.core.eval_jaxpr`, which binds the primitive with its
+    own rules (custom derivatives, effects, the name stack): how `bind` is called moved
+    between 0.10 and 0.12.
+    """
+    operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
+    kept = [var for var in eqn.outvars if not is_dropped(var)]
+    one = part_of(jaxpr, [eqn], list(operands), kept)
+    results = iter(jax.core.eval_jaxpr(one, (), *operands.values()))
+    return [None if is_dropped(var) else next(results) for var in eqn.outvars]

@@ -94,8 +94,9 @@ def assert_parity(
         np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5, err_msg="loss")
     found = jax.tree_util.tree_flatten_with_path(jax.device_get(tx.unshard(state.params)))[0]
     for (path, x), y in zip(found, jax.tree.leaves(jax.device_get(expected)), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype, f"{jax.tree_util.keystr(path)}: {x.dtype}{x.shape}"
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), jax.tree_util.keystr(path)
         if x.size:
             scale = max(1.0, float(np.max(np.abs(y))))
             worst = float(np.max(np.abs(x.astype(np.float64) - y.astype(np.float64))))
-            assert worst <= atol * scale, f"{jax.tree_util.keystr(path)} is off by {worst:.2g}; {atol * scale:.2g} allowed"
+            allowed = atol * scale
+            assert worst <= allowed, f"{jax.tree_util.keystr(path)} is off by {worst:.2g}; {allowed:.2g} allowed"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -57,7 +58,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         """Stage, mesh and axis; the functions say nothing."""
         c = self.config
-        return f"zero_shard(stage={c.stage}, mesh={dict(c.mesh.shape)}, axis={c.axis!r}, persist_below={c.persist_below})"
+        mesh = dict(c.mesh.shape)
+        return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={c.axis!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
         """Initialise parameters, each leaf born in its layout.
@@ -125,9 +127,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ValueError: If the axis does not divide the batch, or the loss is no scalar.
         """
         loss = Loss(loss_fn, has_aux, weighted)
-        jitted = jax.jit(
-            functools.partial(value_and_grad_tree, self.config, loss), static_argnames=("layout", "forms")
-        )
+        jitted = jax.jit(functools.partial(value_and_grad_tree, self.config, loss), static_argnames=("layout", "forms"))
 
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
         def value_and_grad(params, batch, *args):
@@ -157,7 +157,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                     for leaf in plan.state
                 ],
             )
-            step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.config.mesh))
+            step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.config.mesh))
         else:
             opt_state = _init(self.config, params)
             step = jax.device_put(jnp.zeros((), jnp.int32), replicated(self.config.mesh))
@@ -193,7 +193,11 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         def tree(structure, leaves) -> Any:
             return jax.tree.unflatten(structure, [named(self.config, leaf) for leaf in leaves])
 
-        return Shardings(tree(layout.treedef, layout.params), tree(layout.treedef, parts), tree(plan.state_def, plan.state))
+        return Shardings(
+            params=tree(layout.treedef, layout.params),
+            grads=tree(layout.treedef, parts),
+            opt_state=tree(plan.state_def, plan.state),
+        )
 
     def _plan(self, params: Any) -> UpdatePlan:
         return plan_update(self.config, layout_of(self.config, params))
@@ -253,12 +257,12 @@ def _init(config: Config, params: Any) -> Any:
     return jax.jit(fresh, out_shardings=kept)(_stored(params, layout))
 
 
-def _update(config: Config, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
-    like = grads if params is None else params
+    like = updates if params is None else params
     arrays = {k: v for k, v in extra.items() if all(hasattr(x, "dtype") for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
-    return _jitted_update(grads, state, params, arrays, config, layout_of(config, like), forms_of(like), static)
+    return _jitted_update(updates, state, params, arrays, config, layout_of(config, like), forms_of(like), static)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))

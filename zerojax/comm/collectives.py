@@ -31,7 +31,7 @@ def reduce_scatter(values: Sequence[jax.Array], leaves: Sequence[Leaf], axis: st
     for i, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
         if leaf.kind == "whole":
             sums[i] = lax.psum(value, axis) if leaf.size else value
-        elif leaf.kind == "cut":
+        elif leaf.dim is not None:
             padded = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
             sums[i] = lax.psum_scatter(padded, axis, scatter_dimension=leaf.dim, tiled=True)
     return [sums[i] for i in range(len(leaves))]
@@ -53,7 +53,7 @@ def all_gather(parts: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str) ->
     for i, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
         if leaf.kind == "whole":
             whole[i] = part
-        elif leaf.kind == "cut":
+        elif leaf.dim is not None:
             gathered = lax.all_gather(part, axis, axis=leaf.dim, tiled=True)
             whole[i] = trim(gathered, leaf.dim, leaf.shape[leaf.dim])
     return [whole[i] for i in range(len(leaves))]

@@ -37,7 +37,7 @@ class HashedOnce:
 
     @functools.cached_property
     def _fields(self) -> tuple:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -49,7 +49,9 @@ class HashedOnce:
 
     def __eq__(self, other) -> bool:
         """Equality of all fields."""
-        return self is other or (type(self) is type(other) and self._hash == other._hash and self._fields == other._fields)
+        return self is other or (
+            type(self) is type(other) and self._hash == other._hash and self._fields == other._fields
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,7 +207,7 @@ def partition_metadata(params) -> list:
         if hasattr(node, "get_partition_spec"):
             return tuple(node.get_partition_spec())
         read = getattr(node, "get_metadata", None)
-        metadata = (callable(read) and read()) or {}
+        metadata: dict = (read() if callable(read) else None) or {}  # pyright: ignore[reportAssignmentType]
         return metadata.get("out_sharding") or metadata.get("sharding_names") or None  # newer and older nnx
 
     def expand(node):

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.core
 
+from .. import compat
 from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.tree import Layout
@@ -31,10 +33,10 @@ def birth_programs(config: Config, layout: Layout, init_fn: Callable, args: tupl
     Returns:
         Jitted functions of `args`, each giving the next few leaves; storage shape.
     """
-    traced = jax.make_jaxpr(init_fn)(*args)
+    jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 
     def some(indices, *args):
-        leaves = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves(args))
+        leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
         return [x for i, x in enumerate(read(leaves, layout.params)) if i in indices]
 
     return [

@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend import core as jex
 
-from ..compat import opened
+from .. import compat
 from ..layout.leaf import Leaf
 
 ELEMENTWISE = frozenset(
@@ -119,7 +118,7 @@ def read_update(tx, params, parts, owners, *, flat: frozenset[int]) -> list[tupl
         for x, owner in zip(state_leaves, owners, strict=True)
     ]
     closed = jax.make_jaxpr(optax.with_extra_args_support(tx).update)(seen, jax.tree.unflatten(state_tree, state), seen)
-    jaxpr, consts = opened(closed)
+    jaxpr, consts = compat.opened(closed)
 
     def of_state(i, owner):
         token = hash(("state", i))
@@ -136,11 +135,11 @@ def read_update(tx, params, parts, owners, *, flat: frozenset[int]) -> list[tupl
 
 def walk(jaxpr, consts: list[Known], inputs: list[Known]) -> list[Known]:
     """Interpret a jaxpr over `Known` values."""
-    env = dict(zip(jaxpr.constvars, consts, strict=False))
+    env = dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(var) -> Known:
-        return of_constant(var.val) if isinstance(var, jex.Literal) else env[var]
+        return of_constant(var.val) if compat.is_literal(var) else env[var]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, interpret(eqn, [read(v) for v in eqn.invars]), strict=True))
@@ -197,7 +196,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 
 def walk_closed(body, values: list[Known]) -> list[Known]:
     """Interpret a closed jaxpr that an equation carries."""
-    jaxpr, consts = opened(body)
+    jaxpr, consts = compat.opened(body)
     return walk(jaxpr, [of_constant(c) for c in consts], values)
 
 

@@ -148,8 +148,10 @@ def local_grads(config, layout, parts, loss, stored, batch, args):
     (total, (weight, aux)), grads = jax.value_and_grad(objective, has_aux=True)([stored[i] for i in floats])
     total, weight = lax.psum((total, lax.stop_gradient(weight)), axis)
     summed = sum_over_devices(dict(zip(floats, grads, strict=True)), leaves, parts, axis)
-    mean = [g if leaf.size == 0 or i not in floats else g / weight.astype(g.dtype) for i, (g, leaf) in enumerate(
-        zip(summed, leaves, strict=True))]
+    mean = [
+        g if leaf.size == 0 or i not in floats else g / weight.astype(g.dtype)
+        for i, (g, leaf) in enumerate(zip(summed, leaves, strict=True))
+    ]
     return total / weight, mean_aux(aux, axis), mean
 
 

@@ -14,6 +14,7 @@ import jax
 
 from ..config import Config
 from ..layout.leaf import Leaf
+from ..layout.padded import is_padded
 from ..layout.tree import Layout
 from .gradients import Loss, loss_and_grads
 from .storage import constrain, read, write
@@ -63,20 +64,18 @@ def check_grads(grads: Any, layout: Layout) -> None:
     Raises:
         ValueError: Naming the first leaf that differs, what was found and what was required.
     """
-    from ..layout.padded import is_padded
-
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
     if structure != layout.treedef:
         paths, required = [jax.tree_util.keystr(p) for p, _ in found], [leaf.path for leaf in layout.params]
         lacking = next((p for p in required if p not in paths), None)
         surplus = next((p for p in paths if p not in required), None)
         what = f"they lack {lacking}" if lacking else f"they have {surplus} too" if surplus else "their nodes differ"
-        raise ValueError(f"The gradients are not of the parameters' tree: {what}. Pass the tree that was differentiated.")
+        raise ValueError(
+            f"The gradients are not of the parameters' tree: {what}. Pass the tree that was differentiated."
+        )
     for (_, g), leaf in zip(found, layout.params, strict=True):
         if tuple(g.shape) != leaf.shape:
             raise ValueError(
                 f"grads{leaf.path} has shape {list(g.shape)}, but its parameter has {list(leaf.shape)} (logical). "
                 f"Pass gradients of the parameters given."
             )
-
-

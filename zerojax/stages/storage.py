@@ -40,16 +40,19 @@ def forms_of(params: Any) -> tuple[bool, ...]:
 
 def read(params: Any, leaves: Sequence[Leaf]) -> list[jax.Array]:
     """The arrays as stored, whichever form `params` has; storage shape."""
-    return [
-        x.storage if isinstance(x, Padded) else x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])
-        for x, leaf in zip(leaves_of(params), leaves, strict=True)
-    ]
+
+    def stored(x, leaf: Leaf):
+        if isinstance(x, Padded):
+            return x.storage
+        return x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])
+
+    return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]
 
 
 def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> Any:
     """The tree that `read` came from, in the forms given; the inverse of `read`."""
     out = [
-        Padded(x, leaf.shape, leaf.dim) if padded else view(x, leaf)
+        Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else view(x, leaf)
         for x, leaf, padded in zip(stored, leaves, forms, strict=True)
     ]
     return jax.tree.unflatten(layout.treedef, out)

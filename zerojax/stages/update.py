@@ -55,7 +55,8 @@ def plan_update(config: Config, layout: Layout) -> UpdatePlan:
         else part
         for i, part in enumerate(layout.parts)
     )
-    return UpdatePlan(layout, parts, match_state(state, layout, rules, owners=owners, flat=flat), jax.tree.structure(state))
+    matched = match_state(state, layout, rules, owners=owners, flat=flat)
+    return UpdatePlan(layout, parts, matched, jax.tree.structure(state))
 
 
 def init_state(config: Config, plan: UpdatePlan, params: Sequence[jax.Array]) -> Any:

@@ -9,9 +9,7 @@ import jax
 from ..stages.update import UpdatePlan
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state"], meta_fields=["plan"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state"], meta_fields=["plan"])
 @dataclasses.dataclass(frozen=True)
 class ZeroState:
     """Parameters and optimizer state of a run, in storage.

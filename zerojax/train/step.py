@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
@@ -23,7 +24,7 @@ def step_once(config: Config, loss: Loss, state: ZeroState, batch: Any, args: tu
     value, aux, grads = loss_and_grads(config, layout, parts, loss, stored, batch, args)
     divided = divide(config, plan, state.params)
     updates, opt_state = update(config, plan, grads, state.opt_state, divided, {})
-    moved = optax.apply_updates(divided, updates)
+    moved: Any = optax.apply_updates(divided, updates)  # lists of arrays, which optax's types do not name
     params = undivide(config, plan, moved, storage_forms(layout.params))
     floats = [g for g in grads if jnp.issubdtype(g.dtype, jnp.inexact)]
     metrics = {"loss": value, "grad_norm": optax.tree.norm(floats)}
@@ -89,5 +90,3 @@ class Step:
             return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
 
         return jax.tree.map(place, batch)
-
-

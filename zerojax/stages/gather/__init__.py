@@ -1,0 +1,11 @@
+"""Stage 3's engine: gather each parameter where it is used.
+
+program   a loss's jaxpr, cut into segments that use parameters together
+tape      runs the segments forward and backward, gathering ahead of each
+vjp       a segment's two passes, and what must be kept between them
+weight, collectives, evaluate   a shard; how shards move; casts made before the gather
+"""
+
+from zerojax.stages.gather.engine import block, gather_on_use
+
+__all__ = ["block", "gather_on_use"]

@@ -1,0 +1,109 @@
+"""Gather shards into logical arrays and reduce-scatter their cotangents, several leaves to a bucket.
+
+Many small collectives cost more than a few large ones, so the leaves of a block that
+share a type travel together: each shard is flattened, the flat shards are joined, one
+collective moves them, and the result is taken apart again.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.stages.gather.weight import Weight
+
+
+def tie(anchor: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Let nothing that reads `arrays` start before `anchor` is there; both are given back."""
+    if not anchor or not arrays:
+        return list(anchor), list(arrays)
+    tied = lax.optimization_barrier((*anchor, *arrays))
+    return list(tied[: len(anchor)]), list(tied[len(anchor) :])
+
+
+def gather(shards: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int) -> list[jax.Array]:
+    """All-gather the shards of `weights` into logical arrays, padding trimmed."""
+    whole: list = [None] * len(shards)
+    with jax.named_scope("zerojax_gather"):
+        for bucket in buckets(shards, weights, bucket_bytes):
+            parts = [shards[i] for i in bucket]
+            if len(bucket) == 1:
+                gathered = [lax.all_gather(parts[0], axis, axis=weights[bucket[0]].dim, tiled=True)]
+            else:
+                flat = lax.all_gather(jnp.concatenate([part.ravel() for part in parts]), axis)
+                gathered = _taken_apart(flat, parts, [weights[i].dim for i in bucket])
+            for i, value in zip(bucket, gathered, strict=True):
+                whole[i] = lax.slice_in_dim(value, 0, weights[i].shape[weights[i].dim], axis=weights[i].dim)
+    return whole
+
+
+def reduce_scatter(
+    cotangents: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int
+) -> list[jax.Array]:
+    """Sum logical cotangents over the devices and keep this device's shard; zeros in the padding."""
+    padded = [_padded(value, weight) for value, weight in zip(cotangents, weights, strict=True)]
+    shards: list = [None] * len(padded)
+    with jax.named_scope("zerojax_reduce_scatter"):
+        for bucket in buckets(padded, weights, bucket_bytes):
+            if len(bucket) == 1:
+                (i,) = bucket
+                shards[i] = lax.psum_scatter(padded[i], axis, scatter_dimension=weights[i].dim, tiled=True)
+                continue
+            rows = [_rows(padded[i], weights[i]) for i in bucket]
+            flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), axis, scatter_dimension=0)
+            start = 0
+            for i, row in zip(bucket, rows, strict=True):
+                shards[i] = flat[start : start + row.shape[1]].reshape(weights[i].local_shape)
+                start += row.shape[1]
+    return shards
+
+
+def buckets(arrays: Sequence[jax.Array], weights: Sequence[Weight], limit: int) -> list[list[int]]:
+    """Which arrays travel together: consecutive ones of one type, up to `limit` logical bytes a bucket.
+
+    A leaf that other mesh axes cut too travels alone: flattening it would gather it over those axes.
+    """
+    found: list[list[int]] = []
+    open_bucket: dict = {}
+    for i, (array, weight) in enumerate(zip(arrays, weights, strict=True)):
+        size = jnp.dtype(array.dtype).itemsize
+        for extent in weight.shape:
+            size *= extent
+        if any(entry is not None for entry in weight.leaf.others) or size > limit:
+            found.append([i])
+            continue
+        index, held = open_bucket.get(array.dtype, (None, 0))
+        if index is None or held + size > limit:
+            open_bucket[array.dtype] = len(found), size
+            found.append([i])
+        else:
+            open_bucket[array.dtype] = index, held + size
+            found[index].append(i)
+    return found
+
+
+def _taken_apart(flat, parts: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
+    """Logical arrays out of `(shards, elements)`, one row a device."""
+    found, start = [], 0
+    for part, dim in zip(parts, dims, strict=True):
+        rows = flat[:, start : start + part.size].reshape(flat.shape[0], *part.shape)
+        shape = (*part.shape[:dim], flat.shape[0] * part.shape[dim], *part.shape[dim + 1 :])
+        found.append(jnp.moveaxis(rows, 0, dim).reshape(shape))
+        start += part.size
+    return found
+
+
+def _rows(value, weight: Weight):
+    """`(shards, elements)`: row i is what device i keeps."""
+    local, dim = weight.local_shape, weight.dim
+    split = value.reshape(*local[:dim], weight.leaf.shards, *local[dim:])
+    return jnp.moveaxis(split, dim, 0).reshape(weight.leaf.shards, -1)
+
+
+def _padded(value, weight: Weight):
+    storage = weight.local_shape[weight.dim] * weight.leaf.shards
+    missing = storage - value.shape[weight.dim]
+    if not missing:
+        return value
+    return jnp.pad(value, [(0, missing if d == weight.dim else 0) for d in range(value.ndim)])

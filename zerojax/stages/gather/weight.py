@@ -1,0 +1,149 @@
+"""One parameter of which this device holds a shard, and what is done to the shard before it is gathered.
+
+Casts and slices that leave the cut dim whole can be made on the shard: a cast makes the
+gather move fewer bytes, and a slice of a stack of layers gathers one layer. Everything
+else happens after the gather.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax import compat
+from zerojax.layout.leaf import Leaf, shard_extent
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A cut parameter, or a slice or cast of one, not gathered.
+
+    Attributes:
+        root: The jaxpr's variable that holds the parameter.
+        leaf: How the parameter is laid out.
+        dim: The cut dim of this value (slicing may have moved it).
+        shape: Logical shape of this value.
+        dtype: The type in which it is gathered.
+        wide: The type the jaxpr expects of the gathered value.
+        before: Slices to make on the shard, in order.
+    """
+
+    root: Any
+    leaf: Leaf
+    dim: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    wide: np.dtype
+    before: tuple = ()
+
+    @property
+    def operands(self) -> tuple:
+        """Variables the equations on the shard read besides the parameter (a layer's index)."""
+        return tuple(v for eqn in self.before for v in eqn.invars[1:] if not compat.is_literal(v))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this device's part, padding included."""
+        extent, _ = shard_extent(self.shape[self.dim], self.leaf.shards)
+        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
+
+    @property
+    def key(self) -> tuple:
+        """Two weights with one key are one gather."""
+        return (self.root, *map(id, self.before), self.dtype)
+
+    def narrowed(self, dtype: np.dtype | None) -> "Weight":
+        """The same weight gathered in `dtype`, unless it has been cast before: two casts are not one."""
+        if dtype is None or self.dtype != self.root.aval.dtype:
+            return self
+        return dataclasses.replace(self, dtype=dtype)
+
+    def shard(self, env: Mapping) -> jax.Array:
+        """This device's part, cast and sliced, of the parameter whose shard `env` holds."""
+        operands = {v: env[v] for v in self.operands}
+        return self._prepare(env[self.root], operands)
+
+    def _prepare(self, value, operands: Mapping):
+        for eqn in self.before:
+            indices = [v.val if compat.is_literal(v) else operands[v] for v in eqn.invars[1:]]
+            value = _SHARDWISE[eqn.primitive.name](value, eqn, indices)
+        return lax.convert_element_type(value, self.dtype)
+
+    def root_cotangent(self, cotangent, env: Mapping):
+        """The cotangent of the parameter's shard, from the cotangent of `shard`."""
+        root = env[self.root]
+        if not self.before:
+            return lax.convert_element_type(cotangent, root.dtype)
+        operands = {v: env[v] for v in self.operands}
+        return jax.vjp(lambda root: self._prepare(root, operands), root)[1](cotangent)[0]
+
+
+def root_weight(var, leaf: Leaf) -> Weight:
+    """The weight that a cut parameter is before anything is done to it."""
+    assert leaf.dim is not None
+    dtype = np.dtype(var.aval.dtype)
+    return Weight(var, leaf, leaf.dim, tuple(var.aval.shape), dtype, dtype)
+
+
+def extended(weight: Weight, eqn) -> Weight | None:
+    """The weight after one more equation on its shard, or None if that needs the gathered value."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    dim = weight.dim
+    if name == "convert_element_type":
+        if weight.dtype != weight.root.aval.dtype or not narrower(out.dtype, weight.dtype):
+            return None
+        return dataclasses.replace(weight, dtype=np.dtype(out.dtype), wide=np.dtype(out.dtype))
+    if name not in _SHARDWISE:
+        return None
+    if name in ("slice", "dynamic_slice"):
+        strides = eqn.params.get("strides")
+        if out.shape[dim] != weight.shape[dim] or (strides is not None and strides[dim] != 1):
+            return None
+    elif name == "squeeze":
+        dims = {d % len(weight.shape) for d in eqn.params["dimensions"]}
+        if dim in dims:
+            return None
+        dim -= sum(d < dim for d in dims)
+    return dataclasses.replace(weight, dim=dim, shape=tuple(out.shape), before=(*weight.before, eqn))
+
+
+def narrower(new, old) -> bool:
+    """Whether a cast between floating types saves bytes."""
+    both = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
+    return both and np.dtype(new).itemsize < np.dtype(old).itemsize
+
+
+def _cut_dim(value, eqn) -> int:
+    """The one dim in which the shard is shorter than the value the equation was written for."""
+    for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
+        if have != full:
+            return dim
+    return -1
+
+
+def _slice(value, eqn, indices):
+    starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+    if (dim := _cut_dim(value, eqn)) >= 0:
+        starts[dim], limits[dim] = 0, value.shape[dim]
+    return lax.slice(value, starts, limits, eqn.params["strides"])
+
+
+def _dynamic_slice(value, eqn, indices):
+    sizes = list(eqn.params["slice_sizes"])
+    if (dim := _cut_dim(value, eqn)) >= 0:
+        sizes[dim] = value.shape[dim]
+    return lax.dynamic_slice(value, indices, sizes)
+
+
+def _squeeze(value, eqn, indices):
+    return lax.squeeze(value, eqn.params["dimensions"])
+
+
+_SHARDWISE: Mapping[str, Callable] = MappingProxyType(
+    {"slice": _slice, "dynamic_slice": _dynamic_slice, "squeeze": _squeeze}
+)
