@@ -19,21 +19,15 @@ class Memory(NamedTuple):
 
 def stage_memory(tx: ZeroTransformation, shapes: Any) -> Memory:
     """What each device would hold, laid out from the parameters' shapes alone."""
-    state = tx.create(shapes)
-    # Gradients live within a step only: of them the layout is all there is to ask for.
-    grads = jax.tree.map(
-        lambda sharding, stored: sum(local_bytes(x.shape, x.dtype, sharding) for x in jax.tree.leaves(stored)),
-        tx.shardings(shapes).grads,
-        state.params,
-    )
+    plan, stage = tx.create(shapes).plan, tx.config.stage
     found = {
-        part: sum(local_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(getattr(state, part)))
-        for part in ("params", "opt_state")
+        "params": sum(leaf.local_bytes for leaf in plan.layout.params),
+        # Gradients live within a step only: of them the layout is all there is to ask for.
+        "grads": sum(leaf.local_bytes if stage >= 2 else leaf.bytes for leaf in plan.parts),
+        "opt_state": sum(leaf.local_bytes for leaf in plan.state),
     }
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    return Memory(
-        found | {"grads": sum(jax.tree.leaves(grads))}, paper_formula(count, tx.config.stage, tx.config.shards)
-    )
+    return Memory(found, paper_formula(count, stage, tx.config.shards))
 
 
 def paper_formula(count: int, stage: int, devices: int) -> dict[str, float]:
@@ -43,8 +37,3 @@ def paper_formula(count: int, stage: int, devices: int) -> dict[str, float]:
         "grads": 4 * count / (devices if stage >= 2 else 1),
         "opt_state": 8 * count / (devices if stage >= 1 else 1),
     }
-
-
-def local_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
-    """Bytes of one device's part of an array."""
-    return math.prod(sharding.shard_shape(shape)) * dtype.itemsize

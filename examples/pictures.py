@@ -55,7 +55,7 @@ def show_memory(memory: Sequence[Memory], *, trained: int, devices: int) -> None
     table = Table(
         title=f"Memory per device, devices: {devices} (found | the paper's formula)",
         caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
-        "the rest off the layouts; gradients are those of tx.value_and_grad. What is found beyond the formula "
+        "the rest off the layouts; gradients are those that the training step holds. What is found beyond the formula "
         "are small leaves that stay whole, and padding where the devices do not divide a leaf.",
     )
     table.add_column("stage")

@@ -4,6 +4,8 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# XLA:CPU's pool of threads: with one thread a core, two programs in flight can starve each other's collectives.
+os.environ.setdefault("NPROC", "32")
 
 import functools
 

@@ -38,7 +38,8 @@ def imported_rooms(path):
             module = (*base, *(node.module.split(".") if node.module else ()))
             yield from [room_of(module)] if module else [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zerojax":
-            yield room_of(tuple(node.module.split(".")[1:]))
+            module = tuple(node.module.split(".")[1:])
+            yield from [room_of(module)] if module else [alias.name for alias in node.names]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -1,0 +1,146 @@
+"""Step time and tokens/s of stages 0 to 3, beside plain jit: replicated, and sharded by GSPMD.
+
+    python benchmarks/step.py                  8 simulated CPU devices, scanned model
+    python benchmarks/step.py --style unrolled --rounds 9
+    python benchmarks/step.py --size gpu       on the GPUs that are there
+
+Every round runs each way once, in turn, so that a slow moment of the machine falls on
+all of them. The ratio of two ways is taken round by round; its median is what counts.
+Simulated devices share the processor: the times compare the ways, they are no GPU's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="cpu", choices=["tiny", "cpu", "gpu"])
+    parser.add_argument("--style", default="scan", choices=["scan", "unrolled"])
+    parser.add_argument("--devices", type=int, default=8, help="simulated devices, for the CPU sizes")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    if args.size != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
+    import jax
+
+    ways, tokens, batch = make_ways(args)
+    seconds = {name: [] for name in ways}
+    for name, run in ways.items():  # compile and warm up
+        print(f"compiling {name}", flush=True)
+        run(batch)
+        run(batch)
+    for _ in range(args.rounds):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run(batch)
+            seconds[name].append(time.perf_counter() - start)
+    rows = {name: figures(times, tokens, seconds) for name, times in seconds.items()}
+    print(f"\n{'':14s}{'ms a step':>12s}{'spread':>16s}{'tokens/s':>12s}{'/ replicated':>14s}{'/ GSPMD':>10s}")
+    for name, row in rows.items():
+        spread = f"{1e3 * row['least']:.0f}-{1e3 * row['most']:.0f}"
+        ratios = f"{row['to replicated']:14.2f}{row['to GSPMD']:10.2f}"
+        print(f"{name:14s}{1e3 * row['median']:12.1f}{spread:>16s}{row['tokens/s']:12.0f}{ratios}")
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "devices": [jax.devices()[0].device_kind, jax.device_count()],
+        "cores": os.cpu_count(),
+        "model": {"size": args.size, "style": args.style},
+        "rounds": args.rounds,
+        "seconds a step": rows,
+    }
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def figures(times, tokens, seconds):
+    def ratio(other):
+        return statistics.median(a / b for a, b in zip(times, seconds[other], strict=True))
+
+    median = statistics.median(times)
+    return {
+        "median": median,
+        "least": min(times),
+        "most": max(times),
+        "tokens/s": tokens / median,
+        "to replicated": ratio("replicated"),
+        "to GSPMD": ratio("GSPMD"),
+    }
+
+
+def make_ways(args):
+    """Each way as a function of the batch that does one step and waits for it."""
+    import jax
+    import optax
+    import yardstick
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from zerojax import zero_shard
+
+    init, loss, (rows, length) = yardstick.build(args.size, scan=args.style == "scan")
+    count = jax.device_count()
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+    mesh = zero_shard(inner, stage=0).config.mesh
+    vocabulary = yardstick.SIZES[args.size].vocabulary
+    tokens = jax.random.randint(jax.random.key(1), (rows * count, length), 0, vocabulary)
+    batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+
+    def zero(stage):
+        tx = zero_shard(inner, stage=stage)
+        step = tx.train_step(loss)
+        state = tx.create(tx.init_params(init, jax.random.key(0)))
+
+        def run(batch):
+            nonlocal state
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+
+        return run
+
+    def plain(stage):
+        """Parameters and state where `stage` puts them, all communication left to the compiler."""
+        tx = zero_shard(inner, stage=stage)
+        where = tx.shardings(jax.eval_shape(init, jax.random.key(0)))
+        params = jax.jit(init, out_shardings=where.params)(jax.random.key(0))
+        state = jax.jit(inner.init, out_shardings=jax.tree.map(lambda _: None, where.opt_state))(params)
+        if stage:
+            state = jax.jit(inner.init, out_shardings=where.opt_state)(params)
+
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, state = inner.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
+
+        kept = (where.params, where.opt_state, NamedSharding(mesh, P()), NamedSharding(mesh, P()))
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=kept)
+
+        def run(batch):
+            nonlocal params, state
+            params, state, value, norm = jitted(params, state, batch)
+            jax.block_until_ready((params, state, value, norm))
+
+        return run
+
+    ways = {f"stage {stage}": zero(stage) for stage in range(4)}
+    ways |= {"replicated": plain(0), "GSPMD": plain(3)}
+    return ways, tokens.size, batch
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The GPT every figure is measured on: linen, tied embedding, rematerialised blocks, scanned or unrolled.
+
+Three sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulated devices,
+`gpu` (1.3 billion parameters, bfloat16 compute) for GPUs, present or absent.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a yardstick model is made of; `rows` is each device's share of the batch."""
+
+    width: int
+    layers: int
+    tokens: int
+    rows: int
+    vocabulary: int
+    dtype: Any
+    head: int = 64
+
+
+SIZES = {
+    "tiny": Size(width=64, layers=4, tokens=16, rows=1, vocabulary=128, dtype=jnp.float32, head=16),
+    "cpu": Size(width=256, layers=16, tokens=64, rows=8, vocabulary=4096, dtype=jnp.float32),
+    "gpu": Size(width=2048, layers=24, tokens=1024, rows=8, vocabulary=32768, dtype=jnp.bfloat16),
+}
+
+
+class Block(nn.Module):
+    """One transformer layer, in the form `nn.scan` wants."""
+
+    size: Size
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        size = self.size
+        h = nn.LayerNorm(dtype=size.dtype)(x)
+        split = (size.width // size.head, size.head)
+        q, k, v = (nn.DenseGeneral(split, dtype=size.dtype, name=name)(h) for name in "qkv")
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + nn.DenseGeneral(size.width, axis=(-2, -1), dtype=size.dtype, name="o")(attended)
+        h = nn.Dense(4 * size.width, dtype=size.dtype)(nn.LayerNorm(dtype=size.dtype)(x))
+        return x + nn.Dense(size.width, dtype=size.dtype)(nn.gelu(h)), None
+
+
+class GPT(nn.Module):
+    """A decoder-only language model over `size.vocabulary` tokens."""
+
+    size: Size
+    scan: bool
+    remat: bool = True
+
+    @nn.compact
+    def __call__(self, tokens):
+        size = self.size
+        embed = nn.Embed(size.vocabulary, size.width, dtype=size.dtype)
+        x = embed(tokens)
+        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
+        if self.scan:
+            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=size.layers)
+            x, _ = stack(size, name="blocks")(x, None)
+        else:
+            for i in range(size.layers):
+                x, _ = block(size, name=f"block_{i}")(x)
+        return embed.attend(nn.LayerNorm(dtype=size.dtype)(x))
+
+
+def build(name: str, *, scan: bool, remat: bool = True, **changes: Any):
+    """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens."""
+    size = dataclasses.replace(SIZES[name], **changes)
+    model = GPT(size, scan, remat)
+
+    def init(key):
+        return model.init(key, jnp.zeros((1, size.tokens), jnp.int32))["params"]
+
+    def loss(params, tokens):
+        logits = model.apply({"params": params}, tokens).astype(jnp.float32)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
+        return -jnp.mean(picked)
+
+    return init, loss, (size.rows, size.tokens)
