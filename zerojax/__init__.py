@@ -1,13 +1,18 @@
 """ZeRO for JAX: any optax transformation, sharded over a device mesh."""
 
+from typing import TYPE_CHECKING, Any
+
 from .layout.padded import Padded
 from .memory.report import Report, report
-from .plan.hlo import Collective, collectives
 from .train.state import ZeroState
 from .zero import Shardings, ZeroTransformation, zero_shard
 
+if TYPE_CHECKING:
+    from .plan.hlo import Collective, Collectives, collectives
+
 __all__ = [
     "Collective",
+    "Collectives",
     "Padded",
     "Report",
     "Shardings",
@@ -17,3 +22,12 @@ __all__ = [
     "report",
     "zero_shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Reading compiled programs is imported when it is first used: training needs none of it."""
+    if name in ("Collective", "Collectives", "collectives"):
+        from .plan import hlo
+
+        return getattr(hlo, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

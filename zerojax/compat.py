@@ -9,11 +9,11 @@ version of JAX is one file's work:
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from jax.extend import core as jex
+import jax.core
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
@@ -40,9 +40,17 @@ class ScanParts:
     unroll: int
 
 
+@functools.cache
+def _jex():
+    """`jax.extend.core`, whose import brings Pallas along and is put off until a jaxpr is read."""
+    from jax.extend import core
+
+    return core
+
+
 def opened(closed) -> tuple[Any, Sequence]:
     """A closed jaxpr as `(jaxpr, consts)`; `consts` belong to `constvars_of(jaxpr)`."""
-    if isinstance(closed, jex.ClosedJaxpr) and hasattr(closed, "jaxpr"):
+    if isinstance(closed, _jex().ClosedJaxpr) and hasattr(closed, "jaxpr"):
         return closed.jaxpr, tuple(closed.consts)
     return closed, ()
 
@@ -54,12 +62,12 @@ def constvars_of(jaxpr) -> Sequence:
 
 def is_literal(atom) -> bool:
     """Whether an equation's operand is a constant written into the jaxpr."""
-    return isinstance(atom, jex.Literal)
+    return isinstance(atom, _jex().Literal)
 
 
 def is_dropped(var) -> bool:
     """Whether an equation's result is thrown away."""
-    return isinstance(var, jex.DropVar)
+    return isinstance(var, _jex().DropVar)
 
 
 def called(eqn):
@@ -67,6 +75,11 @@ def called(eqn):
     if eqn.primitive.name not in _CALLS:
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def inner_jaxprs(eqn) -> list:
+    """The jaxprs among an equation's parameters, opened."""
+    return [opened(inner)[0] for inner in _jex().jaxprs_in_params(eqn.params)]
 
 
 def is_remat(eqn) -> bool:

@@ -12,6 +12,7 @@ STAGES = {
     3: "optimizer state, gradients and parameters sharded",
 }
 PERSIST_BELOW = 8192
+BUCKET_BYTES = 128 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,13 @@ class Config:
         axis: The mesh axis that everything is divided over.
         persist_below: A leaf with fewer elements is not cut by dim: at stage 3 its
             parameter stays whole, and its gradient and optimizer state lie flat.
+        prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
+        bucket_bytes: A layer's leaves travel together up to this many logical bytes.
+        reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
 
     Raises:
-        TypeError: If `tx` is no optax transformation or `persist_below` no integer.
-        ValueError: If the stage is unknown or `persist_below` negative.
+        TypeError: If `tx` is no optax transformation or a count is no integer.
+        ValueError: If the stage is unknown or a count negative.
     """
 
     tx: optax.GradientTransformation
@@ -36,6 +40,9 @@ class Config:
     mesh: Mesh
     axis: str = "data"
     persist_below: int = PERSIST_BELOW
+    prefetch: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    reshard_after_forward: bool = True
 
     def __post_init__(self):
         """Check every field."""
@@ -47,10 +54,13 @@ class Config:
         if isinstance(self.stage, bool) or self.stage not in STAGES or not isinstance(self.stage, int):
             known = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
-        if isinstance(self.persist_below, bool) or not isinstance(self.persist_below, int):
-            raise TypeError(f"persist_below counts elements and must be an int, not {self.persist_below!r}.")
-        if self.persist_below < 0:
-            raise ValueError(f"persist_below counts elements and cannot be negative, but is {self.persist_below}.")
+        counted = {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}
+        for name, unit in counted.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
+            if value < 0:
+                raise ValueError(f"{name} counts {unit} and cannot be negative, but is {value}.")
 
     @property
     def shards(self) -> int:

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from .comm.mesh import replicated, resolve_mesh
-from .config import PERSIST_BELOW, Config
+from .config import BUCKET_BYTES, PERSIST_BELOW, Config
 from .layout.padded import is_padded
 from .layout.tree import Layout
 from .stages.birth import birth_programs
@@ -210,6 +210,9 @@ def zero_shard(
     mesh: Mesh | None = None,
     axis: str = "data",
     persist_below: int = PERSIST_BELOW,
+    prefetch: int | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    reshard_after_forward: bool = True,
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -223,6 +226,13 @@ def zero_shard(
         persist_below: A leaf with fewer elements is not cut by dim: its parameter stays
             whole at stage 3, and its gradient and optimizer state lie flat, each device
             holding 1/N, if the transformation updates it element by element.
+        prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start;
+            0 is none. Each holds about one more layer's gathered parameters. Default: 1,
+            and 0 on CPU devices, whose collectives overlap nothing.
+        bucket_bytes: Stage 3: the leaves of a layer are gathered together, and their
+            gradients reduce-scattered together, up to this many logical bytes.
+        reshard_after_forward: Stage 3: False keeps gathered parameters between the
+            forward and the backward pass; a step then moves two passes instead of three.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -242,7 +252,12 @@ def zero_shard(
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
-    return ZeroTransformation(Config(tx, stage, resolve_mesh(mesh, axis), axis, persist_below))
+    mesh = resolve_mesh(mesh, axis)
+    if prefetch is None:
+        prefetch = 0 if mesh.devices.flat[0].platform == "cpu" else 1
+    return ZeroTransformation(
+        Config(tx, stage, mesh, axis, persist_below, prefetch, bucket_bytes, reshard_after_forward)
+    )
 
 
 def _init(config: Config, params: Any) -> Any:

@@ -126,6 +126,12 @@ class Collectives(tuple[Collective, ...]):
     def of(self, *kinds: str) -> "Collectives":
         """Those of the given kinds; all of them when none is given.
 
+        Args:
+            kinds: Some of `KINDS`.
+
+        Returns:
+            The collectives of these kinds, in the program's order.
+
         Raises:
             ValueError: If a kind is not one of `KINDS`.
         """

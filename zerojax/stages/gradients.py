@@ -136,7 +136,14 @@ def local_grads(config, layout, parts, loss, stored, batch, args):
     axis, leaves = config.axis, layout.params
     fn = loss.fn
     if any(leaf.kind == "cut" for leaf in leaves):
-        fn = gather_on_use(fn, jax.tree.unflatten(layout.treedef, leaves), axis=axis)
+        fn = gather_on_use(
+            fn,
+            jax.tree.unflatten(layout.treedef, leaves),
+            axis=axis,
+            prefetch=config.prefetch,
+            bucket_bytes=config.bucket_bytes,
+            reshard_after_forward=config.reshard_after_forward,
+        )
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def objective(values):

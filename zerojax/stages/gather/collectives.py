@@ -14,12 +14,12 @@ from jax import lax
 from zerojax.stages.gather.weight import Weight
 
 
-def tie(anchor: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Let nothing that reads `arrays` start before `anchor` is there; both are given back."""
-    if not anchor or not arrays:
-        return list(anchor), list(arrays)
-    tied = lax.optimization_barrier((*anchor, *arrays))
-    return list(tied[: len(anchor)]), list(tied[len(anchor) :])
+def tie(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    """Let nothing that reads one of `groups` or `anchor` start before all of them are there; gives them back."""
+    if not anchor or not any(groups):
+        return list(anchor), [list(group) for group in groups]
+    tied = iter(lax.optimization_barrier((*anchor, *[x for group in groups for x in group])))
+    return [next(tied) for _ in anchor], [[next(tied) for _ in group] for group in groups]
 
 
 def gather(shards: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int) -> list[jax.Array]:

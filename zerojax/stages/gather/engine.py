@@ -10,10 +10,12 @@ from jax import lax
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
 from zerojax.stages.gather import program as programs
-from zerojax.stages.gather.tape import Fixed, Options, Static, run_backward, run_forward
+from zerojax.stages.gather.kept import Fixed, Static
+from zerojax.stages.gather.schedule import Options
+from zerojax.stages.gather.tape import run_backward, run_forward
 
 # Measured on the GPT yardstick; see the engine's notes.
-BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 128 << 20
 
 
 def gather_on_use(

@@ -101,9 +101,17 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
         elif (body := eqn.params["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
             inner, _ = compat.opened(body)
             found |= _demands(inner.invars[index], *_uses(inner))
+        elif name == "scan" and not _is_carried(eqn, index):
+            inner, _ = compat.opened(eqn.params["jaxpr"])
+            found |= _demands(inner.invars[index], *_uses(inner))
         else:
             found.add(None)
     return found
+
+
+def _is_carried(eqn, index: int) -> bool:
+    parts = compat.scan_parts(eqn)
+    return parts.consts <= index < parts.consts + parts.carry
 
 
 def _uses(jaxpr) -> tuple[dict, frozenset]:

@@ -12,11 +12,13 @@ gathered parameter's size outlives a block.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+
 
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
@@ -28,6 +30,7 @@ BLOCK_NAME = "zerojax_block"
 
 _CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
 
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
 _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
 
 
@@ -39,7 +42,7 @@ class Segment:
         kind: `"plain"`, `"block"` or `"scan"`.
         jaxpr: The equations, from `(*weights, *others)` to `results`.
         weights: Parameters to gather for them.
-        others: Variables read that are not gathered parameters.
+        others: What else is read: variables, or `Whole` parameters.
         results: What later segments or the caller read: variables, or `Whole` parameters.
     """
 
@@ -48,6 +51,11 @@ class Segment:
     weights: tuple[Weight, ...]
     others: tuple
     results: tuple
+
+    @functools.cached_property
+    def computes(self) -> bool:
+        """Whether there is enough work in it to hide communication behind: a matrix product or a kernel."""
+        return _has_product(self.jaxpr)
 
     def run(self, weights: Sequence, others: Sequence) -> list:
         """The results, given the gathered parameters in the type they are gathered in."""
@@ -60,15 +68,24 @@ class Segment:
         return evaluate.evaluate(self.jaxpr, (), [*values, *others])
 
 
+def _has_product(jaxpr) -> bool:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _PRODUCTS or any(map(_has_product, compat.inner_jaxprs(eqn))):
+            return True
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A parameter, or something made of parameters alone, that the function returns.
+    """A parameter, or something made of parameters alone, that has to be had whole from some segment on.
 
     Attributes:
         var: Its variable, by which its shard is known.
+        segment: Which segment gathers it.
     """
 
     var: Any
+    segment: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +161,16 @@ def _travels(eqn, from_weights: Sequence[bool]) -> bool:
     return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
 
 
+@dataclasses.dataclass
+class _Piece:
+    """A segment in the making: its equations, or the variables it has to gather and hand on."""
+
+    kind: str
+    eqns: list
+    wanted: tuple = ()
+    whole: dict = dataclasses.field(default_factory=dict)
+
+
 def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
     """Cut an inlined jaxpr into segments.
 
@@ -154,16 +181,16 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
     weights = {var: root_weight(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
     travelling: dict = {}
     uniform: set = set()
-    pieces: list[tuple[str, list]] = [("plain", [])]
+    pieces = [_Piece("plain", [])]
     for eqn in jaxpr.eqns:
         reads = [atom for atom in eqn.invars if not compat.is_literal(atom)]
         if uniform.issuperset(reads) and not eqn.effects and eqn.primitive.name not in _DEVICE_DEPENDENT:
             uniform.update(eqn.outvars)
         touched = [var for var in reads if var in weights or var in travelling]
         if not touched:
-            if pieces[-1][0] != "plain":
-                pieces.append(("plain", []))
-            pieces[-1][1].append(eqn)
+            if pieces[-1].kind != "plain":
+                pieces.append(_Piece("plain", []))
+            pieces[-1].eqns.append(eqn)
             continue
         first = eqn.invars[0]
         # Slicing shards gives one slice only if every device slices at the same place.
@@ -174,62 +201,67 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
         if _travels(eqn, [not compat.is_literal(a) and (a in weights or a in travelling) for a in eqn.invars]):
             travelling |= dict.fromkeys(eqn.outvars, eqn)
             continue
-        pieces.append(("scan" if eqn.primitive.name == "scan" else "block", [eqn]))
-    returned = [v for v in jaxpr.outvars if not compat.is_literal(v) and (v in weights or v in travelling)]
+        if eqn.primitive.name == "scan":
+            early = [v for i, v in enumerate(eqn.invars) if v in touched and not _in_turns(eqn, i, weights)]
+            early = tuple(dict.fromkeys(early))
+            pieces += [_Piece("whole", [], early)] * bool(early)
+            pieces.append(_Piece("scan", [eqn], whole={v: Whole(v, len(pieces) - 1) for v in early}))
+        else:
+            pieces.append(_Piece("block", [eqn]))
+    returned = tuple(v for v in jaxpr.outvars if not compat.is_literal(v) and (v in weights or v in travelling))
     if returned:
-        pieces.append(("returned", []))
-    return _assembled(jaxpr, pieces, weights, travelling, tuple(dict.fromkeys(returned)))
+        pieces.append(_Piece("whole", [], tuple(dict.fromkeys(returned))))
+    outs = tuple(Whole(v, len(pieces) - 1) if v in returned else v for v in jaxpr.outvars)
+    return Program(tuple(jaxpr.invars), _assembled(jaxpr, pieces, weights, travelling), outs)
 
 
-def _assembled(jaxpr, pieces, weights: dict, travelling: dict, returned: tuple) -> Program:
+def _in_turns(eqn, index: int, weights: dict) -> bool:
+    """Whether a scan's operand may stay a shard until its turn: a constant, or a stack not cut over its layers."""
+    parts, var = compat.scan_parts(eqn), eqn.invars[index]
+    if var not in weights or parts.length == 0:
+        return False
+    return index < parts.consts or (index >= parts.consts + parts.carry and weights[var].dim != 0)
+
+
+def _assembled(jaxpr, pieces: Sequence[_Piece], weights: dict, travelling: dict) -> tuple[Segment, ...]:
     """Segments with their inputs and outputs."""
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
-    closed: list[tuple[str, list, dict, list]] = []
-    for kind, eqns in pieces:
-        wanted = list(returned) if kind == "returned" else []
-        full, used, others = _with_travellers(eqns, wanted, weights, travelling, order)
-        if full or wanted:
-            closed.append((kind, full, used, others))
+    closed = [_with_travellers(piece, weights, travelling, order) for piece in pieces]
     readers: dict = {}
-    for index, (_, _, used, others) in enumerate(closed):
+    for index, (_, used, others) in enumerate(closed):
         operands = [v for name in used for v in weights[name].operands]
         for var in [*others, *operands]:
             readers.setdefault(var, set()).add(index)
     final = {atom for atom in jaxpr.outvars if not compat.is_literal(atom)}
     segments = []
-    for index, (kind, eqns, used, others) in enumerate(closed):
+    for index, (piece, (eqns, used, others)) in enumerate(zip(pieces, closed, strict=True)):
         made = [v for eqn in eqns for v in eqn.outvars if not compat.is_dropped(v) and v not in travelling]
-        results = [v for v in made if v in final or readers.get(v, set()) - {index}]
-        keys = results
-        if kind == "returned":
-            kind, results, keys = "block", list(returned), [Whole(v) for v in returned]
-        segments.append(_segment(jaxpr, kind, eqns, {v: weights[v] for v in used}, others, results, keys))
-    outs = tuple(Whole(a) if not compat.is_literal(a) and a in returned else a for a in jaxpr.outvars)
-    return Program(tuple(jaxpr.invars), tuple(segments), outs)
+        results = list(piece.wanted) or [v for v in made if v in final or readers.get(v, set()) - {index}]
+        names = tuple(used)
+        part = compat.part_of(jaxpr, eqns, [*names, *others], results)
+        demands = evaluate.demanded(part, names)
+        narrow = tuple(weights[v].narrowed(dtype) for v, dtype in zip(names, demands, strict=True))
+        kind = "block" if piece.kind == "whole" else piece.kind
+        keys = tuple(Whole(v, index) for v in piece.wanted) or tuple(results)
+        if part.eqns or piece.wanted:
+            segments.append(Segment(kind, part, narrow, tuple(piece.whole.get(v, v) for v in others), keys))
+    return tuple(segments)
 
 
-def _with_travellers(eqns, wanted, weights: dict, travelling: dict, order: dict):
+def _with_travellers(piece: _Piece, weights: dict, travelling: dict, order: dict):
     """`(equations, weights used, others read)`, the travelling equations they need put before them."""
     needed: dict = {}
-    pending = [atom for eqn in eqns for atom in eqn.invars if not compat.is_literal(atom)] + wanted
+    reads = [a for eqn in piece.eqns for a in eqn.invars if not compat.is_literal(a)] + list(piece.wanted)
+    pending = [] if piece.kind == "scan" else list(reads)
     while pending:
         var = pending.pop()
         if var in travelling and id(travelling[var]) not in needed:
             needed[id(travelling[var])] = travelling[var]
             pending.extend(atom for atom in travelling[var].invars if not compat.is_literal(atom))
-    full = sorted(needed.values(), key=lambda eqn: order[id(eqn)]) + list(eqns)
+    full = sorted(needed.values(), key=lambda eqn: order[id(eqn)]) + list(piece.eqns)
     made = {var for eqn in full for var in eqn.outvars}
     reads = dict.fromkeys(a for eqn in full for a in eqn.invars if not compat.is_literal(a))
-    reads |= dict.fromkeys(wanted)
-    used = {var: None for var in reads if var in weights}
-    others = [var for var in reads if var not in weights and var not in made]
+    reads |= dict.fromkeys(piece.wanted)
+    used = {var: None for var in reads if var in weights and var not in piece.whole}
+    others = [var for var in reads if var not in used and var not in made]
     return full, used, others
-
-
-def _segment(jaxpr, kind: str, eqns, used: dict, others, results, keys) -> Segment:
-    """A segment whose parameters are gathered in the narrowest type that loses nothing."""
-    names = tuple(used)
-    part = compat.part_of(jaxpr, eqns, [*names, *others], results)
-    demands = evaluate.demanded(part, names)
-    weights = tuple(weight.narrowed(dtype) for weight, dtype in zip(used.values(), demands, strict=True))
-    return Segment(kind, part, weights, tuple(others), tuple(keys))

@@ -57,6 +57,7 @@ class Passes:
         derive_reads: Indices of weights.
         tree: Tree structure of the backward function, whose leaves are the residuals.
         needed: Indices of the weights that the backward pass reads.
+        forward_others: Shapes of the others.
     """
 
     forward: "Traced"
@@ -69,6 +70,7 @@ class Passes:
     derive_reads: tuple[int, ...]
     tree: Any
     needed: frozenset[int]
+    forward_others: tuple
 
     def run(self, weights: Sequence, others: Sequence) -> tuple[list, list]:
         """`(results, saved)`."""
@@ -122,7 +124,19 @@ def passes(function: Callable, weights: Sequence, others: Sequence, *, active: S
     jaxpr, consts = compat.opened(closed)
     forward, sources, derive, reads = _classified(jaxpr, consts, len(weights), results)
     needed = frozenset(i for pool, i in sources if pool == "weight") | frozenset(reads)
-    return Passes(forward, results, active_weights, active_others, active_results, sources, derive, reads, tree, needed)
+    return Passes(
+        forward,
+        results,
+        active_weights,
+        active_others,
+        active_results,
+        sources,
+        derive,
+        reads,
+        tree,
+        needed,
+        tuple(v.aval for v in jaxpr.invars[len(weights) :]),
+    )
 
 
 def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:

@@ -31,6 +31,7 @@ class Weight:
         dtype: The type in which it is gathered.
         wide: The type the jaxpr expects of the gathered value.
         before: Slices to make on the shard, in order.
+        turn: Which layer of the stack this is, if it is one layer of a scan's stack.
     """
 
     root: Any
@@ -40,6 +41,7 @@ class Weight:
     dtype: np.dtype
     wide: np.dtype
     before: tuple = ()
+    turn: int | None = None
 
     @property
     def operands(self) -> tuple:
@@ -55,7 +57,12 @@ class Weight:
     @property
     def key(self) -> tuple:
         """Two weights with one key are one gather."""
-        return (self.root, *map(id, self.before), self.dtype)
+        return (self.root, *map(id, self.before), self.dtype, self.turn)
+
+    @property
+    def stack_key(self) -> tuple:
+        """The same for a stack and each of its layers."""
+        return dataclasses.replace(self, turn=None).key
 
     def narrowed(self, dtype: np.dtype | None) -> "Weight":
         """The same weight gathered in `dtype`, unless it has been cast before: two casts are not one."""
@@ -63,24 +70,40 @@ class Weight:
             return self
         return dataclasses.replace(self, dtype=dtype)
 
-    def shard(self, env: Mapping) -> jax.Array:
-        """This device's part, cast and sliced, of the parameter whose shard `env` holds."""
-        operands = {v: env[v] for v in self.operands}
-        return self._prepare(env[self.root], operands)
+    def at_turn(self, turn: int) -> "Weight":
+        """One layer of this stack."""
+        return dataclasses.replace(self, turn=turn, dim=self.dim - 1, shape=self.shape[1:])
 
-    def _prepare(self, value, operands: Mapping):
+    def shard(self, env: Mapping) -> jax.Array:
+        """This device's part, sliced and cast, of the parameter whose shard `env` holds."""
+        value = self.sliced(env)
+        if self.turn is not None:
+            value = lax.index_in_dim(value, self.turn, 0, keepdims=False)
+        return lax.convert_element_type(value, self.dtype)
+
+    def layer(self, stack: jax.Array, turn: jax.Array) -> jax.Array:
+        """This device's part of one layer, cast, out of the stack that `sliced` gave."""
+        # Indexing the whole stack and casting in the turn: a cast before the loop would copy the stack.
+        return lax.convert_element_type(lax.dynamic_index_in_dim(stack, turn, 0, keepdims=False), self.dtype)
+
+    def sliced(self, env: Mapping) -> jax.Array:
+        """This device's part, sliced, in the parameter's own type."""
+        return self._slice(env[self.root], {v: env[v] for v in self.operands})
+
+    def _slice(self, value, operands: Mapping):
         for eqn in self.before:
             indices = [v.val if compat.is_literal(v) else operands[v] for v in eqn.invars[1:]]
             value = _SHARDWISE[eqn.primitive.name](value, eqn, indices)
-        return lax.convert_element_type(value, self.dtype)
+        return value
 
     def root_cotangent(self, cotangent, env: Mapping):
-        """The cotangent of the parameter's shard, from the cotangent of `shard`."""
+        """The cotangent of the parameter's shard, from the cotangent of `shard` or `sliced`."""
         root = env[self.root]
+        cotangent = lax.convert_element_type(cotangent, root.dtype)
         if not self.before:
-            return lax.convert_element_type(cotangent, root.dtype)
+            return cotangent
         operands = {v: env[v] for v in self.operands}
-        return jax.vjp(lambda root: self._prepare(root, operands), root)[1](cotangent)[0]
+        return jax.vjp(lambda root: self._slice(root, operands), root)[1](cotangent)[0]
 
 
 def root_weight(var, leaf: Leaf) -> Weight:

@@ -1,0 +1,96 @@
+"""The GPT yardstick at stage 3, compiled for GPUs that are not there: memory, bytes and overlap, all exact.
+
+    python benchmarks/aot_gpt.py                            both styles, 8 x H200, prefetch 0 and 1
+    python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
+    python benchmarks/aot_gpt.py --ways stage3 gspmd replicated
+
+Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the cut
+parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
+product in flight; `all-in` is temporary memory, arguments and results over the parameters.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import pathlib
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import optax
+import yardstick
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import collectives, zero_shard
+from zerojax.plan.overlap import overlap
+from zerojax.plan.topology import absent_mesh
+
+
+def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:
+    """Compile one training gradient and read its figures off the program."""
+    mesh = absent_mesh(topology)
+    init, loss, (rows, length) = yardstick.build("gpu", scan=style == "scan", **changes)
+    tx = zero_shard(optax.adamw(1e-4), stage=0 if way == "replicated" else 3, mesh=mesh, prefetch=prefetch)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    batch = NamedSharding(mesh, PartitionSpec("data"))
+    tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)
+    start = time.perf_counter()
+    if way == "stage3":
+        lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens)
+    else:
+        where = tx.shardings(shapes).params
+        program = jax.jit(
+            jax.value_and_grad(loss),
+            in_shardings=(where, batch),
+            out_shardings=(NamedSharding(mesh, PartitionSpec()), where),
+        )
+        lowered = program.lower(shapes, tokens)
+    traced = time.perf_counter() - start
+    compiled = lowered.compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(shapes).plan.parts
+    width = jnp.dtype(yardstick.SIZES["gpu"].dtype).itemsize
+    cut = sum(leaf.size for leaf in parts if leaf.kind == "cut") * width
+    return {
+        "style": style,
+        "way": way,
+        "topology": topology,
+        "prefetch": prefetch,
+        "passes": round(collectives(text).moved("all-gather").bytes / cut, 4),
+        "hidden": round(overlap(text).hidden_share, 4),
+        "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),
+        "temp MiB": round(memory.temp_size_in_bytes / 2**20, 1),
+        "trace s": round(traced, 1),
+        "compile s": round(time.perf_counter() - start - traced, 1),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="h200:8")
+    parser.add_argument("--styles", nargs="+", default=["unrolled", "scan"], choices=["unrolled", "scan"])
+    parser.add_argument("--ways", nargs="+", default=["stage3"], choices=["stage3", "gspmd", "replicated"])
+    parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0])
+    parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
+    args = parser.parse_args()
+    rows = []
+    show = functools.partial(print, sep="  ", flush=True)
+    for style in args.styles:
+        for way in args.ways:
+            for prefetch in args.prefetch if way == "stage3" else [0]:
+                row = measure(style, way, prefetch=prefetch, topology=args.topology)
+                rows.append(row)
+                show(*(f"{key} {value}" for key, value in row.items()))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "compiled only": True, "rows": rows}
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Small functions of parameters and rows, one for each construct a model may use around a parameter.
+
+Each takes `({"w": (8, 8), "v": (8, 8), "stack": (3, 8, 8), "table": (11, 8), "b": (8,)}, x)` with `x` of
+shape `(rows, 8)` and gives a scalar.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+CUT = {"w": 0, "v": 1, "stack": 1, "table": 0, "b": -1}
+POLICIES = jax.checkpoint_policies
+
+
+def make_params(key=0):
+    keys = jax.random.split(jax.random.key(key), 5)
+    shapes = {"w": (8, 8), "v": (8, 8), "stack": (3, 8, 8), "table": (11, 8), "b": (8,)}
+    return {name: jax.random.normal(k, shape) / 3 for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def mean(x):
+    return jnp.mean(x**2)
+
+
+def plain(p, x):
+    return mean(jnp.tanh(x @ p["w"]) @ p["v"].T + p["b"])
+
+
+def jitted(p, x):
+    @jax.jit
+    def inner(w, x):
+        return jax.jit(jnp.dot)(x, w.T)
+
+    return mean(inner(p["w"], inner(p["v"], x)))
+
+
+def remat(p, x):
+    @jax.checkpoint
+    def layer(w, v, x):
+        return jnp.tanh(x @ w) @ v + x @ w
+
+    return mean(layer(p["v"], p["w"], layer(p["w"], p["v"], x)))
+
+
+def remat_with(policy, p, x):
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(w, x):
+        w = checkpoint_name(w.T.reshape(8, 2, 4).reshape(8, 8), "weight")
+        h = checkpoint_name(x @ w, "hidden")
+        return jnp.sin(h) @ w
+
+    return mean(layer(p["w"], layer(p["v"], x)))
+
+
+def remat_in_remat(p, x):
+    @jax.checkpoint
+    def outer(w, v, x):
+        return jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x) @ v
+
+    return mean(outer(p["w"], p["v"], x))
+
+
+def scan_xs(p, x, reverse=False, unroll=1, wrap=lambda f: f):
+    def layer(x, w):
+        x = wrap(lambda x, w: jnp.tanh(x @ w) + x)(x, w)
+        return x, jnp.sum(x, -1)
+
+    x, ys = lax.scan(layer, x, p["stack"], reverse=reverse, unroll=unroll)
+    return mean(x) + mean(ys)
+
+
+def scan_consts(p, x):
+    def layer(x, scale):
+        return jnp.tanh(x @ p["w"]) * scale + x @ p["w"].T, None
+
+    return mean(lax.scan(layer, x, jnp.arange(3.0))[0])
+
+
+def scan_carry(p, x):
+    def layer(carry, _):
+        w, x = carry
+        return (w * 0.9, jnp.tanh(x @ w)), None
+
+    (w, x), _ = lax.scan(layer, (p["w"], x), None, length=3)
+    return mean(x) + mean(w)
+
+
+def scan_everything(p, x):
+    def layer(carry, xs):
+        x, count = carry
+        w, index, bias = xs
+        x = jnp.tanh(x @ w @ p["v"]) + bias + index * p["b"]
+        return (x, count + 1), (x[:, 0], index)
+
+    biases = jnp.ones((3, 8)) * p["b"]
+    (x, count), (ys, ids) = lax.scan(layer, (x, 0), (p["stack"], jnp.arange(3), biases))
+    return mean(x) + mean(ys) + count + jnp.sum(ids)
+
+
+def scan_same_stack_twice(p, x):
+    def layer(x, ws):
+        return jnp.tanh(x @ ws[0]) @ ws[1].T, None
+
+    return mean(lax.scan(layer, x, (p["stack"], p["stack"]))[0])
+
+
+def scan_then_scan(p, x):
+    return scan_xs(p, x) + scan_xs(p, jnp.sin(x) @ p["w"], reverse=True)
+
+
+def scan_nested(p, x):
+    def outer(x, scale):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w) * scale, None), x, p["stack"])[0], None
+
+    return mean(lax.scan(outer, x, jnp.array([1.0, 2.0]))[0])
+
+
+def scan_of_groups(p, x):
+    def outer(x, group):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, group)[0], None
+
+    groups = jnp.stack([p["stack"], p["stack"] * 2])
+    direct = p["stack"].reshape(3, 1, 8, 8)
+    return mean(lax.scan(outer, x, groups)[0]) + mean(lax.scan(outer, x, direct)[0])
+
+
+def while_loop(p, x):
+    steps = lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ lax.stop_gradient(p["w"])), (0, lax.stop_gradient(x))
+    )
+    return mean(x @ p["w"]) + mean(lax.stop_gradient(steps[1]))
+
+
+def fori(p, x):
+    return mean(lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["stack"][i] + p["b"]), x))
+
+
+def cond(p, x):
+    return mean(lax.cond(jnp.sum(x) > 0, lambda w, v, x: x @ w, lambda w, v, x: jnp.sin(x @ v), p["w"], p["v"], x))
+
+
+def switch(p, x):
+    index = (jnp.sum(x * x) * 7).astype(jnp.int32) % 3
+    return mean(lax.switch(index, [lambda x, i=i: jnp.sin(x @ p["stack"][i]) for i in range(3)], x))
+
+
+@jax.custom_jvp
+def _odd(w, x):
+    return x @ w
+
+
+@_odd.defjvp
+def _odd_jvp(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return x @ w, 2 * (x @ dw) + dx @ w
+
+
+def custom_jvp(p, x):
+    return mean(_odd(p["w"], jax.nn.gelu(x)))
+
+
+@jax.custom_vjp
+def _flash(w, x):
+    return jnp.sin(x @ w)
+
+
+def _flash_forward(w, x):
+    return jnp.sin(x @ w), (w, x, w.T)
+
+
+def _flash_backward(kept, ct):
+    w, x, wt = kept
+    ct = ct * jnp.cos(x @ w)
+    return 3 * (x.T @ ct), ct @ wt
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def custom_vjp(p, x):
+    return mean(_flash(p["w"], _flash(p["v"], x)))
+
+
+def custom_vjp_in_scan(p, x):
+    return mean(lax.scan(lambda x, w: (_flash(w, x) + x, None), x, p["stack"])[0])
+
+
+def ensemble(p, x):
+    return mean(jax.vmap(lambda w: jnp.tanh(x @ w))(p["stack"])) + mean(jax.vmap(jnp.dot, (None, 0))(x, p["stack"]))
+
+
+def stacked_layers(p, x):
+    for i in range(3):
+        x = jnp.tanh(x @ p["stack"][i])
+    return mean(x @ p["stack"][-1, :, 2:6])
+
+
+def dynamic_layers(p, x):
+    index = jnp.argmax(x[0]) % 3
+    return mean(jnp.tanh(x @ p["stack"][index]) @ lax.dynamic_index_in_dim(p["stack"], index, keepdims=False))
+
+
+def constant_layers(p, x):
+    index = jnp.arange(5)[3] - 1
+    return mean(jnp.tanh(x @ p["stack"][index]) @ lax.dynamic_index_in_dim(p["stack"], index, keepdims=False))
+
+
+def cast(p, x):
+    low = jnp.bfloat16
+    w, v = p["w"].astype(low), p["v"].astype(low)
+    h = jax.checkpoint(lambda w, h: h @ w.astype(low))(p["w"], x.astype(low) @ w)
+    return mean((h @ v.T).astype(jnp.float32)) + mean(v.astype(jnp.float32))
+
+
+def transposed(p, x):
+    return mean(jnp.einsum("bi,ji->bj", x, p["w"]) @ jnp.swapaxes(p["v"], 0, 1).reshape(2, 4, 8).reshape(8, 8))
+
+
+def embedding(p, x):
+    ids = (jnp.abs(x) * 100).astype(jnp.int32) % 11
+    logits = jnp.tanh(p["table"][ids].sum(1) @ p["w"]) @ p["table"].T
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, :1], -1))
+
+
+def one_row(p, x):
+    return mean(x + p["table"][3]) + mean(jnp.take(p["table"], jnp.array([1, 2, 1]), axis=0))
+
+
+def random_bits(p, x):
+    keep = jax.random.bernoulli(jax.random.key(3), 0.5, x.shape)
+    noise = jax.random.normal(jax.random.PRNGKey(4), p["w"].shape)
+    return mean(jnp.where(keep, x, 0) @ (p["w"] + noise))
+
+
+def debug_print(p, x):
+    jax.debug.print("", ordered=False)
+
+    @jax.checkpoint
+    def layer(w, x):
+        jax.debug.print("")
+        return x @ w
+
+    return mean(layer(p["w"], x))
+
+
+def penalty(p, x):
+    return mean(x @ p["w"]) + 0.1 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+
+
+def merged(p, x):
+    lora = p["w"] @ p["v"]
+    return mean(x @ (p["stack"][0] + lora)) + mean(x @ (p["w"] / jnp.linalg.norm(p["w"])))
+
+
+def gradient_inside(p, x):
+    inner = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"])))(x)
+    return mean(inner @ p["v"])
+
+
+def marked_block(p, x):
+    from zerojax.stages.gather import block
+
+    @block
+    def layer(w, v, x):
+        return jnp.tanh(x @ w.T.reshape(8, 8)) @ v @ w
+
+    return mean(layer(p["w"], p["v"], layer(p["v"], p["w"], x)))
+
+
+def everything_saveable(p, x):
+    return remat_with(POLICIES.everything_saveable, p, x)
+
+
+def no_parameters(p, x):
+    return mean(x)
+
+
+def sort_and_sum(p, x):
+    return mean(jnp.sort(p["w"], axis=0) @ x.T) + mean(jnp.cumsum(p["w"]))
+
+
+def concatenated(p, x):
+    fused = jnp.concatenate([p["w"], p["v"]], axis=1)
+    return mean(jnp.split(x @ fused, 2, axis=-1)[1]) + mean(x @ jnp.stack([p["w"], p["v"]])[1])
+
+
+TABLE = {
+    f.__name__: f
+    for f in (
+        plain, jitted, remat, remat_in_remat, scan_xs, scan_consts, scan_carry, scan_everything, scan_nested,
+        scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp, custom_vjp,
+        custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast, transposed, embedding, one_row, random_bits,
+        debug_print, penalty, merged, gradient_inside, marked_block, everything_saveable, no_parameters, sort_and_sum,
+        concatenated,
+    )
+}  # fmt: skip
+TABLE |= {
+    "remat_dots": functools.partial(remat_with, POLICIES.dots_saveable),
+    "remat_names": functools.partial(remat_with, POLICIES.save_only_these_names("weight", "hidden")),
+    "remat_any_but": functools.partial(remat_with, POLICIES.save_anything_except_these_names("hidden")),
+    "scan_reverse": functools.partial(scan_xs, reverse=True),
+    "scan_unroll": functools.partial(scan_xs, unroll=3),
+    "scan_remat": functools.partial(scan_xs, wrap=functools.partial(jax.checkpoint, prevent_cse=False)),
+    "scan_remat_barrier": functools.partial(scan_xs, wrap=jax.checkpoint),
+    "scan_remat_dots": functools.partial(
+        scan_xs, wrap=functools.partial(jax.checkpoint, policy=POLICIES.dots_saveable), reverse=True
+    ),
+}
