@@ -291,10 +291,10 @@ TABLE = {
     f.__name__: f
     for f in (
         plain, jitted, remat, remat_in_remat, scan_xs, scan_consts, scan_carry, scan_everything, scan_nested,
-        scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp, custom_vjp,
-        custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast, transposed, embedding, one_row, random_bits,
-        debug_print, penalty, merged, gradient_inside, marked_block, everything_saveable, no_parameters, sort_and_sum,
-        concatenated,
+        scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp,
+        custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
+        transposed, embedding, one_row, random_bits, debug_print, penalty, merged, gradient_inside, marked_block,
+        everything_saveable, no_parameters, sort_and_sum, concatenated,
     )
 }  # fmt: skip
 TABLE |= {

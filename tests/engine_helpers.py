@@ -1,17 +1,19 @@
-"""Compare a rewritten function with the plain one."""
+"""Run the engine on simulated devices, and compare a rewritten function with the plain one."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from conftest import mesh_of
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.layout.leaf import Leaf
 from zerojax.stages.gather import gather_on_use
 
 DEVICES = 8
+ROWS = P("data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,29 +24,30 @@ class Setup:
     layout: object
 
     @property
+    def leaves(self):
+        return jax.tree.leaves(self.layout, is_leaf=is_leaf)
+
+    @property
     def specs(self):
-        return jax.tree.map(lambda leaf: leaf.manual_spec, self.layout, is_leaf=is_leaf)
+        return self.each(lambda leaf: leaf.manual_spec)
+
+    def each(self, fn, *trees):
+        """`fn(leaf, *values)` for every parameter."""
+        return jax.tree.map(fn, self.layout, *trees, is_leaf=is_leaf)
 
 
 def is_leaf(x):
     return isinstance(x, Leaf)
 
 
-def make_mesh(devices=DEVICES):
-    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-
-
-def lay_out(params, dims, devices=DEVICES, mesh=None):
+def lay_out(params, dims, devices=DEVICES):
     """`dims` says for each leaf which dim is cut; -1 is whole."""
 
     def one(path, x, dim):
-        kind = "whole" if dim < 0 else "cut"
-        return Leaf(
-            jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), "data", devices, kind, None if dim < 0 else dim
-        )
+        kind, dim = ("whole", None) if dim < 0 else ("cut", dim)
+        return Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), "data", devices, kind, dim)
 
-    layout = jax.tree_util.tree_map_with_path(one, params, dims)
-    return Setup(mesh or make_mesh(devices), layout)
+    return Setup(mesh_of(devices), jax.tree_util.tree_map_with_path(one, params, dims))
 
 
 def stored(params, setup):
@@ -52,33 +55,28 @@ def stored(params, setup):
 
     def one(leaf, x):
         pad = [(0, s - n) for s, n in zip(leaf.storage_shape, leaf.shape, strict=True)]
-        return jax.device_put(jnp.pad(x, pad), NamedSharding(setup.mesh, leaf.manual_spec))
+        return jax.device_put(np.pad(x, pad), NamedSharding(setup.mesh, leaf.manual_spec))
 
-    return jax.tree.map(one, setup.layout, params, is_leaf=is_leaf)
+    return setup.each(one, params)
 
 
 def trimmed(tree, setup):
-    return jax.tree.map(
-        lambda leaf, x: np.asarray(x)[tuple(slice(n) for n in leaf.shape)], setup.layout, tree, is_leaf=is_leaf
-    )
+    return setup.each(lambda leaf, x: np.asarray(x)[tuple(slice(n) for n in leaf.shape)], tree)
 
 
 def padding_of(tree, setup):
-    """Everything in storage outside the logical array, as one flat array."""
+    """Everything in storage outside of the logical arrays, as one flat array."""
 
     def one(leaf, x):
         inside = np.zeros(x.shape, bool)
         inside[tuple(slice(n) for n in leaf.shape)] = True
         return np.asarray(x)[~inside]
 
-    return np.concatenate(
-        [one(leaf, x) for leaf, x in zip(jax.tree.leaves(setup.layout, is_leaf=is_leaf), jax.tree.leaves(tree))]
-        + [np.zeros(0)]
-    )
+    return np.concatenate([*jax.tree.leaves(setup.each(one, tree)), np.zeros(0)])
 
 
-def sharded_grad(fn, setup, *, batch_specs=P("data"), has_aux=False, **options):
-    """Jitted `(params, batch) -> (mean loss, summed gradients[, aux])` over the mesh."""
+def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
+    """Jitted `(params, batch) -> (value, gradients, aux)`, each a mean over the mesh."""
     axis_size = setup.mesh.shape["data"]
 
     def body(params, batch):
@@ -86,14 +84,13 @@ def sharded_grad(fn, setup, *, batch_specs=P("data"), has_aux=False, **options):
         out, grads = jax.value_and_grad(wrapped, has_aux=has_aux, allow_int=True)(params, batch)
         value, aux = out if has_aux else (out, ())
 
-        def reduced(leaf, g):
+        def averaged(leaf, g):
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape, jnp.float32)
             return g / axis_size if leaf.kind == "cut" else jax.lax.pmean(g, "data")
 
-        grads = jax.tree.map(reduced, setup.layout, grads, is_leaf=is_leaf)
         value, aux = jax.lax.pmean((value, aux), "data")
-        return value, grads, aux
+        return value, setup.each(averaged, grads), aux
 
     return jax.jit(
         jax.shard_map(
@@ -107,24 +104,45 @@ def sharded_grad(fn, setup, *, batch_specs=P("data"), has_aux=False, **options):
     )
 
 
-def assert_same(fn, params, batch, dims, *, devices=DEVICES, rtol=2e-5, atol=2e-5, **options):
-    """Value and gradients equal those of the plain function, device by device and averaged.
+def plain_grad(fn, params, batch, *, devices=DEVICES, has_aux=False):
+    """`(value, gradients, aux)` on one device: `fn` on the rows that each device would have, averaged."""
+    run = jax.jit(jax.value_and_grad(fn, has_aux=has_aux, allow_int=True))
+    found = []
+    for rows in zip(*[np.split(np.asarray(x), devices) for x in jax.tree.leaves(batch)], strict=True):
+        out, grads = run(params, jax.tree.unflatten(jax.tree.structure(batch), rows))
+        found.append((*out, grads) if has_aux else (out, (), grads))
+    value, aux, grads = jax.tree.map(lambda *each: _mean(each), *found)
+    return value, grads, aux
 
-    The tolerance is float32 rounding: sums over devices are made in another order.
+
+def _mean(each):
+    if each[0].dtype == jax.dtypes.float0:
+        return np.zeros(each[0].shape, np.float32)
+    return np.mean([np.asarray(x, np.float32) for x in each], axis=0)
+
+
+def assert_same(fn, params, batch, dims, *, devices=DEVICES, has_aux=False, rounding=2e-5, **options):
+    """The rewritten function's value, gradients and aux equal the plain one's, and padding stays zero.
+
+    Args:
+        fn: `(params, batch) -> scalar`, or with `has_aux` `(scalar, aux)`.
+        params: Whole parameters.
+        batch: Arrays whose rows are divided over the devices.
+        dims: For each parameter the dim that is cut; -1 is whole.
+        devices: Size of the mesh.
+        has_aux: As for `jax.grad`.
+        rounding: Largest difference, as a part of the largest entry of all gradients (at least 1). The default
+            is some hundred float32 roundings: sums over rows and devices are made in another order.
+        options: For `gather_on_use`.
     """
     setup = lay_out(params, dims, devices)
-    rows = [jax.tree.map(lambda x: jnp.split(x, devices)[i], batch) for i in range(devices)]
-    plain = jax.jit(jax.value_and_grad(fn, allow_int=True))
-    wanted = [plain(params, row) for row in rows]
-    value, grads, _ = sharded_grad(fn, setup, **options)(stored(params, setup), batch)
-    np.testing.assert_allclose(value, np.mean([v for v, _ in wanted]), rtol=rtol, atol=atol)
-    got = trimmed(grads, setup)
-    for (path, g), *each in zip(
-        jax.tree_util.tree_leaves_with_path(got), *[jax.tree.leaves(g) for _, g in wanted], strict=True
-    ):
-        if each[0].dtype == jax.dtypes.float0:
-            continue
-        mean = np.mean([np.asarray(e, np.float32) for e in each], axis=0)
-        np.testing.assert_allclose(np.asarray(g, np.float32), mean, rtol=rtol, atol=atol, err_msg=str(path))
+    wanted = plain_grad(fn, params, batch, devices=devices, has_aux=has_aux)
+    value, grads, aux = sharded_grad(fn, setup, has_aux=has_aux, **options)(stored(params, setup), batch)
+    found = (value, trimmed(grads, setup), aux)
+    scale = max([1.0, *[np.abs(g).max() for g in jax.tree.leaves(wanted) if g.size]])
+    for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
+        name = ("value", "gradient", "aux")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        np.testing.assert_allclose(
+            np.asarray(have, np.float32), want, rtol=rounding, atol=rounding * scale, err_msg=name
+        )
     assert not padding_of(grads, setup).any()
-    return setup

@@ -58,7 +58,7 @@ def layers_params(depth):
 
 
 def dims_of(params):
-    return {name: 1 for name in params}
+    return dict.fromkeys(params, 1)
 
 
 def unrolled(wrap, params, x):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from .layout.padded import Padded
 from .memory.report import Report, report
 from .train.state import ZeroState
-from .zero import Shardings, ZeroTransformation, zero_shard
+from .zero import Shardings, ZeroTransformation, check, zero_shard
 
 if TYPE_CHECKING:
     from .plan.hlo import Collective, Collectives, collectives
@@ -18,6 +18,7 @@ __all__ = [
     "Shardings",
     "ZeroState",
     "ZeroTransformation",
+    "check",
     "collectives",
     "report",
     "zero_shard",

@@ -60,6 +60,17 @@ def constvars_of(jaxpr) -> Sequence:
     return tuple(getattr(jaxpr, "constvars", ()))
 
 
+def line_of(eqn) -> str:
+    """The line of the user's source an equation was traced at, as "file.py:12"; "" if it is not known."""
+    from jax._src import source_info_util
+
+    info = eqn.source_info
+    for frame in source_info_util.user_frames(getattr(info, "traceback", info)):
+        if "site-packages" not in frame.file_name and "/zerojax/" not in frame.file_name:
+            return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
+    return ""
+
+
 def is_literal(atom) -> bool:
     """Whether an equation's operand is a constant written into the jaxpr."""
     return isinstance(atom, _jex().Literal)

@@ -1,8 +1,9 @@
 """`zero_shard`: any optax transformation, sharded. Joins the floors below; adds nothing of its own."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.core
@@ -21,6 +22,9 @@ from .stages.storage import forms_of, layout_of, named, read, storage_forms, vie
 from .stages.update import UpdatePlan, init_state, plan_update
 from .train.state import ZeroState
 from .train.step import Step
+
+if TYPE_CHECKING:
+    from .plan.check import Check
 
 
 class Shardings(NamedTuple):
@@ -254,10 +258,62 @@ def zero_shard(
         tx = tx.gradient_transformation()
     mesh = resolve_mesh(mesh, axis)
     if prefetch is None:
-        prefetch = 0 if mesh.devices.flat[0].platform == "cpu" else 1
+        prefetch = default_prefetch(mesh)
     return ZeroTransformation(
         Config(tx, stage, mesh, axis, persist_below, prefetch, bucket_bytes, reshard_after_forward)
     )
+
+
+def default_prefetch(mesh: Mesh) -> int:
+    """One use ahead, where collectives run beside compute: not on CPU."""
+    return 0 if mesh.devices.flat[0].platform == "cpu" else 1
+
+
+def check(
+    tx: ZeroTransformation,
+    loss_fn: Callable,
+    params: Any,
+    batch: Any,
+    *args: Any,
+    topology: str | None = None,
+    has_aux: bool = False,
+    weighted: bool = False,
+) -> "Check":
+    """Compile the gradient of a loss and hold it against its stage's contract.
+
+    Nothing is run. Printed, the result says peak memory beside its floor, elements moved
+    beside the formula, the share of communication hidden behind matrix products, and for
+    what falls short the leaves and the lines of the model that cause it.
+
+    Args:
+        tx: From `zero_shard`.
+        loss_fn: As for `value_and_grad`.
+        params: Parameters in any form; shapes are enough.
+        batch: The global batch; shapes are enough.
+        *args: Further arguments of the loss.
+        topology: Absent GPUs to compile for, as `"h200:8"` or `"h100:8x8"`; needs the
+            extra `aot`. Default: the mesh of `tx`.
+        has_aux: As for `value_and_grad`.
+        weighted: As for `value_and_grad`.
+
+    Returns:
+        A `Check`; its `ok` says whether nothing falls short.
+
+    Raises:
+        ValueError: If the topology is unknown, or the axis does not divide the batch.
+        ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
+    """
+    from .plan.check import as_shapes, check_program, laid_out
+    from .plan.topology import absent_mesh
+
+    shapes = as_shapes(params)
+    if topology is not None:
+        mesh = absent_mesh(topology, axis=tx.config.axis)
+        prefetch = tx.config.prefetch or default_prefetch(mesh)
+        tx = ZeroTransformation(dataclasses.replace(tx.config, mesh=mesh, prefetch=prefetch))
+    stored = tx.shard(shapes)
+    loss = Loss(loss_fn, has_aux, weighted)
+    return check_program(tx.config, layout_of(tx.config, shapes), loss, stored, laid_out(tx.config, batch), args)
 
 
 def _init(config: Config, params: Any) -> Any:

@@ -25,8 +25,8 @@ def tie(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list
 def gather(shards: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int) -> list[jax.Array]:
     """All-gather the shards of `weights` into logical arrays, padding trimmed."""
     whole: list = [None] * len(shards)
-    with jax.named_scope("zerojax_gather"):
-        for bucket in buckets(shards, weights, bucket_bytes):
+    for bucket in buckets(shards, weights, bucket_bytes):
+        with jax.named_scope(f"zerojax_gather[{_label(weights, bucket)}]"):
             parts = [shards[i] for i in bucket]
             if len(bucket) == 1:
                 gathered = [lax.all_gather(parts[0], axis, axis=weights[bucket[0]].dim, tiled=True)]
@@ -44,8 +44,8 @@ def reduce_scatter(
     """Sum logical cotangents over the devices and keep this device's shard; zeros in the padding."""
     padded = [_padded(value, weight) for value, weight in zip(cotangents, weights, strict=True)]
     shards: list = [None] * len(padded)
-    with jax.named_scope("zerojax_reduce_scatter"):
-        for bucket in buckets(padded, weights, bucket_bytes):
+    for bucket in buckets(padded, weights, bucket_bytes):
+        with jax.named_scope(f"zerojax_reduce_scatter[{_label(weights, bucket)}]"):
             if len(bucket) == 1:
                 (i,) = bucket
                 shards[i] = lax.psum_scatter(padded[i], axis, scatter_dimension=weights[i].dim, tiled=True)
@@ -57,6 +57,12 @@ def reduce_scatter(
                 shards[i] = flat[start : start + row.shape[1]].reshape(weights[i].local_shape)
                 start += row.shape[1]
     return shards
+
+
+def _label(weights: Sequence[Weight], bucket: Sequence[int]) -> str:
+    """Leaves and line, by which a collective is known again in the compiled program."""
+    others = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
+    return f"{weights[bucket[0]].label}{others}"
 
 
 def buckets(arrays: Sequence[jax.Array], weights: Sequence[Weight], limit: int) -> list[list[int]]:

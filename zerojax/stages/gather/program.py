@@ -240,7 +240,10 @@ def _assembled(jaxpr, pieces: Sequence[_Piece], weights: dict, travelling: dict)
         names = tuple(used)
         part = compat.part_of(jaxpr, eqns, [*names, *others], results)
         demands = evaluate.demanded(part, names)
-        narrow = tuple(weights[v].narrowed(dtype) for v, dtype in zip(names, demands, strict=True))
+        line = compat.line_of(piece.eqns[0]) if piece.eqns else ""
+        narrow = tuple(
+            dataclasses.replace(weights[v].narrowed(dtype), line=line) for v, dtype in zip(names, demands, strict=True)
+        )
         kind = "block" if piece.kind == "whole" else piece.kind
         keys = tuple(Whole(v, index) for v in piece.wanted) or tuple(results)
         if part.eqns or piece.wanted:

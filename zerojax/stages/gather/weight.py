@@ -31,6 +31,7 @@ class Weight:
         dtype: The type in which it is gathered.
         wide: The type the jaxpr expects of the gathered value.
         before: Slices to make on the shard, in order.
+        line: Where the model uses it, as "file.py:12".
         turn: Which layer of the stack this is, if it is one layer of a scan's stack.
     """
 
@@ -41,6 +42,13 @@ class Weight:
     dtype: np.dtype
     wide: np.dtype
     before: tuple = ()
+    line: str = ""
+
+    @property
+    def label(self) -> str:
+        """The leaf, and where it is used: names its collectives in the compiled program."""
+        return f"{self.leaf.path} {self.line}".rstrip()
+
     turn: int | None = None
 
     @property

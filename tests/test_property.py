@@ -1,0 +1,417 @@
+"""Random programs out of the constructs a model may use around a parameter equal the plain function.
+
+A program is a tree of `Use`, `Inside` and `Over`, which reads like the model it stands for:
+`(Over("reverse", (Inside("remat", (Use("dot", "layer"),)),)), Use("transposed", "w"))` is a reversed
+scan over layers under remat, and a head. Each part maps rows to rows of the same width.
+"""
+
+import dataclasses
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import assert_same
+from hypothesis import HealthCheck, given, settings
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.stages.gather import block
+
+POLICIES = jax.checkpoint_policies
+ROWS = 24  # shared evenly by 2, 3 and 8 devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One use of one parameter, in a manner out of `USES`."""
+
+    how: str
+    weight: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """A body under a transformation out of `INSIDE`."""
+
+    what: str
+    body: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """A body on each layer of the stack, in a loop out of `OVER`; the body calls the layer `"layer"`."""
+
+    what: str
+    body: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program, its sizes and cuts, and how it is run.
+
+    Attributes:
+        program: `Use`, `Inside` and `Over`, one after another.
+        extras: Names out of `EXTRAS`.
+        width: Rows and columns of every matrix.
+        layers: Matrices in the stack.
+        cuts: For each parameter the dim that is cut; -1 is whole.
+        devices: Size of the mesh.
+        prefetch, bucket_bytes, reshard_after_forward: Options of `gather_on_use`.
+    """
+
+    program: tuple
+    extras: frozenset
+    width: int
+    layers: int
+    cuts: dict
+    devices: int
+    prefetch: int
+    bucket_bytes: int
+    reshard_after_forward: bool
+
+
+# Both rules of differentiation are wrong on purpose: one that is lost shows in the gradient.
+@jax.custom_jvp
+def tripled(w, x):
+    return x @ w
+
+
+@tripled.defjvp
+def _tripled_jvp(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return x @ w, 3 * (x @ dw) + dx @ w
+
+
+@jax.custom_vjp
+def doubled(w, x):
+    return jnp.sin(x @ w)
+
+
+def _doubled_forward(w, x):
+    return jnp.sin(x @ w), (x, w.T, x @ w)
+
+
+def _doubled_backward(kept, cotangent):
+    x, transposed, h = kept
+    cotangent = cotangent * jnp.cos(h)
+    return 2 * (x.T @ cotangent), cotangent @ transposed
+
+
+doubled.defvjp(_doubled_forward, _doubled_backward)
+
+
+def named(w, x):
+    w = checkpoint_name(w.T, "weight")
+    return jnp.sin(checkpoint_name(x @ w, "hidden")) @ w
+
+
+def low_precision(w, x):
+    low = jnp.bfloat16
+    return jnp.tanh(x.astype(low) @ w.astype(low)).astype(jnp.float32)
+
+
+def noisy(w, x):
+    return jnp.tanh(x @ (w + 0.1 * jax.random.normal(jax.random.key(1), w.shape)))
+
+
+def gradient_inside(w, x):
+    return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
+
+
+USES = {
+    "dot": lambda w, x: jnp.tanh(x @ w),
+    "transposed": lambda w, x: jnp.tanh(jnp.einsum("bi,ji->bj", x, w)),
+    "reshaped": lambda w, x: jnp.tanh(x @ w.T.reshape(-1).reshape(w.shape)),
+    "twice": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "scaled": lambda w, x: jnp.tanh(x @ (0.5 * w)),
+    "normed": lambda w, x: x @ (w / (1 + jnp.linalg.norm(w))),
+    "summed": lambda w, x: x + w.sum(0),
+    "one row": lambda w, x: x * (1 + w[1]),
+    "two halves": lambda w, x: jnp.tanh(jnp.concatenate([x @ w[:, 1:], x @ w[:, :1]], axis=1)),
+    "sorted": lambda w, x: x + jnp.cumsum(jnp.sort(w, axis=0), axis=1)[0],
+    "stopped": lambda w, x: jnp.tanh(x @ lax.stop_gradient(w)) + x,
+    "gradient": gradient_inside,
+    "named": named,
+    "bfloat16": low_precision,
+    "noisy": noisy,
+    "custom_jvp": tripled,
+    "custom_vjp": doubled,
+}
+
+
+def repeated(body, w, x):
+    return lax.scan(lambda x, scale: (scale * body(w, x), None), x, jnp.array([0.9, 0.7]))[0]
+
+
+def carried(body, w, x):
+    def turn(carry, _):
+        held, x = carry
+        return (jax.tree.map(lambda leaf: 0.9 * leaf, held), body({**held, "ids": w["ids"]}, x)), None
+
+    held = {name: leaf for name, leaf in w.items() if name != "ids"}
+    (held, x), _ = lax.scan(turn, (held, x), length=2)
+    return x + held["w"].mean()
+
+
+def for_count(body, w, x):
+    return lax.fori_loop(0, 2, lambda i, x: body(w, x) * (i + 1) / 2, x)
+
+
+def while_below(body, w, x):
+    # Reverse differentiation of a while loop is nothing JAX has.
+    w, start = lax.stop_gradient((w, x))
+    return x + lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, body(w, c[1])), (0, start))[1]
+
+
+def conditional(body, w, x):
+    return lax.cond(w["ids"][0] % 2 == 0, body, lambda w, x: jnp.sin(x), w, x)
+
+
+def switched(body, w, x):
+    return lax.switch(w["ids"][0] % 3, [body, lambda w, x: jnp.sin(x), lambda w, x: body(w, -x)], w, x)
+
+
+def batched(body, w, x):
+    return jax.vmap(body, (None, 0))(w, jnp.stack([x, -x])).mean(0)
+
+
+def applied_twice(body, w, x):
+    return body(w, jnp.sin(body(w, x)))
+
+
+def closed_over(wrap):
+    return lambda body, w, x: wrap(lambda x: body(w, x))(x)
+
+
+def remat_with(policy):
+    return lambda body, w, x: jax.checkpoint(body, policy=policy)(w, x)
+
+
+INSIDE = {
+    "jit": lambda body, w, x: jax.jit(body)(w, x),
+    "block": lambda body, w, x: block(body)(w, x),
+    "block that closes over its parameters": closed_over(block),
+    "remat": remat_with(None),
+    "remat that closes over its parameters": closed_over(jax.checkpoint),
+    "remat of dots": remat_with(POLICIES.dots_saveable),
+    "remat of everything": remat_with(POLICIES.everything_saveable),
+    "remat but names": remat_with(POLICIES.save_only_these_names("weight", "hidden")),
+    "remat of names": remat_with(POLICIES.save_anything_except_these_names("hidden")),
+    "scan over nothing": repeated,
+    "scan that carries": carried,
+    "fori": for_count,
+    "while": while_below,
+    "cond": conditional,
+    "switch": switched,
+    "vmap": batched,
+    "twice": applied_twice,
+}
+
+
+def scanned(body, w, x, *, wrap=lambda f: f, **options):
+    turn = wrap(lambda x, layer: (body(w | {"layer": layer}, x) + x / 2, None))
+    return lax.scan(turn, x, w["stack"], **options)[0]
+
+
+def scanned_with_results(body, w, x):
+    def turn(x, operands):
+        layer, index, bias = operands
+        x = body(w | {"layer": layer}, x) + index * bias
+        return x, (x[:, :1], index)
+
+    count = w["stack"].shape[0]
+    x, (columns, _) = lax.scan(turn, x, (w["stack"], jnp.arange(count), jnp.ones((count, 1)) * w["b"]))
+    return x + columns.mean(0)
+
+
+def scanned_in_pairs(body, w, x):
+    """The same stack twice, once transposed in the turn."""
+    turn = lambda x, pair: (body(w | {"layer": pair[0] + pair[1].T / 2}, x), None)
+    return lax.scan(turn, x, (w["stack"], w["stack"]))[0]
+
+
+def scanned_by_index(body, w, x):
+    turn = lambda x, i: (body(w | {"layer": w["stack"][i]}, x), None)
+    return lax.scan(turn, x, jnp.arange(w["stack"].shape[0]))[0]
+
+
+def scanned_in_scan(body, w, x):
+    return lax.scan(lambda x, scale: (scale * scanned(body, w, x), None), x, jnp.array([0.9, 0.7]))[0]
+
+
+def carried_stack(body, w, x):
+    def turn(carry, i):
+        stack, x = carry
+        return (stack * 0.9, body(w | {"layer": stack[i]}, x)), None
+
+    return lax.scan(turn, (w["stack"], x), jnp.arange(w["stack"].shape[0]))[0][1]
+
+
+def by_given_index(body, w, x):
+    # On each device its own: the slice of the shards would be none of any layer.
+    return body(w | {"layer": w["stack"][w["ids"][0] % w["stack"].shape[0]]}, x)
+
+
+def one_by_one(body, w, x):
+    for i in range(w["stack"].shape[0]):
+        x = body(w | {"layer": w["stack"][i]}, x)
+    return x
+
+
+def ensemble(body, w, x):
+    return jax.vmap(lambda layer: body(w | {"layer": layer}, x))(w["stack"]).mean(0)
+
+
+def counted(body, w, x):
+    return lax.fori_loop(0, w["stack"].shape[0], lambda i, x: body(w | {"layer": w["stack"][i]}, x), x)
+
+
+OVER = {
+    "scan": scanned,
+    "reverse": functools.partial(scanned, reverse=True),
+    "unroll": functools.partial(scanned, unroll=2),
+    "remat": functools.partial(scanned, wrap=functools.partial(jax.checkpoint, prevent_cse=False)),
+    "remat of dots": functools.partial(
+        scanned, wrap=functools.partial(jax.checkpoint, policy=POLICIES.dots_saveable), reverse=True
+    ),
+    "block": functools.partial(scanned, wrap=block),
+    "results": scanned_with_results,
+    "pairs": scanned_in_pairs,
+    "by index": scanned_by_index,
+    "scan in scan": scanned_in_scan,
+    "carry": carried_stack,
+    "given index": by_given_index,
+    "one by one": one_by_one,
+    "ensemble": ensemble,
+    "fori": counted,
+}
+
+
+def looked_up(w, x, p):
+    logits = x @ p["table"].T
+    return logits.mean() + jnp.mean(p["table"][w["ids"] % p["table"].shape[0]] * x)
+
+
+# What is added to the loss, besides the mean square of the program's rows.
+EXTRAS = {
+    "tied embedding": looked_up,
+    "penalty": lambda w, x, p: 0.1 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)),
+    "tied head": lambda w, x, p: jnp.mean(jnp.sin(x @ p["w"])),
+    # Nothing to the loss: parameters among the results, as they are and changed.
+    "returned": lambda w, x, p: 0.0,
+}
+
+
+def apply(program, w, x):
+    """Run a program on rows `x` with the arrays that `w` names."""
+    for part in program:
+        if isinstance(part, Use):
+            x = USES[part.how](w[part.weight], x)
+        else:
+            table = INSIDE if isinstance(part, Inside) else OVER
+            x = table[part.what](functools.partial(apply, part.body), w, x)
+    return x
+
+
+def loss_of(case):
+    def loss(params, batch):
+        w = {name: params[name] for name in ("w", "v", "stack", "b")} | {"ids": batch["ids"]}
+        x = apply(case.program, w, batch["x"] + params["table"][batch["ids"] % params["table"].shape[0]])
+        value = jnp.mean(x**2) + sum(EXTRAS[name](w, x, params) for name in sorted(case.extras))
+        returned = {"w": params["w"], "first": 2 * params["stack"][0], "rows": params["table"][:2]}
+        return value, returned if "returned" in case.extras else {}
+
+    return loss
+
+
+def shapes_of(case):
+    n = case.width
+    return {
+        "w": (n, n),
+        "v": (n, n),
+        "stack": (case.layers, n, n),
+        "table": (n + 2, n),
+        "b": (n,),
+        "unused": (n, 2),
+    }
+
+
+def check(case):
+    keys = jax.random.split(jax.random.key(0), 8)
+    shapes = shapes_of(case)
+    params = {
+        # Rows keep their size from layer to layer; what vanishes or saturates has no gradient to compare.
+        name: np.asarray(jax.random.normal(key, shape) / case.width**0.5)
+        for key, (name, shape) in zip(keys[2:], shapes.items(), strict=True)
+    }
+    batch = {
+        "x": np.asarray(jax.random.normal(keys[0], (ROWS, case.width))),
+        "ids": np.asarray(jax.random.randint(keys[1], (ROWS,), 0, 1000)),
+    }
+    # A bfloat16 has 8 bits: a gradient is rounded so a few times, and summed over the devices so. For
+    # float32 it is assert_same's own tolerance.
+    rounding = {"rounding": 5e-2} if "bfloat16" in str(case.program) else {}
+    assert_same(
+        loss_of(case),
+        params,
+        batch,
+        case.cuts,
+        devices=case.devices,
+        has_aux=True,
+        prefetch=case.prefetch,
+        bucket_bytes=case.bucket_bytes,
+        reshard_after_forward=case.reshard_after_forward,
+        **rounding,
+    )
+
+
+def programs(weights, depth):
+    """One or two parts, nested up to `depth`, that use matrices out of `weights`."""
+    use = st.builds(Use, st.sampled_from(sorted(USES)), st.sampled_from(weights))
+    if depth == 0:
+        return st.tuples(use) | st.tuples(use, use)
+    inside = st.builds(Inside, st.sampled_from(sorted(INSIDE)), programs(weights, depth - 1))
+    # The layer comes first: a loop over layers should use them more often than not.
+    inner = ("layer", *[name for name in weights if name != "layer"])
+    over = st.builds(Over, st.sampled_from(sorted(OVER)), programs(inner, depth - 1))
+    part = use | inside | over
+    return st.tuples(inside | over) | st.tuples(part, part)
+
+
+@st.composite
+def cases(draw):
+    cut = lambda dims: draw(st.sampled_from(range(-1, dims)))
+    return Case(
+        program=draw(programs(("w", "v"), 2)),
+        extras=draw(st.frozensets(st.sampled_from(sorted(EXTRAS)))),
+        width=draw(st.sampled_from([3, 5, 7, 8, 13])),
+        layers=draw(st.sampled_from([1, 2, 3, 4])),
+        cuts={name: cut(dims) for name, dims in {"w": 2, "v": 2, "stack": 3, "table": 2, "b": 1, "unused": 2}.items()},
+        devices=draw(st.sampled_from([2, 3, 8])),
+        prefetch=draw(st.sampled_from([0, 1, 2])),
+        bucket_bytes=draw(st.sampled_from([0, 1 << 20])),
+        reshard_after_forward=draw(st.booleans()),
+    )
+
+
+EXAMPLES = settings(
+    deadline=None,  # an example's time is compilation
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@settings(EXAMPLES, max_examples=40, derandomize=True)
+@given(cases())
+def test_random_programs_equal_the_plain_function(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(EXAMPLES, max_examples=500)
+@given(cases())
+def test_many_random_programs_equal_the_plain_function(case):
+    check(case)
