@@ -14,6 +14,8 @@ from zerojax.stages.gather import gather_on_use
 
 DEVICES = 8
 ROWS = P("data")
+# Small programs take as long as their compilation does, and what LLVM makes of them is not under test.
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +102,14 @@ def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
             in_specs=(setup.specs, batch_specs),
             out_specs=(P(), setup.specs, P()),
             check_vma=False,
-        )
+        ),
+        compiler_options=QUICK,
     )
 
 
 def plain_grad(fn, params, batch, *, devices=DEVICES, has_aux=False):
     """`(value, gradients, aux)` on one device: `fn` on the rows that each device would have, averaged."""
-    run = jax.jit(jax.value_and_grad(fn, has_aux=has_aux, allow_int=True))
+    run = jax.jit(jax.value_and_grad(fn, has_aux=has_aux, allow_int=True), compiler_options=QUICK)
     found = []
     for rows in zip(*[np.split(np.asarray(x), devices) for x in jax.tree.leaves(batch)], strict=True):
         out, grads = run(params, jax.tree.unflatten(jax.tree.structure(batch), rows))

@@ -5,17 +5,24 @@ bucket for each element type, a matrix of one row a device, so that one reduce-s
 or one all-gather serves them all.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import jax
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
 
 from ..layout.leaf import Leaf, shard_extent
 from ..layout.padded import pad, trim
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
 
-def reduce_scatter(values: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str) -> list[jax.Array]:
+
+def reduce_scatter(
+    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], axis: str
+) -> list[Shaped[Array, "*local"]]:
     """Sum each leaf over the axis and keep this device's part.
 
     Args:
@@ -37,7 +44,9 @@ def reduce_scatter(values: Sequence[jax.Array], leaves: Sequence[Leaf], axis: st
     return [sums[i] for i in range(len(leaves))]
 
 
-def all_gather(parts: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str) -> list[jax.Array]:
+def all_gather(
+    parts: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], axis: str
+) -> list[Shaped[Array, "*logical"]]:
     """Put each divided leaf together on every device.
 
     Args:
@@ -59,17 +68,17 @@ def all_gather(parts: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str) ->
     return [whole[i] for i in range(len(leaves))]
 
 
-def flatten(value: jax.Array, leaf: Leaf) -> jax.Array:
+def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " storage"]:
     """A logical array as its flat storage: flattened, zeros at the end."""
     return pad(value.reshape(-1), 0, leaf.storage_shape[0])
 
 
-def unflatten(storage: jax.Array, leaf: Leaf) -> jax.Array:
+def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
     """A flat storage array in its logical shape."""
     return trim(storage, 0, leaf.size).reshape(leaf.shape)
 
 
-def by_dtype(values: Sequence[jax.Array]) -> dict:
+def by_dtype(values: Sequence[Array]) -> dict:
     """Indices grouped by element type: a bucket holds one."""
     groups: dict = {}
     for i, value in enumerate(values):
@@ -77,9 +86,11 @@ def by_dtype(values: Sequence[jax.Array]) -> dict:
     return groups
 
 
-def scatter_bucket(values: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str) -> list[jax.Array]:
+def scatter_bucket(
+    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], axis: str
+) -> list[Shaped[Array, " local"]]:
     """Reduce-scatter flat leaves, one collective for each element type; logical in, local out."""
-    parts: dict[int, jax.Array] = {}
+    parts: dict[int, Array] = {}
     for members in by_dtype(values).values():
         columns = [flatten(values[i], leaves[i]).reshape(leaves[i].shards, -1) for i in members]
         bucket = lax.psum_scatter(jnp.concatenate(columns, axis=1), axis, scatter_dimension=0, tiled=True)
@@ -87,9 +98,11 @@ def scatter_bucket(values: Sequence[jax.Array], leaves: Sequence[Leaf], axis: st
     return [parts[i] for i in range(len(values))]
 
 
-def gather_bucket(parts: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str) -> list[jax.Array]:
+def gather_bucket(
+    parts: Sequence[Shaped[Array, " local"]], leaves: Sequence[Leaf], axis: str
+) -> list[Shaped[Array, "*logical"]]:
     """All-gather flat leaves, one collective for each element type; local in, logical out."""
-    whole: dict[int, jax.Array] = {}
+    whole: dict[int, Array] = {}
     for members in by_dtype(parts).values():
         bucket = lax.all_gather(jnp.concatenate([parts[i] for i in members]), axis)
         columns = split(bucket, [leaves[i] for i in members])
@@ -97,7 +110,7 @@ def gather_bucket(parts: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str)
     return [whole[i] for i in range(len(parts))]
 
 
-def split(bucket: jax.Array, leaves: Sequence[Leaf]) -> list[jax.Array]:
+def split(bucket: Shaped[Array, "*shards extent"], leaves: Sequence[Leaf]) -> list[Array]:
     """Cut a bucket's last dim back into its leaves' extents."""
     extents = [shard_extent(leaf.size, leaf.shards)[0] for leaf in leaves]
     ends = [sum(extents[: i + 1]) for i in range(len(extents) - 1)]

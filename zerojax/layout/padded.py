@@ -1,10 +1,16 @@
 """A leaf whose storage is longer than the array the user gave."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim"])
@@ -21,7 +27,7 @@ class Padded:
         dim: The padded dim.
     """
 
-    storage: jax.Array
+    storage: Shaped[Array, "*storage"]
     shape: tuple[int, ...]
     dim: int
 
@@ -30,7 +36,7 @@ class Padded:
         """Element type."""
         return self.storage.dtype
 
-    def logical(self) -> jax.Array:
+    def logical(self) -> Shaped[Array, "*logical"]:
         """The array without its padding; logical shape."""
         return trim(self.storage, self.dim, self.shape[self.dim])
 
@@ -40,12 +46,12 @@ def is_padded(x) -> bool:
     return isinstance(x, Padded)
 
 
-def trim(x: jax.Array, dim: int, size: int) -> jax.Array:
+def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:
     """Cut the padding off the end of `dim`, down to `size` elements."""
     return x if x.shape[dim] == size else jax.lax.slice_in_dim(x, 0, size, axis=dim)
 
 
-def pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+def pad(x: Shaped[Array, "*logical"], dim: int, size: int) -> Shaped[Array, "*storage"]:
     """Append zeros to `dim`, up to `size` elements."""
     if x.shape[dim] == size:
         return x

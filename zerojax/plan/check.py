@@ -102,7 +102,7 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
         return value_and_grad_tree(config, loss, params, batch, *args, layout=layout, forms=forms)
 
     compiled = jax.jit(gradient).lower(params, batch, *args).compile()
-    memory = compiled.memory_analysis()
+    memory = memory_of(compiled)
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     found, flights = collectives(compiled), overlap(compiled)
     layer = max((c.bytes for c in found.of("all-gather")), default=0)
@@ -149,7 +149,14 @@ def _plain_temp(config: Config, layout: Layout, loss: Loss, batch: Any, args: tu
         return total / weight
 
     lowered = jax.jit(jax.value_and_grad(value)).lower([leaves[i] for i in floats], leaves, batch, *args)
-    return lowered.compile().memory_analysis().temp_size_in_bytes
+    return memory_of(lowered.compile()).temp_size_in_bytes
+
+
+def memory_of(compiled: Any) -> Any:
+    """`memory_analysis()` of a compiled program, which every backend here has."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory
 
 
 def _memory_findings(peak: int, floor: int, cut: Sequence[Leaf], found: Collectives) -> list[str]:

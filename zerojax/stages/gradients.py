@@ -9,10 +9,12 @@ References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,9 @@ from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.tree import Layout
 from .gather import gather_on_use
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Loss:
     has_aux: bool = False
     weighted: bool = False
 
-    def parse(self, returned: Any) -> tuple[jax.Array, jax.Array, Any]:
+    def parse(self, returned: Any) -> tuple[Float[Array, ""], Float[Array, ""], PyTree]:
         """`(total, weight, aux)` of what the function returned.
 
         Raises:
@@ -68,10 +73,10 @@ class Same:
         tree: Arrays of any type.
     """
 
-    tree: Any
+    tree: PyTree
 
 
-def scalar(name: str, value: Any) -> jax.Array:
+def scalar(name: str, value: Any) -> Float[Array, ""]:
     """Check that the loss function returned a real scalar."""
     if isinstance(value, tuple | list | dict):
         raise TypeError(
@@ -94,10 +99,10 @@ def loss_and_grads(
     layout: Layout,
     parts: Sequence[Leaf],
     loss: Loss,
-    stored: Sequence[jax.Array],
-    batch: Any,
+    stored: Sequence[Shaped[Array, "*storage"]],
+    batch: PyTree,
     args: tuple,
-) -> tuple[jax.Array, Any, list[jax.Array]]:
+) -> tuple[Float[Array, ""], PyTree, list[Shaped[Array, "*storage"]]]:
     """Mean loss and its gradient over all devices.
 
     Args:
@@ -163,8 +168,8 @@ def local_grads(config, layout, parts, loss, stored, batch, args):
 
 
 def sum_over_devices(
-    grads: dict[int, jax.Array], leaves: Sequence[Leaf], parts: Sequence[Leaf], axis: str
-) -> list[jax.Array]:
+    grads: dict[int, Array], leaves: Sequence[Leaf], parts: Sequence[Leaf], axis: str
+) -> list[Shaped[Array, "*local"]]:
     """Each device's part of the summed gradients; a leaf gathered on use is summed already."""
     reduce = [i for i in grads if leaves[i].dim is None]
     sums = collectives.reduce_scatter([grads[i] for i in reduce], [parts[i] for i in reduce], axis)
@@ -172,7 +177,7 @@ def sum_over_devices(
     return [done[i] if i in done else jnp.zeros(part.local_shape, part.dtype) for i, part in enumerate(parts)]
 
 
-def fold_keys(args: Any, axis: str) -> Any:
+def fold_keys(args: PyTree, axis: str) -> Any:
     """Fold PRNG keys with the device's index, so that devices draw different numbers."""
 
     def fold(x):
@@ -186,7 +191,7 @@ def fold_keys(args: Any, axis: str) -> Any:
     return jax.tree.map(fold, args)
 
 
-def mean_aux(aux: Any, axis: str) -> Any:
+def mean_aux(aux: PyTree, axis: str) -> Any:
     """Average the float leaves of aux over the devices.
 
     Raises:
@@ -206,7 +211,7 @@ def mean_aux(aux: Any, axis: str) -> Any:
     return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Same))
 
 
-def check_batch(batch: Any, axis: str, shards: int) -> None:
+def check_batch(batch: PyTree, axis: str, shards: int) -> None:
     """Refuse a batch whose rows the devices cannot share evenly.
 
     Raises:

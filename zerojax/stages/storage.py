@@ -5,8 +5,10 @@ a `Padded` node where an array is longer than its logical shape. Whatever comes 
 goes out has the same form, so that `jax.tree.map` over both always works.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,28 +19,31 @@ from ..layout.leaf import Leaf
 from ..layout.padded import Padded, is_padded, pad, trim
 from ..layout.tree import Layout, Rules, lay_out
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
 
 def rules_of(config: Config) -> Rules:
     """The part of a configuration that decides layouts."""
     return Rules(config.stage, config.axis, config.shards, config.mesh.axis_names, config.persist_below)
 
 
-def layout_of(config: Config, params: Any) -> Layout:
+def layout_of(config: Config, params: PyTree) -> Layout:
     """Lay out a tree of parameters: arrays, `Padded` arrays or shapes."""
     return lay_out(params, rules_of(config))
 
 
-def leaves_of(params: Any) -> list:
+def leaves_of(params: PyTree) -> list:
     """The leaves of a tree, `Padded` nodes kept whole."""
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
-def forms_of(params: Any) -> tuple[bool, ...]:
+def forms_of(params: PyTree) -> tuple[bool, ...]:
     """For each leaf, whether it is in `Padded` form."""
     return tuple(is_padded(x) for x in leaves_of(params))
 
 
-def read(params: Any, leaves: Sequence[Leaf]) -> list[jax.Array]:
+def read(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
     """The arrays as stored, whichever form `params` has; storage shape."""
 
     def stored(x, leaf: Leaf):
@@ -49,7 +54,7 @@ def read(params: Any, leaves: Sequence[Leaf]) -> list[jax.Array]:
     return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]
 
 
-def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> Any:
+def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
     """The tree that `read` came from, in the forms given; the inverse of `read`."""
     out = [
         Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else view(x, leaf)
@@ -63,12 +68,12 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
     return tuple(leaf.kind == "cut" and leaf.padding > 0 for leaf in leaves)
 
 
-def view(stored: jax.Array, leaf: Leaf) -> jax.Array:
+def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
     """What an optimizer sees of a stored array: no padding, unless it is flat."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 
 
-def store(config: Config, value: jax.Array, leaf: Leaf) -> jax.Array:
+def store(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
     """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
     if leaf.kind == "flat":
         value = collectives.flatten(value, leaf)
@@ -77,7 +82,7 @@ def store(config: Config, value: jax.Array, leaf: Leaf) -> jax.Array:
     return constrain(config, value, leaf)
 
 
-def constrain(config: Config, stored: jax.Array, leaf: Leaf) -> jax.Array:
+def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:
     """Pin a stored array to its layout, inside jit."""
     spec = leaf.spec
     if len(config.mesh.axis_names) > 1 and not leaf.others:  # what other axes do with the leaf is theirs to say
@@ -96,7 +101,9 @@ def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def gather(config: Config, stored: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[jax.Array]:
+def gather(
+    config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
+) -> list[Shaped[Array, "*logical"]]:
     """All-gather divided leaves explicitly, flat ones in one bucket; storage in, logical out."""
     axis = config.axis
 

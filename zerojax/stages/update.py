@@ -9,9 +9,11 @@ References:
     Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,9 @@ from ..layout.padded import is_padded
 from ..layout.tree import HashedOnce, Layout, match_state, owners_of
 from .elementwise import elementwise_leaves
 from .storage import constrain, gather, leaves_of, rules_of, shapes, store, view, write
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,14 +64,14 @@ def plan_update(config: Config, layout: Layout) -> UpdatePlan:
     return UpdatePlan(layout, parts, matched, jax.tree.structure(state))
 
 
-def init_state(config: Config, plan: UpdatePlan, params: Sequence[jax.Array]) -> Any:
+def init_state(config: Config, plan: UpdatePlan, params: Sequence[Shaped[Array, "*logical"]]) -> PyTree:
     """The transformation's initial state, laid out; logical parameters in, storage out."""
     state = config.tx.init(jax.tree.unflatten(plan.layout.treedef, params))
     leaves = [store(config, x, leaf) for x, leaf in zip(jax.tree.leaves(state), plan.state, strict=True)]
     return jax.tree.unflatten(plan.state_def, leaves)
 
 
-def divide(config: Config, plan: UpdatePlan, tree: Any) -> list[jax.Array]:
+def divide(config: Config, plan: UpdatePlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
     """Parameters or gradients, whole or divided, `Padded` or not, laid out for the update; storage shape."""
     return [
         constrain(config, x.storage, part) if is_padded(x) else store(config, x, part)
@@ -74,7 +79,9 @@ def divide(config: Config, plan: UpdatePlan, tree: Any) -> list[jax.Array]:
     ]
 
 
-def undivide(config: Config, plan: UpdatePlan, divided: Sequence[jax.Array], forms: Sequence[bool]) -> Any:
+def undivide(
+    config: Config, plan: UpdatePlan, divided: Sequence[Shaped[Array, "*storage"]], forms: Sequence[bool]
+) -> PyTree:
     """The inverse of `divide` for parameters or updates: gather what the stage keeps whole.
 
     Args:
@@ -96,11 +103,11 @@ def undivide(config: Config, plan: UpdatePlan, divided: Sequence[jax.Array], for
 def update(
     config: Config,
     plan: UpdatePlan,
-    grads: Sequence[jax.Array],
-    state: Any,
-    params: Sequence[jax.Array] | None,
+    grads: Sequence[Shaped[Array, "*storage"]],
+    state: PyTree,
+    params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
-) -> tuple[list[jax.Array], Any]:
+) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
     """One step of the wrapped transformation on divided leaves.
 
     Args:
@@ -132,7 +139,7 @@ def update(
     return keep(jax.tree.leaves(updates), plan.parts), jax.tree.unflatten(plan.state_def, kept)
 
 
-def check_state(config: Config, plan: UpdatePlan, state: Any) -> None:
+def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
     """Refuse a state that was not made for these parameters.
 
     Raises:

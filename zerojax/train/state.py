@@ -1,12 +1,17 @@
 """What a training step takes and gives back: a pytree that knows its own layout."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from ..stages.update import UpdatePlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, PyTree
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state"], meta_fields=["plan"])
@@ -21,11 +26,11 @@ class ZeroState:
         plan: How every leaf lies; part of the pytree's structure, not of its data.
     """
 
-    step: jax.Array
-    params: Any
-    opt_state: Any
+    step: Int[Array, ""]
+    params: PyTree
+    opt_state: PyTree
     plan: UpdatePlan
 
-    def replace(self, **changes) -> "ZeroState":
+    def replace(self, **changes) -> ZeroState:
         """The state with some fields replaced."""
         return dataclasses.replace(self, **changes)

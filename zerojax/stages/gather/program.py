@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
 from zerojax.stages.gather import evaluate

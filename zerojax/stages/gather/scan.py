@@ -13,8 +13,7 @@ twice, in each pass.)
 
 import dataclasses
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import MutableMapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from zerojax.stages.gather import collectives
 from zerojax.stages.gather.evaluate import Narrow, evaluate
 from zerojax.stages.gather.kept import Kept, Static
 from zerojax.stages.gather.program import Segment
-from zerojax.stages.gather.schedule import Gathers, Options, Returns
+from zerojax.stages.gather.schedule import Gathers, Options
 from zerojax.stages.gather.vjp import Passes, passes
 from zerojax.stages.gather.weight import Weight
 
@@ -188,7 +187,7 @@ def forward(
 
     shapes = jax.eval_shape(lambda c, w: rows_of(0, c, w)[1], carry, whole)
     state = carry, whole if ahead else [], jax.tree.map(lambda s: _empty(s, length), shapes)
-    body = lambda state, number: (turn(state, number, ahead), None)  # noqa: E731
+    body = lambda state, number: (turn(state, number, ahead), None)
     if length > ahead:
         state, _ = lax.scan(body, state, jnp.arange(length - ahead), unroll=min(loop.parts.unroll, length - ahead))
     if ahead:
