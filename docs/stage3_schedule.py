@@ -8,7 +8,6 @@ on two queues, one for kernels and one for collectives, each piece of work takin
 would at the device's peak rates.
 """
 
-import argparse
 import dataclasses
 import math
 import os
@@ -18,8 +17,7 @@ import sys
 from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +49,10 @@ COLOURS = {
     "waiting": "#c0392b",
 }
 FREE = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
-ROWS, PALE = 2, 0.25
-LANES = {"kernels": 2.0, "all-gather": 1.0, "reduce-scatter": 0.3}
+LANES, PALE = {"kernels": 2.0, "all-gather": 1.0, "reduce-scatter": 0.3}, 0.25
+# Few layers can be told apart; few rows, and waiting is wide enough to be seen; a small vocabulary, so
+# that the embedding weighs beside 4 layers about what it does beside 24.
+SMALL = {"layers": 4, "rows": 2, "vocabulary": 8192}
 
 
 @dataclasses.dataclass
@@ -82,11 +82,10 @@ class Compiled(NamedTuple):
     cut: int
 
 
-def compiled(prefetch: int, layers: int) -> Compiled:
+def compiled(prefetch: int) -> Compiled:
     """The yardstick's gradient, unrolled, compiled for 8 absent H200s."""
     mesh = absent_mesh("h200:8")
-    # A smaller vocabulary, so that beside few layers the embedding weighs what it does beside many.
-    init, loss, (rows, length) = yardstick.build("gpu", scan=False, layers=layers, rows=ROWS, vocabulary=8192)
+    init, loss, (rows, length) = yardstick.build("gpu", scan=False, **SMALL)
     tx = zero_shard(optax.adamw(1e-4), stage=3, mesh=mesh, prefetch=prefetch)
     shapes = jax.eval_shape(init, jax.random.key(0))
     batch = NamedSharding(mesh, PartitionSpec("data"))
@@ -156,15 +155,15 @@ def read_bytes(c: Computation, parameter: Instruction) -> int:
     return sum(size(i.shape) for i in users) if sliced else size(parameter.shape)
 
 
+def size(shape: str) -> int:
+    """Bytes of all arrays in an HLO shape."""
+    return sum(array.bytes for array in arrays(shape))
+
+
 def arrays(shape: str) -> list[Array]:
     """The arrays in an HLO shape."""
     found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
     return [Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found]
-
-
-def size(shape: str) -> int:
-    """Bytes of all arrays in an HLO shape."""
-    return sum(a.bytes for a in arrays(shape))
 
 
 def dot_flops(c: Computation, i: Instruction) -> int:
@@ -172,8 +171,8 @@ def dot_flops(c: Computation, i: Instruction) -> int:
     if i.opcode != "dot":
         return 0
     (left, *_), (out, *_) = arrays(c.by_name[i.operands[0]].shape), arrays(i.shape)
-    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes).group(1)
-    return 2 * out.elements * math.prod(left.shape[int(d)] for d in dims.split(",") if d)
+    dims = re.findall(r"\d+", re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)[0])
+    return 2 * out.elements * math.prod(left.shape[int(d)] for d in dims)
 
 
 def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
@@ -190,15 +189,13 @@ def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
             f"{overlap(program.text).hidden_share:.0%} of collective bytes hidden",
             f"{collectives(program.text).moved('all-gather').elements / program.cut:.2f} passes gathered",
             f"{program.temporary / 2**20:,.0f} MiB temporary",
-            f"{waiting:.1f} of {spans[-1].end:.1f} ms waiting",
+            f"{waiting:.1f} of {max(s.end for s in spans):.1f} ms waiting",
         )
         panel.set_title(name, loc="left", fontsize=17, fontweight="bold", pad=26)
         panel.set_title("   ·   ".join(figures), loc="right", fontsize=14.5, pad=26)
         panel.set_yticks(list(LANES.values()), ["kernels", "all-gathers", "reduce-scatters"])
         panel.tick_params(axis="y", length=0)
-        panel.set_ylim(-0.15, 2.75)
-        panel.set_xlim(0, None)
-        panel.margins(x=0.01)
+        panel.set(xlim=(0, None), ylim=(-0.15, 2.75))
     panels[-1].set_xlabel(
         f"milliseconds, estimated: the compiled schedule played at peak rates ({FLOPS / 1e12:.0f} bf16 TFLOP/s, "
         f"{MEMORY / 1e12:.1f} TB/s of memory, {LINK / 1e9:.0f} GB/s of link)"
@@ -222,9 +219,9 @@ def bar(panel: Axes, span: Span) -> None:
         panel.barh(y, max(span.done, span.end) - span.begin, alpha=PALE, **style)
     edge = {} if span.hidden else {"edgecolor": COLOURS["waiting"], "linewidth": 2}
     panel.barh(y, span.end - span.begin, **style, **edge)
-    if collective and span.end - span.begin > 0.06:
-        middle = (span.begin + span.end) / 2
-        panel.text(middle, y, span.layer, ha="center", va="center", color="white", fontsize=10, fontweight="bold")
+    if collective and (width := span.end - span.begin) > 0.04:
+        font = {"color": "white", "fontsize": 11 if width > 0.1 else 8.5, "fontweight": "bold"}
+        panel.text(span.begin + width / 2, y, span.layer, ha="center", va="center", **font)
 
 
 def marks(panel: Axes, spans: list[Span]) -> None:
@@ -243,13 +240,6 @@ def marks(panel: Axes, spans: list[Span]) -> None:
     panel.text(turned + 0.04, -0.1, "backward", ha="left", va="bottom", style="italic")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "stage3_schedule.png")
-    args = parser.parse_args()
-    draw({f"{when}: prefetch={k}": compiled(k, args.layers) for k, when in enumerate(("Before", "After"))}, args.out)
-
-
 if __name__ == "__main__":
-    main()
+    both = {f"{when}: prefetch={k}": compiled(k) for k, when in enumerate(("Before", "After"))}
+    draw(both, pathlib.Path(__file__).with_suffix(".png"))

@@ -78,7 +78,7 @@ def padding_of(tree, setup):
 
 
 def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
-    """Jitted `(params, batch) -> (value, gradients, aux)`, each a mean over the mesh."""
+    """`(params, batch) -> (value, gradients, aux)`, each a mean over the mesh; to be jitted or traced."""
     axis_size = setup.mesh.shape["data"]
 
     def body(params, batch):
@@ -94,16 +94,13 @@ def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
         value, aux = jax.lax.pmean((value, aux), "data")
         return value, setup.each(averaged, grads), aux
 
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=setup.mesh,
-            axis_names={"data"},
-            in_specs=(setup.specs, batch_specs),
-            out_specs=(P(), setup.specs, P()),
-            check_vma=False,
-        ),
-        compiler_options=QUICK,
+    return jax.shard_map(
+        body,
+        mesh=setup.mesh,
+        axis_names={"data"},
+        in_specs=(setup.specs, batch_specs),
+        out_specs=(P(), setup.specs, P()),
+        check_vma=False,
     )
 
 
@@ -140,7 +137,8 @@ def assert_same(fn, params, batch, dims, *, devices=DEVICES, has_aux=False, roun
     """
     setup = lay_out(params, dims, devices)
     wanted = plain_grad(fn, params, batch, devices=devices, has_aux=has_aux)
-    value, grads, aux = sharded_grad(fn, setup, has_aux=has_aux, **options)(stored(params, setup), batch)
+    sharded = sharded_grad(fn, setup, has_aux=has_aux, **options)
+    value, grads, aux = jax.jit(sharded, compiler_options=QUICK)(stored(params, setup), batch)
     found = (value, trimmed(grads, setup), aux)
     scale = max([1.0, *[np.abs(g).max() for g in jax.tree.leaves(wanted) if g.size]])
     for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True):

@@ -66,6 +66,8 @@ def per_leaf(fn):
         lambda g: g + jnp.arange(g.size, dtype=g.dtype).reshape(g.shape),
         lambda g: g * g.size,  # the program itself depends on the shape
         lambda g: g * (g / (g * 2)).sum(),  # 0/0 in the padding
+        lambda g: g * jnp.ones_like(g).sum(),  # a count of elements in disguise
+        lambda g: g / jnp.full_like(g, 0.5).sum(),
     ],
 )
 def test_what_is_not_elementwise_is_refused(fn):

@@ -99,7 +99,7 @@ def test_parameters_that_are_not_the_states(stage):
         tx.update(narrow, state, narrow)
     with pytest.raises(ValueError, match=r"lacks \[0\]\.mu\['v'\]"):
         tx.update(other, state, other)
-    with pytest.raises(ValueError, match=r"gradients are not of the parameters' tree: they lack \['w'\]"):
+    with pytest.raises(ValueError, match=r"gradients are not of the parameters' tree: it lacks \['w'\]"):
         tx.update({"v": PARAMS["w"]}, state, PARAMS)
     with pytest.raises(ValueError, match=r"grads\['w'\] has shape \[8, 16\].*\[16, 8\]"):
         tx.update({"w": jnp.ones((8, 16))}, state, PARAMS)
@@ -128,3 +128,24 @@ def test_devices_cannot_be_simulated_too_late(monkeypatch):
     jax.devices()
     with pytest.raises(RuntimeError, match="5 devices were to be simulated, but JAX has begun with 8"):
         simulate_devices(5)
+
+
+def changed_states(tx):
+    """States that are not `tx`'s own, and what their refusal must say."""
+    state = tx.create(PARAMS)
+    other = zero_shard(optax.adamw(1e-3), stage=1, persist_below=10)
+    yield state.replace(params={"v": PARAMS["w"]}), r"tree lacks \['w'\]"
+    yield state.replace(params={"w": jnp.ones((32, 8))}), r"params\['w'\] is float32\[32, 8\].*float32\[16, 8\]"
+    yield state.replace(params={"w": PARAMS["w"].astype(jnp.bfloat16)}), r"params\['w'\] is bfloat16"
+    yield other.create(PARAMS), "made for stage 1 on 8 devices.*the step is for stage 3 on 8"
+
+
+def test_a_state_of_other_parameters_stage_or_mesh(tx):
+    for state, message in changed_states(tx):
+        with pytest.raises(ValueError, match=message):
+            tx.train_step(mean_square)(state, jnp.ones((8, 16)))
+
+
+def test_a_parameter_that_is_no_array(tx):
+    with pytest.raises(TypeError, match=r"params\['s'\] is a float, not an array.*jnp\.asarray"):
+        tx.create({"s": 1.0})

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from .layout.padded import Padded
 from .memory.report import Report, report
+from .stages.gather import block
 from .train.state import ZeroState
 from .zero import Shardings, ZeroTransformation, check, zero_shard
 
@@ -18,6 +19,7 @@ __all__ = [
     "Shardings",
     "ZeroState",
     "ZeroTransformation",
+    "block",
     "check",
     "collectives",
     "report",

@@ -55,7 +55,8 @@ def value_and_grad(
         `f(module, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
         `has_aux`); `grads` is an `nnx.State` for `nnx.Optimizer.update`. Batch statistics
         are averaged over the devices and written back; random streams are folded with
-        the device's index and advance as they do on one device.
+        the device's index and advance as they do on one device. Other variables are
+        averaged and written back too; one that is no float is a `TypeError`.
     """
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
@@ -66,12 +67,12 @@ def value_and_grad(
             inner = nnx.merge(graph, params, keys, statistics, rest, copy=True)  # variables of this trace level
             returned = loss_fn(inner, batch, *args)
             loss, aux = returned if has_aux else (returned, ())
-            _, _, _, statistics, rest = nnx.split(inner, wrt, nnx.RngKey, nnx.BatchStat, ...)
-            return loss, (aux, statistics, Same(rest))
+            _, _, _, statistics, counts, rest = nnx.split(inner, wrt, nnx.RngKey, nnx.BatchStat, nnx.RngCount, ...)
+            return loss, (aux, statistics, Same(counts), rest)
 
         differentiate = tx.value_and_grad(pure, has_aux=True)
-        (loss, (aux, statistics, same)), grads = differentiate(params, batch, keys, statistics, rest, *args)
-        nnx.update(module, statistics, same.tree)
+        (loss, (aux, statistics, counts, rest)), grads = differentiate(params, batch, keys, statistics, rest, *args)
+        nnx.update(module, statistics, counts.tree, rest)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped

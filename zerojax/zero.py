@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -16,7 +17,7 @@ from .config import BUCKET_BYTES, PERSIST_BELOW, Config
 from .layout.padded import is_padded
 from .layout.tree import Layout
 from .stages.birth import birth_programs
-from .stages.gradients import Loss
+from .stages.gradients import Loss, place_batch
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
 from .stages.storage import forms_of, layout_of, named, read, storage_forms, view, write
 from .stages.update import UpdatePlan, init_state, plan_update
@@ -51,13 +52,23 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         config: The wrapped transformation, stage, mesh and axis.
     """
 
-    config: Config
+    @classmethod
+    def of(cls, config: Config) -> "ZeroTransformation":
+        """The transformation of a configuration; `zero_shard` makes and checks one.
 
-    def __new__(cls, config: Config):
-        """Build the pair that optax sees."""
-        pair = super().__new__(cls, functools.partial(_init, config), functools.partial(_update, config))
-        pair.config = config
-        return pair
+        Args:
+            config: What is wrapped, and where its parts live.
+
+        Returns:
+            The pair that optax sees.
+        """
+        # keywords, as optax's protocols name them; a partial keeps the configuration where rebuilding finds it
+        return cls(functools.partial(_init, config), functools.partial(_update, config))
+
+    @property
+    def config(self) -> Config:
+        """The wrapped transformation, stage, mesh and axis."""
+        return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
         """Stage, mesh and axis; the functions say nothing."""
@@ -136,7 +147,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
         def value_and_grad(params, batch, *args):
             layout = layout_of(self.config, params)
-            return jitted(params, batch, *args, layout=layout, forms=forms_of(params))
+            return jitted(params, place_batch(self.config, batch), *args, layout=layout, forms=forms_of(params))
 
         return value_and_grad
 
@@ -214,7 +225,7 @@ def zero_shard(
     mesh: Mesh | None = None,
     axis: str = "data",
     persist_below: int = PERSIST_BELOW,
-    prefetch: int | None = None,
+    prefetch: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
     reshard_after_forward: bool = True,
 ) -> ZeroTransformation:
@@ -231,8 +242,7 @@ def zero_shard(
             whole at stage 3, and its gradient and optimizer state lie flat, each device
             holding 1/N, if the transformation updates it element by element.
         prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start;
-            0 is none. Each holds about one more layer's gathered parameters. Default: 1,
-            and 0 on CPU devices, whose collectives overlap nothing.
+            0 is none. Each holds about one more layer's gathered parameters.
         bucket_bytes: Stage 3: the leaves of a layer are gathered together, and their
             gradients reduce-scattered together, up to this many logical bytes.
         reshard_after_forward: Stage 3: False keeps gathered parameters between the
@@ -257,16 +267,9 @@ def zero_shard(
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     mesh = resolve_mesh(mesh, axis)
-    if prefetch is None:
-        prefetch = default_prefetch(mesh)
-    return ZeroTransformation(
+    return ZeroTransformation.of(
         Config(tx, stage, mesh, axis, persist_below, prefetch, bucket_bytes, reshard_after_forward)
     )
-
-
-def default_prefetch(mesh: Mesh) -> int:
-    """One use ahead, where collectives run beside compute: not on CPU."""
-    return 0 if mesh.devices.flat[0].platform == "cpu" else 1
 
 
 def check(
@@ -303,17 +306,16 @@ def check(
         ValueError: If the topology is unknown, or the axis does not divide the batch.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
-    from .plan.check import as_shapes, check_program, laid_out
+    from .plan.check import as_shapes, check_program
     from .plan.topology import absent_mesh
 
-    shapes = as_shapes(params)
+    shapes = as_shapes(params, keep_shardings=topology is None)
     if topology is not None:
-        mesh = absent_mesh(topology, axis=tx.config.axis)
-        prefetch = tx.config.prefetch or default_prefetch(mesh)
-        tx = ZeroTransformation(dataclasses.replace(tx.config, mesh=mesh, prefetch=prefetch))
+        tx = ZeroTransformation.of(dataclasses.replace(tx.config, mesh=absent_mesh(topology, axis=tx.config.axis)))
     stored = tx.shard(shapes)
     loss = Loss(loss_fn, has_aux, weighted)
-    return check_program(tx.config, layout_of(tx.config, shapes), loss, stored, laid_out(tx.config, batch), args)
+    rows = place_batch(tx.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch))
+    return check_program(tx.config, layout_of(tx.config, shapes), loss, stored, rows, args)
 
 
 def _init(config: Config, params: Any) -> Any:
@@ -331,7 +333,8 @@ def _init(config: Config, params: Any) -> Any:
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
     like = updates if params is None else params
-    arrays = {k: v for k, v in extra.items() if all(hasattr(x, "dtype") for x in jax.tree.leaves(v))}
+    number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
     return _jitted_update(updates, state, params, arrays, config, layout_of(config, like), forms_of(like), static)
 

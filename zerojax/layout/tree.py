@@ -47,6 +47,10 @@ class HashedOnce:
         """Hash of all fields."""
         return self._hash
 
+    def __getstate__(self) -> dict:
+        """The fields alone: another process hashes strings differently."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+
     def __eq__(self, other) -> bool:
         """Equality of all fields."""
         return self is other or (
@@ -59,12 +63,14 @@ class Layout(HashedOnce):
     """Where every leaf of a parameter tree lives.
 
     Attributes:
+        rules: What decided it.
         treedef: Structure of the parameters, in logical form (no `Padded` nodes).
         params: One `Leaf` a parameter: how it is stored.
         parts: One `Leaf` a parameter: how its gradient and optimizer state are divided
             when the stage divides them. A small leaf is `"flat"` here.
     """
 
+    rules: Rules
     treedef: jax.tree_util.PyTreeDef
     params: tuple[Leaf, ...]
     parts: tuple[Leaf, ...]
@@ -81,14 +87,23 @@ def lay_out(params, rules: Rules) -> Layout:
 
     Returns:
         The layout of parameters, gradients and parameter-shaped optimizer state.
+
+    Raises:
+        TypeError: If a leaf is no array and no shape.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+    for path, x in found:
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
+                f"Make arrays of all leaves: jax.tree.map(jnp.asarray, params)."
+            )
     metadata = partition_metadata(params)
     divided = [
         divide(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, other_axes(x, spec, rules), rules)
         for (path, x), spec in zip(found, metadata, strict=True)
     ]
-    return Layout(treedef, tuple(stored(leaf, rules.stage) for leaf in divided), tuple(divided))
+    return Layout(rules, treedef, tuple(stored(leaf, rules.stage) for leaf in divided), tuple(divided))
 
 
 def divide(path: str, shape: tuple[int, ...], dtype, others: tuple, rules: Rules) -> Leaf:
@@ -143,6 +158,8 @@ def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.parts))
     by_path = {path: i for i, (path, _) in enumerate(keyed)}
+    # a parameter that is a tree of its own has the empty path, which every path ends with
+    by_path = {path: i for path, i in by_path.items() if path or layout.parts[i].shape}
     suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
     return tuple(next(iter(matches), None) for matches in suffixes)
 

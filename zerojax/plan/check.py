@@ -195,12 +195,12 @@ def _cause(c: Collective) -> str:
     return own[0] if own else c.op_name or c.name
 
 
-def laid_out(config: Config, batch: Any) -> Any:
-    """Shapes of a batch with its rows cut over the axis."""
-    rows = NamedSharding(config.mesh, PartitionSpec(config.axis))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=rows), batch)
+def as_shapes(params: Any, *, keep_shardings: bool) -> Any:
+    """Logical shapes of parameters in any form; their shardings say which other axes divide them."""
 
+    def shape(x):
+        sharding = getattr(x.storage if is_padded(x) else x, "sharding", None)
+        kept = sharding if keep_shardings and isinstance(sharding, NamedSharding) and not is_padded(x) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kept)
 
-def as_shapes(params: Any) -> Any:
-    """Logical shapes of parameters in any form, of any devices."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params, is_leaf=is_padded)
+    return jax.tree.map(shape, params, is_leaf=is_padded)

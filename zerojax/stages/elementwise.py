@@ -175,7 +175,7 @@ def interpret(eqn, values: list[Known]) -> list[Known]:
     if name in ELEMENTWISE and len(owners) <= 1:
         kind, owner = (LEAF, owners.pop()) if owners else (SCALAR, None)
         return [Known(kind, hash((token, i)), owner, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
-    if not owners and all(v.aval.shape == () for v in eqn.outvars):
+    if not owners and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):
         return [Known(SCALAR, hash((token, i))) for i in range(len(eqn.outvars))]
     return mixed
 

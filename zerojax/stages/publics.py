@@ -18,7 +18,7 @@ from ..layout.padded import is_padded
 from ..layout.tree import Layout
 from .gradients import Loss, loss_and_grads
 from .storage import constrain, read, write
-from .update import check_state, divide, plan_update, undivide, update
+from .update import check_state, divide, plan_update, tree_difference, undivide, update
 
 
 def grad_parts(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
@@ -53,6 +53,7 @@ def update_tree(
     check_grads(grads, layout)
     plan = plan_update(config, layout)
     check_state(config, plan, state)
+    extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
     divided = None if params is None else divide(config, plan, params)
     updates, state = update(config, plan, divide(config, plan, grads), state, divided, extra)
     return undivide(config, plan, updates, forms), state
@@ -66,12 +67,9 @@ def check_grads(grads: Any, layout: Layout) -> None:
     """
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
     if structure != layout.treedef:
-        paths, required = [jax.tree_util.keystr(p) for p, _ in found], [leaf.path for leaf in layout.params]
-        lacking = next((p for p in required if p not in paths), None)
-        surplus = next((p for p in paths if p not in required), None)
-        what = f"they lack {lacking}" if lacking else f"they have {surplus} too" if surplus else "their nodes differ"
         raise ValueError(
-            f"The gradients are not of the parameters' tree: {what}. Pass the tree that was differentiated."
+            f"The gradients are not of the parameters' tree: it {tree_difference(found, layout.params)}. "
+            f"Pass the gradients of the parameters given."
         )
     for (_, g), leaf in zip(found, layout.params, strict=True):
         if tuple(g.shape) != leaf.shape:

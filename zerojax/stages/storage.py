@@ -48,7 +48,9 @@ def read(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage
 
     def stored(x, leaf: Leaf):
         if isinstance(x, Padded):
-            return x.storage
+            if x.storage.shape == leaf.storage_shape:
+                return x.storage
+            x = x.logical()  # it was padded for another stage or number of devices
         return x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])
 
     return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]

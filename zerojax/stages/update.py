@@ -74,7 +74,9 @@ def init_state(config: Config, plan: UpdatePlan, params: Sequence[Shaped[Array, 
 def divide(config: Config, plan: UpdatePlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
     """Parameters or gradients, whole or divided, `Padded` or not, laid out for the update; storage shape."""
     return [
-        constrain(config, x.storage, part) if is_padded(x) else store(config, x, part)
+        constrain(config, x.storage, part)
+        if is_padded(x) and x.storage.shape == part.storage_shape
+        else store(config, x.logical() if is_padded(x) else x, part)
         for x, part in zip(leaves_of(tree), plan.parts, strict=True)
     ]
 
@@ -145,17 +147,11 @@ def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
     Raises:
         ValueError: Naming the first leaf that differs, what was found and what was required.
     """
+    remedy = "Make a new state with init(params), or pass the parameters, stage and mesh it was made for."
     found, structure = jax.tree_util.tree_flatten_with_path(state)
-    paths = [jax.tree_util.keystr(path) for path, _ in found]
-    required = [leaf.path for leaf in plan.state]
     if structure != plan.state_def:
-        missing = next((p for p in required if p not in paths), None)
-        surplus = next((p for p in paths if p not in required), None)
-        what = f"it lacks {missing}" if missing else f"it has {surplus} beyond that" if surplus else "its nodes differ"
-        raise ValueError(
-            f"The optimizer state does not belong to these parameters: {what}. "
-            f"Make a new state with init(params), or pass the parameters it was made for."
-        )
+        what = tree_difference(found, plan.state)
+        raise ValueError(f"The optimizer state does not belong to these parameters: it {what}. {remedy}")
     for (_, x), leaf in zip(found, plan.state, strict=True):
         # optax turns the integer moments of an integer parameter to floats at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -163,6 +159,42 @@ def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
             raise ValueError(
                 f"The optimizer state does not belong to these parameters: opt_state{leaf.path} is "
                 f"{x.dtype}{list(x.shape)}, and {leaf.dtype}{list(leaf.storage_shape)} is required (storage shape; "
-                f"logical {list(leaf.shape)}, {leaf.shards} shards). Make a new state with init(params), or pass "
-                f"the parameters, stage and mesh it was made for."
+                f"logical {list(leaf.shape)}, {leaf.shards} shards). {remedy}"
             )
+
+
+def check_params(config: Config, plan: UpdatePlan, params: PyTree) -> None:
+    """Refuse parameters that are not those a plan was made for, and a plan of another stage or mesh.
+
+    Raises:
+        ValueError: Naming what differs, what was found and what was required.
+    """
+    rules = rules_of(config)
+    if plan.layout.rules != rules:
+        made = plan.layout.rules
+        raise ValueError(
+            f"The state was made for stage {made.stage} on {made.shards} devices (persist_below={made.persist_below}), "
+            f"and the step is for stage {rules.stage} on {rules.shards} (persist_below={rules.persist_below}). "
+            f"Make it with this transformation's create(params)."
+        )
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+    if structure != plan.layout.treedef:
+        raise ValueError(
+            f"The parameters are not those the state was made with: their tree "
+            f"{tree_difference(found, plan.layout.params)}. Make a new state with create(params)."
+        )
+    for (_, x), leaf in zip(found, plan.layout.params, strict=True):
+        if tuple(x.shape) != leaf.shape or x.dtype != leaf.dtype:
+            raise ValueError(
+                f"params{leaf.path} is {x.dtype}{list(x.shape)}, and the state was made for {leaf.dtype}"
+                f"{list(leaf.shape)} (logical). Make a new state with create(params)."
+            )
+
+
+def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
+    """In words, how the paths of a flattened tree differ from those required."""
+    paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
+    if lacking := [path for path in wanted if path not in paths]:
+        return f"lacks {lacking[0]}"
+    surplus = [path for path in paths if path not in wanted]
+    return f"has {surplus[0]} beyond that" if surplus else "has other nodes"

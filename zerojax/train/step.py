@@ -3,15 +3,13 @@
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 
-from ..comm.mesh import rows
 from ..config import Config
-from ..stages.gradients import Loss, check_batch, loss_and_grads
+from ..stages.gradients import Loss, loss_and_grads, place_batch
 from ..stages.storage import read, storage_forms
-from ..stages.update import check_state, divide, undivide, update
+from ..stages.update import check_params, check_state, divide, undivide, update
 from .state import ZeroState
 
 
@@ -19,11 +17,12 @@ def step_once(config: Config, loss: Loss, state: ZeroState, batch: Any, args: tu
     """Differentiate, update, and gather what the stage keeps whole; traced under jit."""
     plan = state.plan
     layout, parts = plan.layout, plan.parts
+    check_params(config, plan, state.params)
     check_state(config, plan, state.opt_state)
     stored = read(state.params, layout.params)
     value, aux, grads = loss_and_grads(config, layout, parts, loss, stored, batch, args)
     divided = divide(config, plan, state.params)
-    updates, opt_state = update(config, plan, grads, state.opt_state, divided, {})
+    updates, opt_state = update(config, plan, grads, state.opt_state, divided, {"value": value})
     moved: Any = optax.apply_updates(divided, updates)  # lists of arrays, which optax's types do not name
     params = undivide(config, plan, moved, storage_forms(layout.params))
     floats = [g for g in grads if jnp.issubdtype(g.dtype, jnp.inexact)]
@@ -63,11 +62,11 @@ class Step:
             TypeError: If `state` is no `ZeroState`, or a PRNG key is untyped.
             ValueError: If the batch cannot be cut, or the state is of other parameters.
         """
-        return self._jitted(self._checked(state), self._place(batch), *args)
+        return self._jitted(self._checked(state), place_batch(self._config, batch), *args)
 
     def lower(self, state: ZeroState, batch: Any, *args: Any):
         """Lower without running, as `jax.jit(...).lower` does; shapes are enough."""
-        return self._jitted.lower(self._checked(state), self._place(batch), *args)
+        return self._jitted.lower(self._checked(state), place_batch(self._config, batch), *args)
 
     def _checked(self, state: ZeroState) -> ZeroState:
         if not isinstance(state, ZeroState):
@@ -76,17 +75,3 @@ class Step:
                 f"In a loop of your own, use tx.value_and_grad and tx.update."
             )
         return state
-
-    def _place(self, batch: Any) -> Any:
-        """Cut the batch's rows over the devices, unless they lie so already."""
-        check_batch(batch, self._config.axis, self._config.shards)
-        sharding = rows(self._config.mesh, self._config.axis)
-
-        def place(x):
-            if isinstance(x, jax.core.Tracer):
-                return x
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
-
-        return jax.tree.map(place, batch)

@@ -22,6 +22,20 @@ def tie(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list
     return [next(tied) for _ in anchor], [[next(tied) for _ in group] for group in groups]
 
 
+def late_zero(anchor: Sequence[jax.Array]) -> jax.Array:
+    """An int32 zero that is not there before `anchor` is.
+
+    XLA:CPU takes barriers away before it schedules, and then makes first what reads nothing:
+    it needs a dependence in the data. No simplification sees through this one.
+    """
+    zero = lax.optimization_barrier(jnp.int32(0))
+    for array in anchor:
+        if jnp.issubdtype(array.dtype, jnp.floating) and array.size:
+            some = array[(0,) * array.ndim].astype(jnp.float32)
+            return lax.bitcast_convert_type(some, jnp.int32) & zero
+    return zero
+
+
 def gather(shards: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int) -> list[jax.Array]:
     """All-gather the shards of `weights` into logical arrays, padding trimmed."""
     whole: list = [None] * len(shards)
@@ -39,16 +53,25 @@ def gather(shards: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str,
 
 
 def reduce_scatter(
-    cotangents: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int
+    cotangents: Sequence[jax.Array], weights: Sequence[Weight], *, axis: str, bucket_bytes: int, in_turn: bool = False
 ) -> list[jax.Array]:
-    """Sum logical cotangents over the devices and keep this device's shard; zeros in the padding."""
+    """Sum logical cotangents over the devices and keep this device's shard; zeros in the padding.
+
+    With `in_turn`, one bucket after the other, that of the last weights first, whose cotangents
+    are there first: else XLA combines the buckets into one, which waits for the last cotangent.
+    """
     padded = [_padded(value, weight) for value, weight in zip(cotangents, weights, strict=True)]
     shards: list = [None] * len(padded)
-    for bucket in buckets(padded, weights, bucket_bytes):
+    found = buckets(padded, weights, bucket_bytes)
+    before: list[jax.Array] = []
+    for bucket in reversed(found) if in_turn else found:
+        for i in bucket if in_turn else ():
+            (padded[i],), _ = tie([padded[i]], before)
         with jax.named_scope(f"zerojax_reduce_scatter[{_label(weights, bucket)}]"):
             if len(bucket) == 1:
                 (i,) = bucket
                 shards[i] = lax.psum_scatter(padded[i], axis, scatter_dimension=weights[i].dim, tiled=True)
+                before = [shards[i]]
                 continue
             rows = [_rows(padded[i], weights[i]) for i in bucket]
             flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), axis, scatter_dimension=0)
@@ -56,6 +79,7 @@ def reduce_scatter(
             for i, row in zip(bucket, rows, strict=True):
                 shards[i] = flat[start : start + row.shape[1]].reshape(weights[i].local_shape)
                 start += row.shape[1]
+            before = [shards[i] for i in bucket]
     return shards
 
 
@@ -76,7 +100,7 @@ def buckets(arrays: Sequence[jax.Array], weights: Sequence[Weight], limit: int) 
         size = jnp.dtype(array.dtype).itemsize
         for extent in weight.shape:
             size *= extent
-        if any(entry is not None for entry in weight.leaf.others) or size > limit:
+        if any(entry is not None for entry in weight.leaf.others) or size >= limit:
             found.append([i])
             continue
         index, held = open_bucket.get(array.dtype, (None, 0))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
@@ -193,10 +194,10 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
             continue
         first = eqn.invars[0]
         # Slicing shards gives one slice only if every device slices at the same place.
-        if touched == [first] and first in weights and uniform.issuperset(reads[1:]):
-            if (weight := extended(weights[first], eqn)) is not None:
-                weights[eqn.outvars[0]] = weight
-                continue
+        alone = touched == [first] and first in weights and uniform.issuperset(reads[1:])
+        if alone and (weight := extended(weights[first], eqn)) is not None:
+            weights[eqn.outvars[0]] = weight
+            continue
         if _travels(eqn, [not compat.is_literal(a) and (a in weights or a in travelling) for a in eqn.invars]):
             travelling |= dict.fromkeys(eqn.outvars, eqn)
             continue

@@ -176,26 +176,33 @@ def forward(
     two = _passes(loop, entry, consts, carry, slices, active) if active is not None else None
     rows_of = functools.partial(_forward_turn, loop, two, fixed, consts, slices, gathers.options)
 
-    def turn(state, number, fetch: bool):
+    def turn(state, number, *, fetch: bool, inside: bool):
         carry, whole, stacks = state
         if not ahead:
             whole, carry = turns.gather(number, carry)
-        following = turns.gather(number + 1)[0] if fetch else whole
+        following = whole
+        if fetch:  # outside the loop nothing but a barrier keeps a gather from starting with the program
+            following, tied = turns.gather(number + 1, [] if inside else carry)
+            carry = carry if inside else tied
         carry, rows = rows_of(number, carry, whole)
         stacks = jax.tree.map(lambda s, r: lax.dynamic_update_index_in_dim(s, r, loop.at(number), 0), stacks, rows)
         return carry, following if ahead else [], stacks
 
     shapes = jax.eval_shape(lambda c, w: rows_of(0, c, w)[1], carry, whole)
     state = carry, whole if ahead else [], jax.tree.map(lambda s: _empty(s, length), shapes)
-    body = lambda state, number: (turn(state, number, ahead), None)
-    if length > ahead:
-        state, _ = lax.scan(body, state, jnp.arange(length - ahead), unroll=min(loop.parts.unroll, length - ahead))
+    body = lambda state, number: (turn(state, number, fetch=ahead, inside=True), None)
+    begun = int(ahead and length > 2)
+    if begun:  # outside the loop the gathers of the first turn can hide behind its own products
+        state = turn(state, 0, fetch=True, inside=False)
+    inside = length - ahead - begun
+    if inside > 0:
+        state, _ = lax.scan(body, state, jnp.arange(begun, length - ahead), unroll=min(loop.parts.unroll, inside))
     if ahead:
         if length > 1:
             carry, whole, stacks = state
             (carry,) = gathers.start(position, env, carry)
             state = carry, whole, stacks
-        state = turn(state, length - 1, fetch=False)
+        state = turn(state, length - 1, fetch=False, inside=False)
     carry, _, (ys, saved, carried, kept_whole) = state
     results = [[*carry, *ys][i] for i in loop.results]
     if two is None:

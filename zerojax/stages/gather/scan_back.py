@@ -6,6 +6,7 @@ place into the stack's, and gathers for the turn after.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,27 +82,30 @@ class Back:
 
     def start(self, cotangents: Sequence, whole: Sequence) -> State:
         """The state before the first turn."""
-        loop, (_, given), length = self.loop, self.keep.arrays, self.loop.parts.length
+        loop, length = self.loop, self.loop.parts.length
         others = self.two.forward_others
         consts = [jnp.zeros(others[i].shape, others[i].dtype) for i in self.two.active_others if i < loop.consts]
+        # Every row will be written; filling the stacks with something that is there only now, and not
+        # with zeros, keeps a scheduler from making them long before.
+        seed = next(c for c in cotangents if c is not None).ravel()[0]
         slices = [
-            jnp.zeros((length, *others[i].shape), others[i].dtype)
+            jnp.full((length, *others[i].shape), seed.astype(others[i].dtype))
             for i in self.two.active_others
             if i >= loop.consts + loop.carry
         ]
-        fixed = [
-            jnp.zeros(loop.fixed[i].shape, loop.fixed[i].wide) for i in self.two.active_weights if i < len(loop.fixed)
-        ]
-        stacks = [jnp.zeros_like(self.turns.stacks[i]) for i in self.trained.values()]
+        first = [loop.fixed[i] for i in self.two.active_weights if i < len(loop.fixed)]
+        fixed = [jnp.zeros(weight.shape, weight.wide) for weight in first]
+        shards = [self.turns.stacks[i] for i in self.trained.values()]
+        stacks = [jnp.full(shard.shape, seed.astype(shard.dtype)) for shard in shards]
         carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
         return State(carry, list(whole), [], fixed, consts, slices, stacks)
 
-    def turn(self, fixed: Sequence, state: State, number, *, fetch: bool, scatter: bool) -> State:
-        """One turn: `fetch` gathers for the next one, `scatter` reduce-scatters for the one before."""
+    def turn(self, fixed: Sequence, state: State, number, *, fetch: bool, scatter: bool, zero: Any = 0) -> State:
+        """One turn: `fetch` gathers for the next one when `zero` is there, `scatter` brings home the one before."""
         loop, two = self.loop, self.two
         if self.ahead:
             whole, carry = state.whole, state.carry
-            following = self.whole(number - 1)[0] if fetch else []
+            following = self.whole(number - 1 + zero)[0] if fetch else []
         else:
             whole, carry = self.whole(number, state.carry)
             following = []
@@ -192,7 +196,8 @@ def backward(
         state, _ = lax.scan(middle, state, jnp.arange(length), reverse=True)
     else:
         if length > 1:
-            state = back.turn(fixed, state, length - 1, fetch=True, scatter=False)
+            zero = collectives.late_zero(state.carry)
+            state = back.turn(fixed, state, length - 1, fetch=True, scatter=False, zero=zero)
             carry, due = collectives.tie(state.carry, *returns.due)
             returns.settle(*due)
             state = dataclasses.replace(state, carry=carry)
@@ -200,6 +205,10 @@ def backward(
             state, _ = lax.scan(middle, state, jnp.arange(1, length - 1), reverse=True)
         (carry,) = gathers.start(position, env, state.carry)
         state = back.turn(fixed, dataclasses.replace(state, carry=carry), 0, fetch=False, scatter=length > 1)
+        # Else the reduce-scatter of turn 1 would be put off, past the turn that hides it, or combined with the last.
+        carry, (stacks,) = collectives.tie(state.carry, state.stacks)
+        pending = [collectives.tie([gradient], stacks)[0][0] for gradient in state.pending]
+        state = dataclasses.replace(state, carry=carry, pending=pending, stacks=stacks)
     _give(segment, back, state, gathers, position, returns)
 
 
@@ -227,15 +236,15 @@ def _give(segment: Segment, back: Back, state: State, gathers: Gathers, position
             strict=True,
         )
     )
-    places = {i: loop.others[i] for i in found if loop.others[i] is not None}
+    places = {i: place for i in found if (place := loop.others[i]) is not None}
     returns.give_others([segment.others[place] for place in places.values()], [found[i] for i in places])
     turning = [loop.turning[i] for i in back.trained.values()]
-    for weight, stack in zip(turning, state.stacks, strict=True):
-        returns.give_stack(weight, stack)
+    numbers = [returns.give_stack(weight, stack) for weight, stack in zip(turning, state.stacks, strict=True)]
+    left = [weight.at_turn(loop.at(0)) for weight in turning] if back.ahead else []
     fixed = [loop.fixed[i] for i in two.active_weights if i < len(loop.fixed)]
     sums = [c.astype(w.dtype) for w, c in zip(fixed, state.fixed, strict=True)]
-    left = [w.at_turn(loop.at(0)) for w in turning] if back.ahead else []
-    returns.give([*fixed, *left], [*sums, *state.pending], covered=gathers.covers_after(position))
+    stacks = {weight.key: number for weight, number in zip(left, numbers, strict=False)}
+    returns.give([*fixed, *left], [*sums, *state.pending], covered=gathers.covers_after(position), stacks=stacks)
 
 
 def pulled(segment: Segment, keep: Kept, found: Mapping) -> list | None:

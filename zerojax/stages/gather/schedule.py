@@ -10,6 +10,7 @@ and be reduce-scattered when that ends.
 
 import dataclasses
 from collections.abc import Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,8 @@ class Options:
         self, cotangents: Sequence[jax.Array], weights: Sequence[Weight], *, covered: bool
     ) -> list[jax.Array]:
         """Shards of the summed cotangents of `weights`; `covered` by another block's work or not."""
-        return collectives.reduce_scatter(cotangents, weights, axis=self.axis, bucket_bytes=self._bucket(covered))
+        size = self._bucket(covered)
+        return collectives.reduce_scatter(cotangents, weights, axis=self.axis, bucket_bytes=size, in_turn=not covered)
 
     def _bucket(self, covered: bool) -> int:
         """The first gather and the last reduce-scatter can only hide behind their own block: piece by piece."""
@@ -72,8 +74,8 @@ class Gathers:
         With `ahead`, gathers up to `prefetch` positions on are started too, no earlier than
         the anchors are there; a loop starts them later, with `start`.
         """
-        anchors = self.start(position, env, *anchors, ahead=ahead)
-        return self.ready.pop(position), anchors
+        behind = self.start(position, env, *anchors, ahead=ahead)
+        return self.ready.pop(position), behind
 
     def start(
         self, position: int, env: Mapping, *anchors: Sequence[jax.Array], ahead: bool = True
@@ -91,7 +93,7 @@ class Gathers:
         behind = {**env, **dict(zip(roots, values, strict=True))}
         for place in due:
             unique = {w.key: w for w in self.order[place]}
-            shards = [w.shard(behind) for w in unique.values()]
+            shards = [w.shard(behind, collectives.late_zero(first)) for w in unique.values()]
             covered = any(self.computes[max(0, place - self.options.prefetch) : place])
             gathered = self.options.gather(shards, list(unique.values()), covered=covered)
             whole = dict(zip(unique, gathered, strict=True))
@@ -127,10 +129,10 @@ class Returns:
         self.found = found
         self.options = options
         self.arguments = arguments
-        self.stacks: dict = {}
+        self.stacks: list[tuple[Weight, jax.Array]] = []
         self.small: tuple[list, list] = ([], [])
-        self.computed: tuple[list[Weight], list] = ([], [])
-        self.scattered: tuple[list[Weight], list] = ([], [])
+        self.computed: tuple[list[tuple[Weight, int | None]], list] = ([], [])
+        self.scattered: tuple[list[tuple[Weight, int | None]], list] = ([], [])
 
     @property
     def due(self) -> tuple[list, list, list]:
@@ -145,13 +147,11 @@ class Returns:
         for var, cotangent in zip(self.small[0], small, strict=True):
             add(self.found, var, cotangent)
         self.small = [], []
-        for weight, shard in zip(self.scattered[0], scattered, strict=True):
-            if weight.turn is None:
-                add(self.found, weight.root, weight.root_cotangent(shard, self.env))
-            else:
-                self._into_stack(weight, shard)
-        weights = self.computed[0]
-        self.scattered = weights, self.options.reduce_scatter(computed, weights, covered=True)
+        for (weight, place), shard in zip(self.scattered[0], scattered, strict=True):
+            self._bring(weight, place, shard)
+        places = self.computed[0]
+        shards = self.options.reduce_scatter(computed, [weight for weight, _ in places], covered=True)
+        self.scattered = places, shards
         self.computed = [], []
 
     def give_others(self, variables: Sequence, cotangents: Sequence) -> None:
@@ -163,36 +163,53 @@ class Returns:
             else:
                 add(self.found, var, cotangent)
 
-    def give(self, weights: Sequence[Weight], cotangents: Sequence, *, covered: bool) -> None:
-        """Add the gradients of one block's gathered weights; `covered` if more blocks that compute follow."""
+    def give(
+        self,
+        weights: Sequence[Weight],
+        cotangents: Sequence,
+        *,
+        covered: bool,
+        stacks: Mapping[tuple, int] = MappingProxyType({}),
+    ) -> None:
+        """Add the gradients of one block's gathered weights.
+
+        Args:
+            weights: The weights.
+            cotangents: Their gradients, not yet summed over devices.
+            covered: Whether more blocks that compute follow in this pass.
+            stacks: For the key of a layer of a scan, the number that `give_stack` gave its stack.
+        """
         unique: dict = {}
         for weight, cotangent in zip(weights, cotangents, strict=True):
             _, held = unique.get(weight.key, (weight, None))
             unique[weight.key] = weight, cotangent if held is None else held + cotangent
-        together = [weight for weight, _ in unique.values()]
+        places = [(weight, stacks.get(key)) for key, (weight, _) in unique.items()]
         whole = [cotangent for _, cotangent in unique.values()]
         if self.options.prefetch and covered:
-            self.computed = together, whole
+            self.computed = places, whole
         else:
-            shards = self.options.reduce_scatter(whole, together, covered=covered)
-            self.scattered = [*self.scattered[0], *together], [*self.scattered[1], *shards]
+            shards = self.options.reduce_scatter(whole, [weight for weight, _ in places], covered=covered)
+            self.scattered = [*self.scattered[0], *places], [*self.scattered[1], *shards]
 
     def finish(self) -> None:
         """Bring the last gradients home."""
         self.settle(*self.due)
         self.settle(*self.due)
-        for weight, stack in self.stacks.values():
+        for weight, stack in self.stacks:
             add(self.found, weight.root, weight.root_cotangent(stack, self.env))
 
-    def give_stack(self, weight: Weight, stack: jax.Array) -> None:
-        """Add the gradients of a scan's stack, all but the layer that `give` will bring."""
-        _, held = self.stacks.get(weight.stack_key, (weight, None))
-        self.stacks[weight.stack_key] = weight, stack if held is None else held + stack
+    def give_stack(self, weight: Weight, stack: jax.Array) -> int:
+        """Add the gradients of a scan's stack; a layer that is missing yet goes to `give`, with the number returned."""
+        self.stacks.append((weight, stack))
+        return len(self.stacks) - 1
 
-    def _into_stack(self, weight: Weight, shard: jax.Array) -> None:
-        stacked, stack = self.stacks[weight.stack_key]
-        row = lax.index_in_dim(stack, weight.turn, 0, keepdims=False) + shard.astype(stack.dtype)
-        self.stacks[weight.stack_key] = stacked, lax.dynamic_update_index_in_dim(stack, row, weight.turn, 0)
+    def _bring(self, weight: Weight, place: int | None, shard: jax.Array) -> None:
+        if place is None:
+            add(self.found, weight.root, weight.root_cotangent(shard, self.env))
+            return
+        stacked, stack = self.stacks[place]
+        row = shard.astype(stack.dtype)
+        self.stacks[place] = stacked, lax.dynamic_update_index_in_dim(stack, row, weight.turn, 0)
 
 
 def add(found: MutableMapping, key, cotangent) -> None:
@@ -204,7 +221,7 @@ def pulled(keys: Sequence, variables: Sequence, found: Mapping) -> list | None:
     """Cotangents of the results `keys`, zeros where there is none; None if there is none at all."""
     if not any(key in found for key in keys):
         return None
-    zeros = [
-        jnp.zeros(v.aval.shape, v.aval.dtype) if k not in found else None for k, v in zip(keys, variables, strict=True)
+    return [
+        found[key] if key in found else jnp.zeros(var.aval.shape, var.aval.dtype)
+        for key, var in zip(keys, variables, strict=True)
     ]
-    return [found.get(key, zero) for key, zero in zip(keys, zeros, strict=True)]

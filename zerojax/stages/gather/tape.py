@@ -10,7 +10,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import jax
 
 from zerojax import compat
-from zerojax.stages.gather import scan, scan_back
+from zerojax.stages.gather import collectives, scan, scan_back
 from zerojax.stages.gather.kept import Kept, Static
 from zerojax.stages.gather.program import Program, Segment, Whole
 from zerojax.stages.gather.schedule import Gathers, Options, Returns, add, pulled
@@ -188,7 +188,8 @@ def _block_backward(
         for index, value in zip(sorted(two.needed), regathered, strict=True):
             whole[index] = value
     saved, others = keep.arrays
-    to_weights, to_others = two.pull(whole, others, saved, cotangents)
+    zero = None if segment.computes else collectives.late_zero(cotangents)
+    to_weights, to_others = two.pull(whole, others, saved, cotangents, zero)
     to_others = gathers.finish(position, to_others)
     returns.give_others([segment.others[i] for i in two.active_others], to_others)
     returns.give([segment.weights[i] for i in two.active_weights], to_weights, covered=gathers.covers_after(position))

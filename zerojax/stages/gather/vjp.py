@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from zerojax import compat
@@ -37,6 +38,7 @@ class Traced:
     consts: Sequence
 
     def __call__(self, *args) -> list:
+        """The results, given the rest of the arguments."""
         if not self.jaxpr.outvars:
             return []
         return jax.core.eval_jaxpr(self.jaxpr, (), *self.consts, *args)
@@ -77,7 +79,9 @@ class Passes:
         found = self.forward(*weights, *others)
         return found[: self.results], found[self.results :]
 
-    def pull(self, weights: Sequence, others: Sequence, saved: Sequence, cotangents: Sequence) -> tuple[list, list]:
+    def pull(
+        self, weights: Sequence, others: Sequence, saved: Sequence, cotangents: Sequence, zero: jax.Array | None = None
+    ) -> tuple[list, list]:
         """Cotangents of the active weights and of the active others.
 
         Args:
@@ -85,12 +89,31 @@ class Passes:
             others: As given to `run`.
             saved: As `run` gave them.
             cotangents: One for each of `active_results`.
+            zero: If given, a zero out of which arrays of zeros (into which the gradient of a
+                lookup is added) are made, so that they are not made before it is there.
         """
         derived = self.derive(*[weights[i] for i in self.derive_reads])
         pools = {"weight": weights, "other": others, "saved": saved, "derived": derived}
         backward = jax.tree.unflatten(self.tree, [pools[pool][index] for pool, index in self.sources])
-        in_weights, in_others = backward(list(cotangents))
-        return in_weights, in_others
+        if zero is None:
+            return backward(list(cotangents))
+        closed, shape = jax.make_jaxpr(backward, return_shape=True)(list(cotangents))
+        found = _evaluate_with_zeros(*compat.opened(closed), list(cotangents), zero)
+        return jax.tree.unflatten(jax.tree.structure(shape), found)
+
+
+def _evaluate_with_zeros(jaxpr, consts: Sequence, args: Sequence, zero: jax.Array) -> list:
+    """Evaluate a jaxpr, making its arrays of zeros out of `zero`."""
+    env = dict(zip([*compat.constvars_of(jaxpr), *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        values = [atom.val if compat.is_literal(atom) else env[atom] for atom in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]:
+            out = eqn.outvars[0].aval
+            results = [jax.lax.broadcast(zero.astype(out.dtype), out.shape)]
+        else:
+            results = compat.evaluate_one(jaxpr, eqn, values)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 
 def passes(function: Callable, weights: Sequence, others: Sequence, *, active: Sequence[bool]) -> Passes:

@@ -67,11 +67,6 @@ class Weight:
         """Two weights with one key are one gather."""
         return (self.root, *map(id, self.before), self.dtype, self.turn)
 
-    @property
-    def stack_key(self) -> tuple:
-        """The same for a stack and each of its layers."""
-        return dataclasses.replace(self, turn=None).key
-
     def narrowed(self, dtype: np.dtype | None) -> "Weight":
         """The same weight gathered in `dtype`, unless it has been cast before: two casts are not one."""
         if dtype is None or self.dtype != self.root.aval.dtype:
@@ -82,11 +77,14 @@ class Weight:
         """One layer of this stack."""
         return dataclasses.replace(self, turn=turn, dim=self.dim - 1, shape=self.shape[1:])
 
-    def shard(self, env: Mapping) -> jax.Array:
-        """This device's part, sliced and cast, of the parameter whose shard `env` holds."""
+    def shard(self, env: Mapping, zero: jax.Array) -> jax.Array:
+        """This device's part, sliced and cast, of the parameter whose shard `env` holds.
+
+        `zero` is a zero that is there when the gather may start.
+        """
         value = self.sliced(env)
         if self.turn is not None:
-            value = lax.index_in_dim(value, self.turn, 0, keepdims=False)
+            return self.layer(value, self.turn + zero)
         return lax.convert_element_type(value, self.dtype)
 
     def layer(self, stack: jax.Array, turn: jax.Array) -> jax.Array:
