@@ -215,6 +215,12 @@ def cast(p, x):
     return mean((h @ v.T).astype(jnp.float32)) + mean(v.astype(jnp.float32))
 
 
+def cast_transposed(p, x):
+    low = jnp.bfloat16
+    layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w.T.reshape(8, 8).astype(low)))
+    return mean(layer(p["v"], layer(p["w"], x.astype(low))).astype(jnp.float32)) + mean(p["v"])
+
+
 def transposed(p, x):
     return mean(jnp.einsum("bi,ji->bj", x, p["w"]) @ jnp.swapaxes(p["v"], 0, 1).reshape(2, 4, 8).reshape(8, 8))
 
@@ -293,8 +299,8 @@ TABLE = {
         plain, jitted, remat, remat_in_remat, scan_xs, scan_consts, scan_carry, scan_everything, scan_nested,
         scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp,
         custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
-        transposed, embedding, one_row, random_bits, debug_print, penalty, merged, gradient_inside, marked_block,
-        everything_saveable, no_parameters, sort_and_sum, concatenated,
+        cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, gradient_inside, marked_block,
+        gradient_inside, everything_saveable, no_parameters, sort_and_sum, concatenated,
     )
 }  # fmt: skip
 TABLE |= {

@@ -172,5 +172,5 @@ def test_nnx_random_streams_advance_and_statistics_are_written_back():
 
 
 def test_a_module_that_would_be_padded_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"kernel.*\[13, 7\].*persist_below above 112"):
+    with pytest.raises(ValueError, match=r"kernel.*\[13, 7\].*persist_below above 91"):
         zerojax.flax.shard_module(nnx.Linear(13, 7, rngs=nnx.Rngs(0)), zero(3))

@@ -115,6 +115,15 @@ def low_precision(w, x):
     return jnp.tanh(x.astype(low) @ w.astype(low)).astype(jnp.float32)
 
 
+def low_and_transposed(w, x):
+    low = jnp.bfloat16
+    return jnp.tanh(x.astype(low) @ w.T.reshape(w.shape).astype(low)).astype(jnp.float32)
+
+
+def low_and_high(w, x):
+    return low_precision(w, x) + x @ w
+
+
 def noisy(w, x):
     return jnp.tanh(x @ (w + 0.1 * jax.random.normal(jax.random.key(1), w.shape)))
 
@@ -138,6 +147,8 @@ USES = {
     "gradient": gradient_inside,
     "named": named,
     "bfloat16": low_precision,
+    "bfloat16 of a transpose": low_and_transposed,
+    "bfloat16 and float32": low_and_high,
     "noisy": noisy,
     "custom_jvp": tripled,
     "custom_vjp": doubled,
@@ -400,7 +411,7 @@ def cases(number):
     start = number % len(USES)
     hows = [*list(USES)[start:], *list(USES)[:start]]
     # A program with a bfloat16 in it is compared loosely, so most are to have none.
-    precise = [how for how in hows if how != "bfloat16"]
+    precise = [how for how in hows if "bfloat16" not in how]
     return st.builds(
         Case,
         program=st.sampled_from([precise] * 4 + [hows]).flatmap(

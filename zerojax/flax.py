@@ -5,6 +5,7 @@ the transformation as it is, and batch statistics pass through `has_aux`.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, of which no dim is divided by "
                 f"{tx.config.shards} devices, so it is padded in storage; a module's own code cannot read it there. "
-                f"Raise persist_below above {x.storage.size} to keep it whole, or split the module (nnx.split) and "
+                f"Raise persist_below above {math.prod(x.shape)} to keep it whole, or split the module (nnx.split) and "
                 f"train its state with tx.create and tx.train_step."
             )
     nnx.update(module, stored)
