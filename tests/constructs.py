@@ -299,7 +299,7 @@ TABLE = {
         plain, jitted, remat, remat_in_remat, scan_xs, scan_consts, scan_carry, scan_everything, scan_nested,
         scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp,
         custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
-        cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, gradient_inside, marked_block,
+        cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, marked_block,
         gradient_inside, everything_saveable, no_parameters, sort_and_sum, concatenated,
     )
 }  # fmt: skip
