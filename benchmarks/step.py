@@ -116,18 +116,20 @@ def make_ways(args):
     def plain(stage):
         """Parameters and state where `stage` puts them, all communication left to the compiler."""
         tx = zero_shard(inner, stage=stage)
-        where = tx.shardings(jax.eval_shape(init, jax.random.key(0)))
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        where, plan, whole = tx.shardings(shapes), tx.create(shapes).plan, NamedSharding(mesh, P())
+        # plain jit knows no flat leaves: their moments stay whole
+        by_leaf = zip(plan.state, jax.tree.leaves(where.opt_state), strict=True)
+        moments = jax.tree.unflatten(plan.state_def, [whole if leaf.kind == "flat" else s for leaf, s in by_leaf])
         params = jax.jit(init, out_shardings=where.params)(jax.random.key(0))
-        state = jax.jit(inner.init, out_shardings=jax.tree.map(lambda _: None, where.opt_state))(params)
-        if stage:
-            state = jax.jit(inner.init, out_shardings=where.opt_state)(params)
+        state = jax.jit(inner.init, out_shardings=moments)(params)
 
         def step(params, state, batch):
             value, grads = jax.value_and_grad(loss)(params, batch)
             updates, state = inner.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
 
-        kept = (where.params, where.opt_state, NamedSharding(mesh, P()), NamedSharding(mesh, P()))
+        kept = (where.params, moments, whole, whole)
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=kept)
 
         def run(batch):
