@@ -90,7 +90,8 @@ def test_bytes_found_on_every_device_are_those_predicted(stage, count):
         "opt_state": sum(leaf.local_bytes for leaf in plan.state),
     }
     assert {part: found.bytes[part] for part in predicted} == predicted
-    assert set(found.per_device.values()) == {sum(predicted.values()) + 4}, "devices differ (4 bytes: the step)"
+    counters = 4 + 17 + len(plan.parts)  # the step; the guard's scale, counts and flag, and a byte a parameter
+    assert set(found.per_device.values()) == {sum(predicted.values()) + counters}, "devices differ"
 
 
 @pytest.mark.parametrize("count", [2, 8])

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .config import DynamicScale, Precision
 from .layout.padded import Padded
 from .memory.report import Report, report
 from .stages.gather import block
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Collective",
     "Collectives",
+    "DynamicScale",
     "Padded",
+    "Precision",
     "Report",
     "Shardings",
     "ZeroState",

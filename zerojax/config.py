@@ -1,7 +1,15 @@
 """What the caller chose, checked once: the words every other module uses."""
 
-import dataclasses
+from __future__ import annotations
 
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -13,6 +21,166 @@ STAGES = {
 }
 PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicScale:
+    """A loss scale that looks for the largest power of two at which nothing overflows.
+
+    A step whose gradients overflow is skipped. The scale is divided by `factor` once
+    `hysteresis` steps have overflowed since it was last raised, and multiplied by it after
+    `growth_interval` clean steps in a row.
+
+    Attributes:
+        initial: The scale of the first step.
+        growth_interval: Clean steps in a row before the scale grows.
+        factor: What the scale is multiplied and divided by.
+        hysteresis: Overflows before the scale falls; 1 lets each one lower it.
+        floor: The scale never falls below this; steps that overflow there are skipped too.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    References:
+        Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    factor: float = 2.0
+    hysteresis: int = 1
+    floor: float = 1.0
+
+    def __post_init__(self):
+        """Check every field."""
+        least = {"floor": 0.0, "growth_interval": 0, "factor": 1.0, "hysteresis": 0}
+        for name, bound in least.items():
+            if not getattr(self, name) > bound:
+                raise ValueError(f"DynamicScale({name}=) must be greater than {bound}, but is {getattr(self, name)}.")
+        if not self.floor <= self.initial < float("inf"):
+            raise ValueError(f"DynamicScale(initial={self.initial}) must be finite, and at least floor={self.floor}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """In which types a step computes, sums and keeps its parameters.
+
+    Stage 3 keeps the shards in `master` and casts them to `compute` before they are
+    gathered. Stages 0 to 2 keep a whole copy in `compute`, and the master weights, divided
+    as the stage divides it, in the optimizer state. The batch is left as it is: cast
+    inputs where the model wants it.
+
+    Attributes:
+        compute: Floating type of the parameters that the loss function sees.
+        reduce: Floating type in which gradients are summed over devices and microbatches.
+        master: Floating type of the weights that the optimizer updates.
+        loss_scale: None; a constant; `"dynamic"`, which is `DynamicScale()`; or one of
+            your own. `train_step` multiplies the loss by it and divides the gradient.
+        keep: `keep(path, leaf) -> bool`: parameters that the loss sees in `master`
+            (norms, routers). `path` is "/"-separated. Default: none.
+
+    Raises:
+        TypeError: If a type is no floating type, or `keep` is not callable.
+        ValueError: If `master` is narrower than `compute`, or the scale is not positive.
+
+    References:
+        Micikevicius et al. 2018, arXiv 1710.03740.
+    """
+
+    compute: Any = jnp.float32
+    reduce: Any = jnp.float32
+    master: Any = jnp.float32
+    loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
+    keep: Callable[[str, Any], bool] | None = None
+
+    def __post_init__(self):
+        """Check every field, and write types and scale in one way."""
+        for name in ("compute", "reduce", "master"):
+            dtype = jnp.dtype(getattr(self, name))
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"Precision({name}=) is a floating type such as jnp.bfloat16, not {dtype}.")
+            object.__setattr__(self, name, dtype)
+        if jnp.finfo(self.master).bits < jnp.finfo(self.compute).bits:
+            raise ValueError(
+                f"Precision(master={self.master}) is narrower than compute={self.compute}: the optimizer would update "
+                f"coarser weights than the loss sees. Give master=jnp.{self.compute} or wider."
+            )
+        if self.keep is not None and not callable(self.keep):
+            raise TypeError(f"Precision(keep=) is a function of (path, leaf), not {type(self.keep).__name__}.")
+        scale = DynamicScale() if self.loss_scale == "dynamic" else self.loss_scale
+        if isinstance(scale, str) or not isinstance(scale, DynamicScale | float | int | None):
+            raise TypeError(f'Precision(loss_scale=) is None, a number, "dynamic" or a DynamicScale, not {scale!r}.')
+        if isinstance(scale, float | int) and not 0 < scale < float("inf"):
+            raise ValueError(f"Precision(loss_scale={scale}) must be positive and finite.")
+        if scale is None and self.compute == jnp.float16:
+            warnings.warn(
+                "Precision(compute=float16) without loss_scale: gradients under 6e-8 become zero. "
+                'Pass loss_scale="dynamic", or use Precision.fp16().',
+                stacklevel=3,
+            )
+        object.__setattr__(self, "loss_scale", float(scale) if isinstance(scale, int) else scale)
+
+    @classmethod
+    def fp32(cls, **changes: Any) -> Precision:
+        """Everything in float32; `changes` are fields of `Precision`."""
+        return cls(**changes)
+
+    @classmethod
+    def bf16(cls, **changes: Any) -> Precision:
+        """Compute in bfloat16; sums and master weights in float32. `changes` are fields of `Precision`."""
+        return cls(**{"compute": jnp.bfloat16, **changes})
+
+    @classmethod
+    def fp16(cls, **changes: Any) -> Precision:
+        """Compute in float16 with a dynamic loss scale. `changes` are fields of `Precision`."""
+        return cls(**{"compute": jnp.float16, "loss_scale": "dynamic", **changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class Paths:
+    """A mask as a predicate: which of the leaves whose paths are known are meant.
+
+    Attributes:
+        known: Paths of all leaves of the mask.
+        meant: Those whose value is true.
+    """
+
+    known: frozenset[str]
+    meant: frozenset[str]
+
+    @classmethod
+    def of(cls, mask: Any) -> Paths:
+        """The predicate of a tree of bools with the structure of the parameters.
+
+        Raises:
+            TypeError: If a leaf is no bool.
+        """
+        found = {path_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(mask)[0]}
+        for path, x in found.items():
+            if not isinstance(x, bool | np.bool_):
+                raise TypeError(
+                    f"trainable= is read as a mask, and its leaf {path!r} is {x!r}. Give a tree of bools with the "
+                    f"structure of the parameters, or a function of (path, leaf)."
+                )
+        return cls(frozenset(found), frozenset(path for path, x in found.items() if x))
+
+    def __call__(self, path: str, leaf: Any) -> bool:
+        """Whether the leaf at `path` is meant.
+
+        Raises:
+            ValueError: If the mask has no such leaf.
+        """
+        if path not in self.known:
+            raise ValueError(
+                f"The mask in trainable= has no leaf {path!r}, which the parameters have. "
+                f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
+            )
+        return path in self.meant
+
+
+def path_of(keys: tuple) -> str:
+    """A leaf's path as predicates are given it: its keys, "/"-separated."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +197,11 @@ class Config:
         prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
         bucket_bytes: A layer's leaves travel together up to this many logical bytes.
         reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
+        precision: Types of a step; None leaves every type as the parameters and the loss have it.
+        trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
 
     Raises:
-        TypeError: If `tx` is no optax transformation or a count is no integer.
+        TypeError: If `tx` is no optax transformation, a count is no integer, or precision no `Precision`.
         ValueError: If the stage is unknown or a count negative.
     """
 
@@ -43,6 +213,8 @@ class Config:
     prefetch: int = 1
     bucket_bytes: int = BUCKET_BYTES
     reshard_after_forward: bool = True
+    precision: Precision | None = None
+    trainable: Callable[[str, Any], bool] | None = None
 
     def __post_init__(self):
         """Check every field."""
@@ -61,6 +233,14 @@ class Config:
                 raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
             if value < 0:
                 raise ValueError(f"{name} counts {unit} and cannot be negative, but is {value}.")
+        if not isinstance(self.precision, Precision | None):
+            raise TypeError(f"precision is a zerojax.Precision, such as Precision.bf16(), not {self.precision!r}.")
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether parameters are a copy of master weights that lie in the optimizer state."""
+        wide = self.precision
+        return wide is not None and self.stage < 3 and wide.compute != wide.master
 
     @property
     def shards(self) -> int:

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from .layout.padded import is_padded
-from .stages.gradients import Same
+from .stages.loss import Same
 from .zero import ZeroTransformation
 
 

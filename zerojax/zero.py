@@ -13,16 +13,18 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from .comm.mesh import replicated, resolve_mesh
-from .config import BUCKET_BYTES, PERSIST_BELOW, Config
+from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Paths, Precision
 from .layout.padded import is_padded
 from .layout.tree import Layout
+from .stages.batch import place_batch
 from .stages.birth import birth_programs
-from .stages.gradients import Loss, place_batch
+from .stages.loss import Loss
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
-from .stages.storage import forms_of, layout_of, named, read, storage_forms, view, write
+from .stages.storage import cast, forms_of, layout_of, named, read, storage_forms, view, write
 from .stages.update import UpdatePlan, init_state, plan_update
+from .train.guard import new_guard
 from .train.state import ZeroState
-from .train.step import Step
+from .train.step import Options, Step
 
 if TYPE_CHECKING:
     from .plan.check import Check
@@ -87,7 +89,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             `init_fn(*args)` in storage: at stage 3 cut over the axis, a leaf that no dim
-            divides as a `Padded`.
+            divides as a `Padded`. Types are as `init_fn` has them: `create` and `init`
+            take master weights from it, and `shard` a copy to compute with.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
         born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
@@ -100,14 +103,18 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             params: Logical arrays (NumPy's too), arrays in storage already, or shapes.
 
         Returns:
-            The tree in storage, always a copy: donating it spares the caller's arrays.
+            The tree in storage, always a copy: donating it spares the caller's arrays. In
+            the types that `precision` asks for: at stages 0 to 2 that is the one to
+            compute in, so make the optimizer's state from the wider parameters before.
             Of shapes, shapes with their shardings.
         """
         layout = layout_of(self.config, params)
-        stored = [
-            _place(x, named(self.config, leaf)) for x, leaf in zip(_stored(params, layout), layout.params, strict=True)
-        ]
-        return write(stored, layout, layout.params, storage_forms(layout.params))
+        return write(
+            _cast(self.config, layout, _placed(self.config, layout, params)),
+            layout,
+            layout.params,
+            storage_forms(layout.params),
+        )
 
     def unshard(self, params: Any) -> Any:
         """Gather parameters into full logical arrays, whole on every device.
@@ -121,76 +128,122 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
         return jax.jit(logical, out_shardings=replicated(self.config.mesh))(params)
 
-    def value_and_grad(self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False) -> Callable:
+    def value_and_grad(
+        self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False, accumulate: int = 1
+    ) -> Callable:
         """Loss and gradient over all devices, with explicit collectives.
 
         Args:
             loss_fn: `loss_fn(params, batch, *args)` sees full logical parameters and the
                 device's own rows of `batch`, and returns their mean loss; with
                 `has_aux`, `(loss, aux)`; with `weighted`, `(total, weight)` for the loss.
-            has_aux: Whether `loss_fn` returns `(loss, aux)`. Aux is averaged over the devices.
+            has_aux: Whether `loss_fn` returns `(loss, aux)`. The float leaves of aux are
+                averaged over devices and microbatches, weighted where the loss is.
             weighted: Whether the loss is `(total, weight)`: the sum of the totals is then
-                divided by the sum of the weights, over all devices.
+                divided by the sum of the weights, over all devices and microbatches.
+                If weights are negative or sum to zero, loss and gradients are NaN.
+            accumulate: Into how many microbatches each device divides its rows. They are
+                differentiated one after the other, so that activations are of one; PRNG
+                keys are folded with the microbatch's index too.
 
         Returns:
             `f(params, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
             `has_aux`), as `jax.value_and_grad` gives it. `grads` has the structure, the
             logical shapes and the dtypes of `params`; at stages 2 and 3 it is cut like
-            `shardings(params).grads`. The gradient of an integer leaf is zeros.
+            `shardings(params).grads`. The gradient of an integer leaf, and of one that is
+            not trained, is zeros. The loss is not scaled: that is `train_step`'s.
 
         Raises:
-            ValueError: If the axis does not divide the batch, or the loss is no scalar.
+            ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
         """
         loss = Loss(loss_fn, has_aux, weighted)
-        jitted = jax.jit(functools.partial(value_and_grad_tree, self.config, loss), static_argnames=("layout", "forms"))
+        parts = Options(accumulate=accumulate).accumulate
+        gradient = functools.partial(value_and_grad_tree, self.config, loss, accumulate=parts)
+        jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
         def value_and_grad(params, batch, *args):
-            layout = layout_of(self.config, params)
-            return jitted(params, place_batch(self.config, batch), *args, layout=layout, forms=forms_of(params))
+            layout, rows = layout_of(self.config, params), place_batch(self.config, batch, parts)
+            return jitted(params, rows, *args, layout=layout, forms=forms_of(params))
 
         return value_and_grad
 
-    def create(self, params: Any) -> ZeroState:
+    def create(self, params: Any, *, mutable: Any = None) -> ZeroState:
         """Begin a run: parameters in storage, a fresh optimizer state, step 0.
 
         Args:
             params: Logical parameters, parameters in storage, or shapes. They are copied,
                 so that the steps, which donate the state, leave them alone; drop them to
-                have their memory back.
+                have their memory back. Master weights are taken from them before they
+                are cast.
+            mutable: What a loss function given to `train_step` with `mutable=True` updates
+                beside (batch statistics): a tree of arrays, whole on every device.
 
         Returns:
             The state that `train_step`'s step takes.
         """
-        params = self.shard(params)
         plan = self._plan(params)
+        whole = replicated(self.config.mesh)
+        guard = new_guard(self.config.precision, len(plan.parts))
+        rest = (jnp.zeros((), jnp.int32), guard, mutable)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            opt_state = jax.tree.unflatten(
-                plan.state_def,
-                [
-                    jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(self.config, leaf))
-                    for leaf in plan.state
-                ],
-            )
-            step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.config.mesh))
-        else:
-            opt_state = _init(self.config, params)
-            step = jax.device_put(jnp.zeros((), jnp.int32), replicated(self.config.mesh))
-        return ZeroState(step, params, opt_state, plan)
+            shape = lambda x, where: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
+            kept = [
+                jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(self.config, leaf))
+                for leaf in plan.state
+            ]
+            step, guard, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
+            return ZeroState(step, self.shard(params), jax.tree.unflatten(plan.state_def, kept), guard, mutable, plan)
+        placed = _placed(self.config, plan.layout, params)
+        leaves = plan.layout.params
+        opt_state = _init(self.config, write(placed, plan.layout, leaves, storage_forms(leaves)))
+        stored = write(_cast(self.config, plan.layout, placed), plan.layout, leaves, storage_forms(leaves))
+        step, guard, mutable = jax.tree.map(lambda x: _place(x, whole), rest)
+        return ZeroState(step, stored, opt_state, guard, mutable, plan)
 
-    def train_step(self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False) -> Step:
+    def train_step(
+        self,
+        loss_fn: Callable,
+        *,
+        accumulate: int = 1,
+        has_aux: bool = False,
+        weighted: bool = False,
+        mutable: bool = False,
+        skip_nonfinite: bool = False,
+        max_skips: int | None = None,
+        leaf_norms: bool = False,
+    ) -> Step:
         """A jitted training step that donates its state.
 
         Args:
-            loss_fn: As for `value_and_grad`.
+            loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable,
+                batch, *args)` returns `(loss, mutable)`, with `has_aux` too `(loss,
+                mutable, aux)`.
+            accumulate: As for `value_and_grad`. Stages 0 and 1 add up whole gradients and
+                reduce once; stages 2 and 3 reduce-scatter each microbatch's and hold 1/N.
             has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
-            weighted: As for `value_and_grad`.
+            weighted: As for `value_and_grad`. A step whose weights are negative or sum to
+                zero is skipped, and the next call raises.
+            mutable: Whether the loss updates `state.mutable`. Its microbatches do so one
+                after the other; then float leaves are averaged over the devices.
+            skip_nonfinite: Whether a step whose gradient has a norm that is not finite
+                leaves the state as it is, bit for bit. Always so with a loss scale.
+            max_skips: How many steps in a row may be skipped before the next call raises;
+                None is any number. If given, each call waits for the step before.
+            leaf_norms: Whether metrics have `grad_norms`, the norm of each parameter's
+                gradient.
 
         Returns:
             `step(state, batch, *args) -> (state, metrics)`, with `.lower(...)` as
-            `jax.jit` has it; metrics has `loss` and `grad_norm`.
+            `jax.jit` has it; metrics has `loss`, `grad_norm` (of the unscaled, averaged
+            gradient) and `skipped`, with a loss scale `loss_scale`, the one it used.
+
+        Raises:
+            TypeError: If `accumulate` or `max_skips` is no integer.
+            ValueError: If `accumulate` is below 1 or `max_skips` below 0.
         """
-        return Step(self.config, Loss(loss_fn, has_aux, weighted))
+        options = Options(accumulate, skip_nonfinite, max_skips, leaf_norms)
+        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:
         """Where parameters, gradients and optimizer state live.
@@ -228,6 +281,8 @@ def zero_shard(
     prefetch: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
     reshard_after_forward: bool = True,
+    precision: Precision | None = None,
+    trainable: Callable[[str, Any], bool] | Any = None,
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -247,6 +302,12 @@ def zero_shard(
             gradients reduce-scattered together, up to this many logical bytes.
         reshard_after_forward: Stage 3: False keeps gathered parameters between the
             forward and the backward pass; a step then moves two passes instead of three.
+        precision: In which types a step computes, sums and keeps its parameters, such as
+            `Precision.bf16()`. None: as the parameters and the loss function have it.
+        trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where
+            `path` is like `"params/dense/kernel"`, or a tree of bools. The others get no
+            gradient, no optimizer state and no reduce-scatter; at stage 3 they are cut
+            all the same. `tx` sees holes in their place, as under `optax.masked`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -267,8 +328,12 @@ def zero_shard(
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     mesh = resolve_mesh(mesh, axis)
+    if trainable is not None and not callable(trainable):
+        trainable = Paths.of(trainable)
     return ZeroTransformation.of(
-        Config(tx, stage, mesh, axis, persist_below, prefetch, bucket_bytes, reshard_after_forward)
+        Config(
+            tx, stage, mesh, axis, persist_below, prefetch, bucket_bytes, reshard_after_forward, precision, trainable
+        )
     )
 
 
@@ -349,6 +414,21 @@ def _stored(params: Any, layout: Layout) -> list:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
         return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
     return read(params, layout.params)
+
+
+def _placed(config: Config, layout: Layout, params: Any) -> list:
+    """A copy of the parameters where they are stored, in the types they have."""
+    return [_place(x, named(config, leaf)) for x, leaf in zip(_stored(params, layout), layout.params, strict=True)]
+
+
+def _cast(config: Config, layout: Layout, placed: list) -> list:
+    """The arrays in the types they are stored in."""
+    types = [leaf.dtype for leaf in layout.params]
+    if all(x.dtype == dtype for x, dtype in zip(placed, types, strict=True)):
+        return placed
+    return jax.jit(cast, static_argnums=1, out_shardings=[named(config, leaf) for leaf in layout.params])(
+        placed, tuple(types)
+    )
 
 
 def _place(x: Any, sharding: NamedSharding) -> Any:

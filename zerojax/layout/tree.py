@@ -2,10 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
+from ..config import Precision, path_of
 from .leaf import Leaf, shard_extent
 from .padded import Padded, is_padded
 
@@ -67,16 +73,43 @@ class Layout(HashedOnce):
         treedef: Structure of the parameters, in logical form (no `Padded` nodes).
         params: One `Leaf` a parameter: how it is stored.
         parts: One `Leaf` a parameter: how its gradient and optimizer state are divided
-            when the stage divides them. A small leaf is `"flat"` here.
+            when the stage divides them, in the type of the master weights. A small leaf
+            is `"flat"` here.
+        compute: The type in which the loss function sees each parameter.
+        trained: Indices of the parameters that are trained.
     """
 
     rules: Rules
     treedef: jax.tree_util.PyTreeDef
     params: tuple[Leaf, ...]
     parts: tuple[Leaf, ...]
+    compute: tuple[np.dtype, ...]
+    trained: tuple[int, ...]
+
+    def only_trained(self) -> "Layout":
+        """The layout of the parameters that are trained, the others holes in the tree, as `optax.masked` makes them."""
+        if len(self.trained) == len(self.params):
+            return self
+        inside = frozenset(self.trained)
+        holes = [0 if i in inside else optax.MaskedNode() for i in range(len(self.params))]
+        pick = lambda items: tuple(items[i] for i in self.trained)
+        return Layout(
+            self.rules,
+            jax.tree.structure(jax.tree.unflatten(self.treedef, holes)),
+            pick(self.params),
+            pick(self.parts),
+            pick(self.compute),
+            tuple(range(len(self.trained))),
+        )
 
 
-def lay_out(params, rules: Rules) -> Layout:
+def lay_out(
+    params,
+    rules: Rules,
+    *,
+    precision: Precision | None = None,
+    trainable: Callable[[str, Any], bool] | None = None,
+) -> Layout:
     """Decide where each leaf of `params` lives.
 
     Args:
@@ -84,6 +117,8 @@ def lay_out(params, rules: Rules) -> Layout:
             divided over another mesh axis (by its sharding, or by Flax's partition
             metadata) stays so, and the data axis goes on a free dim.
         rules: Stage, axis and thresholds.
+        precision: Types; None leaves every leaf its own.
+        trainable: Which leaves are trained; None is all of them.
 
     Returns:
         The layout of parameters, gradients and parameter-shaped optimizer state.
@@ -98,12 +133,24 @@ def lay_out(params, rules: Rules) -> Layout:
                 f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
                 f"Make arrays of all leaves: jax.tree.map(jnp.asarray, params)."
             )
-    metadata = partition_metadata(params)
+    types = [types_of(path_of(path), x, precision) for path, x in found]
     divided = [
-        divide(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, other_axes(x, spec, rules), rules)
-        for (path, x), spec in zip(found, metadata, strict=True)
+        divide(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, rules), rules)
+        for (path, x), spec, (master, _) in zip(found, partition_metadata(params), types, strict=True)
     ]
-    return Layout(rules, treedef, tuple(stored(leaf, rules.stage) for leaf in divided), tuple(divided))
+    compute = tuple(compute for _, compute in types)
+    params = tuple(stored(leaf, rules.stage, narrow) for leaf, narrow in zip(divided, compute, strict=True))
+    chosen = [trainable is None or bool(trainable(path_of(path), x)) for path, x in found]
+    trained = tuple(i for i, on in enumerate(chosen) if on)
+    return Layout(rules, treedef, params, tuple(divided), compute, trained)
+
+
+def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
+    """`(master, compute)`: the types in which a parameter is updated and used."""
+    if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.dtype, x.dtype
+    kept = precision.keep is not None and precision.keep(path, x)
+    return precision.master, precision.master if kept else precision.compute
 
 
 def divide(path: str, shape: tuple[int, ...], dtype, others: tuple, rules: Rules) -> Leaf:
@@ -134,12 +181,13 @@ def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
     return min(free, key=cost)
 
 
-def stored(leaf: Leaf, stage: int) -> Leaf:
-    """How the parameter itself is stored, given how its gradient is divided."""
+def stored(leaf: Leaf, stage: int, compute: Any) -> Leaf:
+    """How the parameter itself is stored, given how its gradient is divided, and the type it is used in."""
     if stage == 3 and leaf.kind == "cut":
         return leaf
     reason = leaf.reason if stage in (0, 3) else f"stage {stage} keeps parameters whole"
-    return dataclasses.replace(leaf, kind="whole", dim=None, reason=reason)
+    dtype = leaf.dtype if stage == 3 else compute
+    return dataclasses.replace(leaf, kind="whole", dim=None, reason=reason, dtype=dtype)
 
 
 def owners_of(state, layout: Layout) -> tuple[int | None, ...]:

@@ -19,7 +19,7 @@ from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import Layout
-from ..stages.gradients import Loss
+from ..stages.loss import Loss
 from ..stages.publics import value_and_grad_tree
 from ..stages.storage import forms_of
 from .hlo import Collective, Collectives, collectives
@@ -108,12 +108,12 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     layer = max((c.bytes for c in found.of("all-gather")), default=0)
     peak = kept + memory.temp_size_in_bytes
     floor = kept + _plain_temp(config, layout, loss, batch, args) + 3 * layer
-    floats = [leaf for leaf in layout.params if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    cut = [leaf for leaf in floats if leaf.dim is not None]
+    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
+    cut = [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
     gathered = found.moved("all-gather", unknown_once=True).elements
     reduced = found.moved("reduce-scatter", "all-reduce", unknown_once=True).elements
     gathered_formula = (2 if config.reshard_after_forward else 1) * sum(leaf.size for leaf in cut)
-    reduced_formula = sum(leaf.size for leaf in floats)
+    reduced_formula = sum(leaf.size for leaf in layout.only_trained().params if is_float(leaf))
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
         *_memory_findings(peak, floor, cut, found),
@@ -139,16 +139,19 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
 def _plain_temp(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> int:
     """Temporary bytes of the same gradient by plain jit on whole parameters."""
     whole = NamedSharding(config.mesh, PartitionSpec())
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole) for leaf in layout.params]
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=whole)
+        for leaf, dtype in zip(layout.params, layout.compute, strict=True)
+    ]
+    moving = [i for i in layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
-    def value(moving, leaves, batch, *args):
-        merged = dict(enumerate(leaves)) | dict(zip(floats, moving, strict=True))
+    def value(values, leaves, batch, *args):
+        merged = dict(enumerate(leaves)) | dict(zip(moving, values, strict=True))
         params = jax.tree.unflatten(layout.treedef, [merged[i] for i in range(len(leaves))])
-        total, weight, _ = loss.parse(loss.fn(params, batch, *args))
-        return total / weight
+        returned = loss.call(params, None, batch, args)
+        return returned.total / returned.weight
 
-    lowered = jax.jit(jax.value_and_grad(value)).lower([leaves[i] for i in floats], leaves, batch, *args)
+    lowered = jax.jit(jax.value_and_grad(value)).lower([leaves[i] for i in moving], leaves, batch, *args)
     return memory_of(lowered.compile()).temp_size_in_bytes
 
 

@@ -5,6 +5,9 @@ so that a device ends with its part of their mean. At stage 3 the loss is first 
 to gather each parameter where it is used (`gather`), and differentiating a gather gives
 the reduce-scatter.
 
+A device may take its rows in microbatches, one after the other. Stage 1 adds their whole
+gradients up and reduces once; stages 2 and 3 reduce-scatter each, and hold 1/N.
+
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
 """
@@ -12,88 +15,136 @@ References:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..comm import collectives
-from ..comm.mesh import rows
 from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.tree import Layout
+from .batch import check_args, check_batch, fold_keys
 from .gather import gather_on_use
+from .loss import Loss, mean_mutable, weighted_sum
+from .storage import cast
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree, Shaped
+    from jaxtyping import Array, Bool, Float, PyTree, Shaped
+
+
+class Gradients(NamedTuple):
+    """What a step's forward and backward passes find, over all devices and microbatches.
+
+    Attributes:
+        loss: The mean loss.
+        grads: Its gradient, one array a trained parameter, in storage shape of its part;
+            zeros for integers. NaN if the weights cannot divide.
+        aux: Averaged, weighted where the loss is.
+        mutable: The new mutable state, averaged over the devices.
+        weighable: Whether no weight is negative and their sum is positive.
+        squares: For each trained parameter, the sum of its gradient's squares, float32.
+    """
+
+    loss: Float[Array, ""]
+    grads: list[Shaped[Array, "*storage"]]
+    aux: PyTree
+    mutable: PyTree
+    weighable: Bool[Array, ""]
+    squares: Float[Array, " trained"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """A loss function and how to read what it returns.
+class Pass:
+    """How one device differentiates one microbatch.
 
     Attributes:
-        fn: `fn(params, batch, *args)`, on the device's own rows.
-        has_aux: It returns `(loss, aux)`.
-        weighted: Its loss is `(total, weight)`; the mean is the sum of the totals over
-            the sum of the weights.
+        config: Mesh axis, stage and types.
+        layout: Layout of the parameters.
+        parts: How the gradient of each trained parameter is left.
+        loss: The loss function.
+        accumulate: Microbatches a device.
     """
 
-    fn: Callable
-    has_aux: bool = False
-    weighted: bool = False
+    config: Config
+    layout: Layout
+    parts: Sequence[Leaf]
+    loss: Loss
+    accumulate: int
 
-    def parse(self, returned: Any) -> tuple[Float[Array, ""], Float[Array, ""], PyTree]:
-        """`(total, weight, aux)` of what the function returned.
+    @property
+    def floats(self) -> list[int]:
+        """Which of the trained parameters can be differentiated, as indices into `layout.trained`."""
+        leaves = self.layout.params
+        return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
-        Raises:
-            TypeError: If it is not of the form announced.
-            ValueError: If loss or weight is no scalar.
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are summed over the devices microbatch by microbatch."""
+        return self.config.stage >= 2 or self.accumulate == 1
+
+    def seen(self) -> Callable:
+        """The loss function of parameters as stored: cast, and at stage 3 gathered where they are used."""
+        config, layout = self.config, self.layout
+
+        def call(params, mutable, batch, *args):
+            if config.precision is not None:
+                params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
+            return self.loss.call(params, mutable, batch, args)
+
+        if not any(leaf.kind == "cut" for leaf in layout.params):
+            return call
+        return gather_on_use(
+            call,
+            jax.tree.unflatten(layout.treedef, layout.params),
+            axis=config.axis,
+            prefetch=config.prefetch,
+            bucket_bytes=config.bucket_bytes,
+            reshard_after_forward=config.reshard_after_forward,
+            reduce=None if config.precision is None else config.precision.reduce,
+        )
+
+    def differentiate(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
+        """Loss and gradient of one microbatch.
+
+        Returns:
+            `(returned, grads, factor)`: `factor` times the sum of `grads` over the devices
+            is `scale` times the microbatch's share of the gradient (of the total's, if the
+            loss is weighted: what it is divided by is known only after the last one).
         """
-        wanted = "(loss, aux)" if self.has_aux else "loss"
-        if self.has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
-            raise TypeError(f"With has_aux=True the loss function returns (loss, aux), not {type(returned).__name__}.")
-        value, aux = returned if self.has_aux else (returned, None)
-        if self.weighted:
-            if not (isinstance(value, tuple) and len(value) == 2):
-                raise TypeError(f"With weighted=True the loss in {wanted} is (total, weight), not {value!r}.")
-            return scalar("total", value[0]), scalar("weight", value[1]), aux
-        return scalar("loss", value), jnp.ones((), jnp.float32), aux
+        fn, axis = self.seen(), self.config.axis
+        moving = [self.layout.trained[k] for k in self.floats]
 
+        def objective(values):
+            merged = dict(enumerate(stored)) | dict(zip(moving, values, strict=True))
+            params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(stored))])
+            returned = fn(params, mutable, batch, *args)
+            return returned.total, returned
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Same:
-    """A part of aux that is the same on every device (a counter, say), and is not averaged.
+        total, pull, returned = jax.vjp(objective, [stored[i] for i in moving], has_aux=True)
+        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
+        if self.loss.weighted:
+            weight = lax.psum(returned.weight, axis)
+            factor = jnp.where(weight > 0, weight, 1)
+            seed = scale / factor
+        else:  # known without asking the devices: no collective stands between the two passes
+            factor = jnp.ones(())
+            seed = scale / (self.config.shards * self.accumulate)
+        (grads,) = pull(seed.astype(total.dtype))
+        return returned, grads, factor
 
-    Attributes:
-        tree: Arrays of any type.
-    """
-
-    tree: PyTree
-
-
-def scalar(name: str, value: Any) -> Float[Array, ""]:
-    """Check that the loss function returned a real scalar."""
-    if isinstance(value, tuple | list | dict):
-        raise TypeError(
-            f"The loss function must return a scalar {name}, not a {type(value).__name__}. "
-            f"For (loss, aux) pass has_aux=True; for (total, weight) pass weighted=True."
-        )
-    value = jnp.asarray(value)
-    if value.shape != ():
-        raise ValueError(
-            f"The loss function must return a scalar {name}, but it has shape {list(value.shape)}. "
-            f"Take jnp.mean(...) over the rows, or return (total, weight) with weighted=True."
-        )
-    if name != "weight" and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"The loss function must return a floating point {name}, but it is {value.dtype}.")
-    return value
+    def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
+        """Each device's part of the summed gradients; a leaf gathered on use is summed already."""
+        leaves = [(self.layout.params[self.layout.trained[k]], self.parts[k]) for k in self.floats]
+        here = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
+        precision = self.config.precision
+        values = [grads[j] if precision is None else grads[j].astype(precision.reduce) for j in here]
+        sums = collectives.reduce_scatter(values, [leaves[j][1] for j in here], self.config.axis)
+        done = dict(enumerate(grads)) | dict(zip(here, sums, strict=True))
+        return [done[j] for j in range(len(grads))]
 
 
 def loss_and_grads(
@@ -104,175 +155,110 @@ def loss_and_grads(
     stored: Sequence[Shaped[Array, "*storage"]],
     batch: PyTree,
     args: tuple,
-) -> tuple[Float[Array, ""], PyTree, list[Shaped[Array, "*storage"]]]:
+    *,
+    mutable: PyTree = None,
+    scale: Float[Array, ""] | float = 1.0,
+    accumulate: int = 1,
+) -> Gradients:
     """Mean loss and its gradient over all devices.
 
     Args:
-        config: Mesh, axis and stage.
+        config: Mesh, axis, stage and types.
         layout: Layout of the parameters.
-        parts: How the gradient of each parameter is left: one `Leaf` a parameter.
+        parts: How the gradient of each trained parameter is left: one `Leaf` each.
         loss: The loss function.
         stored: Parameters; storage shape.
         batch: Every leaf is divided on dim 0 over the axis.
         args: Further arguments, whole on every device; PRNG keys are folded with the
-            device's index.
-
-    Returns:
-        `(loss, aux, grads)`: gradients in storage shape of `parts`, zeros for integers.
+            device's index, and with the microbatch's if there are several.
+        mutable: What the loss function updates beside; whole on every device.
+        scale: What the loss is multiplied by while gradients are computed and summed;
+            they are divided by it afterwards.
+        accumulate: Into how many microbatches each device divides its rows.
     """
-    check_batch(batch, config.axis, config.shards)
+    check_batch(batch, config.axis, config.shards, accumulate)
     check_args(args)
-    axis = config.axis
+    one = Pass(config, layout, parts, loss, accumulate)
 
-    def local(stored, batch, args):
-        return local_grads(config, layout, parts, loss, stored, batch, fold_keys(args, axis))
+    def local(stored, batch, args, mutable, scale):
+        return local_gradients(one, stored, batch, args, mutable, scale)
 
     whole = PartitionSpec()
+    specs = Gradients(whole, [part.manual_spec for part in parts], whole, whole, whole, whole)
     return jax.shard_map(
         local,
         mesh=config.mesh,
-        in_specs=([leaf.manual_spec for leaf in layout.params], PartitionSpec(axis), whole),
-        out_specs=(whole, whole, [part.manual_spec for part in parts]),
-        axis_names={axis},
+        in_specs=([leaf.manual_spec for leaf in layout.params], PartitionSpec(config.axis), whole, whole, whole),
+        out_specs=specs,
+        axis_names={config.axis},
         check_vma=False,
-    )(list(stored), batch, args)
+    )(list(stored), batch, args, mutable, jnp.asarray(scale, jnp.float32))
 
 
-def local_grads(config, layout, parts, loss, stored, batch, args):
+def local_gradients(one: Pass, stored, batch, args, mutable, scale) -> Gradients:
     """`loss_and_grads` as one device sees it: local shapes in and out."""
-    axis, leaves = config.axis, layout.params
-    fn = loss.fn
-    if any(leaf.kind == "cut" for leaf in leaves):
-        fn = gather_on_use(
-            fn,
-            jax.tree.unflatten(layout.treedef, leaves),
-            axis=axis,
-            prefetch=config.prefetch,
-            bucket_bytes=config.bucket_bytes,
-            reshard_after_forward=config.reshard_after_forward,
+    axis, weighted = one.config.axis, one.loss.weighted
+    args = fold_keys(args, lax.axis_index(axis))
+    if one.accumulate == 1:
+        returned, grads, factor = one.differentiate(stored, mutable, batch, args, scale)
+        grads, mutable = one.reduce(grads), returned.mutable
+        returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
+    else:
+        returned, grads, mutable = accumulated(one, stored, batch, args, mutable, scale)
+        factor = jnp.ones(())
+    total, weights, aux, _ = returned
+    if weighted:
+        total, weight, below = lax.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=jnp.float32)), axis)
+        weighable = (weight > 0) & (below == 0)
+        # What cannot be divided by becomes NaN, which nobody takes for a gradient.
+        weight = jnp.where(weighable, weight, jnp.nan)
+        unscale = factor / weight / scale
+    else:
+        total, weight, weighable = (
+            lax.psum(total.sum(), axis),
+            float(one.config.shards * one.accumulate),
+            jnp.array(True),
         )
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-    def objective(values):
-        merged = dict(enumerate(stored)) | dict(zip(floats, values, strict=True))
-        params = jax.tree.unflatten(layout.treedef, [merged[i] for i in range(len(leaves))])
-        total, weight, aux = loss.parse(fn(params, batch, *args))
-        return total, (weight, aux)
-
-    total, pull, (weight, aux) = jax.vjp(objective, [stored[i] for i in floats], has_aux=True)
-    if loss.weighted:
-        mean_total, weight = lax.psum((total, weight), axis)
-        mean_total, scale = mean_total / weight, 1 / weight
-    else:  # known without asking the devices: no collective stands between the two passes
-        mean_total, scale = lax.pmean(total, axis), jnp.asarray(1 / config.shards)
-    # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
-    (grads,) = pull(scale.astype(total.dtype))
-    summed = sum_over_devices(dict(zip(floats, grads, strict=True)), leaves, parts, axis)
-    return mean_total, mean_aux(aux, axis), summed
+        unscale = 1 / scale
+    found = dict(zip(one.floats, [g * unscale.astype(g.dtype) for g in grads], strict=True))
+    grads = [found[k] if k in found else jnp.zeros(part.local_shape, part.dtype) for k, part in enumerate(one.parts)]
+    aux, mutable = weighted_sum(aux, weights / weight, axis), mean_mutable(mutable, axis)
+    return Gradients(total / weight, grads, aux, mutable, weighable, squares_of(grads, one.parts, axis))
 
 
-def sum_over_devices(
-    grads: dict[int, Array], leaves: Sequence[Leaf], parts: Sequence[Leaf], axis: str
-) -> list[Shaped[Array, "*local"]]:
-    """Each device's part of the summed gradients; a leaf gathered on use is summed already."""
-    reduce = [i for i in grads if leaves[i].dim is None]
-    sums = collectives.reduce_scatter([grads[i] for i in reduce], [parts[i] for i in reduce], axis)
-    done = grads | dict(zip(reduce, sums, strict=True))
-    return [done[i] if i in done else jnp.zeros(part.local_shape, part.dtype) for i, part in enumerate(parts)]
-
-
-def fold_keys(args: PyTree, axis: str) -> Any:
-    """Fold PRNG keys with the device's index, so that devices draw different numbers."""
-
-    def fold(x):
-        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            return x
-        for_device = lambda key: jax.random.fold_in(key, lax.axis_index(axis))
-        for _ in range(x.ndim):
-            for_device = jax.vmap(for_device)
-        return for_device(x)
-
-    return jax.tree.map(fold, args)
-
-
-def mean_aux(aux: PyTree, axis: str) -> Any:
-    """Average the float leaves of aux over the devices.
-
-    Raises:
-        TypeError: If a leaf is not a float, since its mean means nothing.
-    """
-
-    def mean(path, x):
-        if isinstance(x, Same):
-            return x
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is {jnp.result_type(x)}; aux is averaged over the devices, which "
-                f"only floats can be. Return it as a float, or as a float mean over the rows."
-            )
-        return lax.pmean(x, axis)
-
-    return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Same))
-
-
-def check_batch(batch: PyTree, axis: str, shards: int) -> None:
-    """Refuse a batch whose rows the devices cannot share evenly.
-
-    Raises:
-        ValueError: Naming the leaf, its rows, the axis's size and what to do.
-    """
-    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        name = f"batch{jax.tree_util.keystr(path)}"
-        shape = jnp.shape(x)
-        if not shape:
-            raise ValueError(
-                f"Cannot cut {name} over mesh axis {axis!r}: it is a scalar and has no dim 0. "
-                f"Pass values that belong to no row as further arguments, after the batch."
-            )
-        if shape[0] % shards:
-            below, above = shape[0] // shards * shards, -(-shape[0] // shards) * shards
-            fits = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"Cannot cut {name} over mesh axis {axis!r}: its dim 0 has {shape[0]} rows, and the axis has "
-                f"{shards} devices. Give a batch of {fits} rows, or drop the remainder in the data loader."
-            )
-
-
-def place_batch(config: Config, batch: PyTree) -> PyTree:
-    """Cut a batch's rows over the devices, unless they lie so already.
-
-    Args:
-        config: Mesh and axis.
-        batch: Arrays of any kind and place, or shapes.
+def accumulated(one: Pass, stored, batch, args, mutable, scale):
+    """Differentiate the microbatches one after the other.
 
     Returns:
-        Arrays on the mesh; of shapes, shapes with their sharding.
-
-    Raises:
-        ValueError: As `check_batch`.
+        `(returned, grads, mutable)`: what the loss function returned, microbatches on dim 0;
+        `scale` times the gradient of the sum over devices and microbatches, local shape of
+        the parts; the last mutable state.
     """
-    check_batch(batch, config.axis, config.shards)
-    sharding = rows(config.mesh, config.axis)
+    precision = one.config.precision
 
-    def place(x):
-        if isinstance(x, jax.core.Tracer):
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+    def start(k) -> Array:
+        leaf = one.layout.params[one.layout.trained[k]]
+        shape = one.parts[k].local_shape if one.reduces_each else leaf.local_shape
+        wide = jnp.promote_types(leaf.dtype, jnp.float32) if precision is None else precision.reduce
+        return jnp.zeros(shape, wide)
 
-    return jax.tree.map(place, batch)
+    def turn(carry, microbatch):
+        sums, mutable = carry
+        number, rows = microbatch
+        returned, grads, factor = one.differentiate(stored, mutable, rows, fold_keys(args, number), scale)
+        if one.reduces_each:
+            grads = one.reduce(grads)
+        sums = [s + g.astype(s.dtype) * factor.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+        return (sums, returned.mutable), returned._replace(mutable=None)
+
+    split = lambda x: x.reshape(one.accumulate, x.shape[0] // one.accumulate, *x.shape[1:])
+    microbatches = (jnp.arange(one.accumulate), jax.tree.map(split, batch))
+    (sums, mutable), returned = lax.scan(turn, ([start(k) for k in one.floats], mutable), microbatches)
+    return returned, sums if one.reduces_each else one.reduce(sums), mutable
 
 
-def check_args(args: tuple) -> None:
-    """Refuse untyped PRNG keys, which cannot be told from data and so would not be folded.
-
-    Raises:
-        TypeError: If an argument looks like one.
-    """
-    for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32:
-            raise TypeError(
-                f"args{jax.tree_util.keystr(path)} is uint32[2], which looks like an untyped PRNG key: every device "
-                f"would draw the same numbers. Pass jax.random.key(seed), or jax.random.wrap_key_data(key)."
-            )
+def squares_of(grads: Sequence[Array], parts: Sequence[Leaf], axis: str) -> Float[Array, " trained"]:
+    """Sum of squares of each gradient, in float32; one collective for all of them."""
+    here = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
+    whole = jnp.asarray([part.kind == "whole" for part in parts], bool)
+    return jnp.where(whole, here, lax.psum(jnp.where(whole, 0, here), axis))

@@ -6,40 +6,61 @@ what optax and Flax do) would fail; so a leaf whose parts do not form an array o
 logical shape comes back whole.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import Layout
-from .gradients import Loss, loss_and_grads
-from .storage import constrain, read, write
-from .update import check_state, divide, plan_update, tree_difference, undivide, update
+from .gradients import loss_and_grads
+from .loss import Loss
+from .storage import cast, constrain, read, write
+from .update import advance, check_state, divide, plan_update, tree_difference, undivide, update
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
 
 
 def grad_parts(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
     """How `value_and_grad` leaves each gradient: cut at stages 2 and 3 where its form allows it."""
     return tuple(
-        part
+        leaf
+        if leaf.dim is not None
+        else part
         if config.stage >= 2 and part.kind == "cut" and (part.padding == 0 or padded)
         else dataclasses.replace(part, kind="whole", dim=None)
-        for part, padded in zip(layout.parts, forms, strict=True)
+        for leaf, part, padded in zip(layout.params, layout.parts, forms, strict=True)
     )
 
 
 def value_and_grad_tree(
-    config: Config, loss: Loss, params: Any, batch: Any, *args: Any, layout: Layout, forms: tuple[bool, ...]
+    config: Config,
+    loss: Loss,
+    params: Any,
+    batch: Any,
+    *args: Any,
+    layout: Layout,
+    forms: tuple[bool, ...],
+    accumulate: int = 1,
 ) -> tuple[Any, Any]:
     """Loss and gradient, the gradient in the form of `params`; traced under jit."""
     parts = grad_parts(config, layout, forms)
-    reduced = tuple(leaf if leaf.dim is not None else part for leaf, part in zip(layout.params, parts, strict=True))
-    value, aux, grads = loss_and_grads(config, layout, reduced, loss, read(params, layout.params), batch, args)
-    tree = write([constrain(config, g, leaf) for g, leaf in zip(grads, reduced, strict=True)], layout, reduced, forms)
-    return ((value, aux) if loss.has_aux else value), tree
+    given = read(params, layout.params)
+    stored = cast(given, [leaf.dtype for leaf in layout.params])
+    trained = [parts[i] for i in layout.trained]
+    found = loss_and_grads(config, layout, trained, loss, stored, batch, args, accumulate=accumulate)
+    zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
+    grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
+    arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
+    tree = write(arrays, layout, parts, forms)
+    return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
 
 
 def update_tree(
@@ -48,15 +69,35 @@ def update_tree(
     """Updates in the form of the parameters, and the new state; traced under jit.
 
     Raises:
-        ValueError: If gradients, state and parameters are not of one tree.
+        ValueError: If gradients, state and parameters are not of one tree, or master
+            weights are to be updated and `params` is None.
     """
     check_grads(grads, layout)
     plan = plan_update(config, layout)
     check_state(config, plan, state)
     extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
+    if params is None and config.keeps_master:
+        raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
     divided = None if params is None else divide(config, plan, params)
-    updates, state = update(config, plan, divide(config, plan, grads), state, divided, extra)
-    return undivide(config, plan, updates, forms), state
+    reduced = divide(config, plan, grads)
+    if divided is not None and config.keeps_master:
+        stored = read(params, layout.params)
+        moved, state = advance(config, plan, reduced, state, divided, extra)
+        new = undivide(config, plan, moved, frozen=stored)
+        updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
+    else:
+        increments, state = update(config, plan, reduced, state, divided, extra)
+        zeros = [jnp.zeros_like(x) for x in read(grads, layout.params)]
+        updates = undivide(config, plan, increments, frozen=zeros)
+    return write(updates, layout, layout.params, forms), state
+
+
+def difference(new: Array, old: Array) -> Array:
+    """What leads `optax.apply_updates` from one narrow number exactly to the other: their difference in float32."""
+    if new.dtype == bool:
+        return jnp.zeros_like(new)
+    wide = jnp.promote_types(old.dtype, jnp.float32) if jnp.issubdtype(old.dtype, jnp.inexact) else old.dtype
+    return new.astype(wide) - old.astype(wide)
 
 
 def check_grads(grads: Any, layout: Layout) -> None:

@@ -30,7 +30,7 @@ def rules_of(config: Config) -> Rules:
 
 def layout_of(config: Config, params: PyTree) -> Layout:
     """Lay out a tree of parameters: arrays, `Padded` arrays or shapes."""
-    return lay_out(params, rules_of(config))
+    return lay_out(params, rules_of(config), precision=config.precision, trainable=config.trainable)
 
 
 def leaves_of(params: PyTree) -> list:
@@ -91,6 +91,11 @@ def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> 
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
     return jax.lax.with_sharding_constraint(stored, NamedSharding(config.mesh, spec))
+
+
+def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
+    """Each array in its type; one that is in it already is left as it is."""
+    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:

@@ -12,8 +12,8 @@ References:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import HashedOnce, Layout, match_state, owners_of
 from .elementwise import elementwise_leaves
-from .storage import constrain, gather, leaves_of, rules_of, shapes, store, view, write
+from .master import with_master
+from .storage import cast, constrain, gather, layout_of, leaves_of, rules_of, shapes, store, view
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -35,13 +36,16 @@ class UpdatePlan(HashedOnce):
     """How gradients and optimizer state lie during the update.
 
     Attributes:
-        layout: Layout of the parameters.
-        parts: One `Leaf` a parameter, for its gradient and its update.
-        state: One `Leaf` for each leaf of the transformation's state.
-        state_def: Structure of the transformation's state: its own, unchanged.
+        layout: Layout of all parameters.
+        trained: Layout of those that are trained; the others are holes in its tree.
+        parts: One `Leaf` a trained parameter, for its gradient and its update.
+        state: One `Leaf` for each leaf of the optimizer's state.
+        state_def: Structure of the optimizer's state: the wrapped transformation's own,
+            inside a `MasterState` where there are master weights.
     """
 
     layout: Layout
+    trained: Layout
     parts: tuple[Leaf, ...]
     state: tuple[Leaf, ...]
     state_def: jax.tree_util.PyTreeDef
@@ -49,57 +53,71 @@ class UpdatePlan(HashedOnce):
 
 def plan_update(config: Config, layout: Layout) -> UpdatePlan:
     """Lay out gradients and optimizer state, flat where the transformation is elementwise."""
-    rules = rules_of(config)
-    params = jax.tree.unflatten(layout.treedef, shapes(layout.params))
-    state = jax.eval_shape(config.tx.init, params)
-    owners = owners_of(state, layout)
-    flat = elementwise_leaves(config.tx, params, layout.parts, owners)
+    trained = layout.only_trained()
+    tx = optimizer(config, trained)
+    params = jax.tree.unflatten(trained.treedef, shapes(trained.parts))
+    state = jax.eval_shape(tx.init, params)
+    owners = owners_of(state, trained)
+    flat = elementwise_leaves(tx, params, trained.parts, owners)
     parts = tuple(
         dataclasses.replace(part, kind="whole", reason=f"{part.reason}; its update is not elementwise")
         if part.kind == "flat" and i not in flat
         else part
-        for i, part in enumerate(layout.parts)
+        for i, part in enumerate(trained.parts)
     )
-    matched = match_state(state, layout, rules, owners=owners, flat=flat)
-    return UpdatePlan(layout, parts, matched, jax.tree.structure(state))
+    matched = match_state(state, trained, layout.rules, owners=owners, flat=flat)
+    return UpdatePlan(layout, trained, parts, matched, jax.tree.structure(state))
+
+
+def optimizer(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
+    """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
+    if not config.keeps_master:
+        return optax.with_extra_args_support(config.tx)
+    narrow = [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.parts, strict=True)]
+    return with_master(config.tx, narrow)
 
 
 def init_state(config: Config, plan: UpdatePlan, params: Sequence[Shaped[Array, "*logical"]]) -> PyTree:
-    """The transformation's initial state, laid out; logical parameters in, storage out."""
-    state = config.tx.init(jax.tree.unflatten(plan.layout.treedef, params))
+    """The optimizer's initial state, laid out; logical parameters, all of them, in, storage out."""
+    wide = cast([params[i] for i in plan.layout.trained], [part.dtype for part in plan.parts])
+    state = optimizer(config, plan.trained).init(jax.tree.unflatten(plan.trained.treedef, wide))
     leaves = [store(config, x, leaf) for x, leaf in zip(jax.tree.leaves(state), plan.state, strict=True)]
     return jax.tree.unflatten(plan.state_def, leaves)
 
 
 def divide(config: Config, plan: UpdatePlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
-    """Parameters or gradients, whole or divided, `Padded` or not, laid out for the update; storage shape."""
+    """The trained leaves of parameters or gradients, in any form, laid out for the update; storage shape."""
+    leaves = leaves_of(tree)
     return [
         constrain(config, x.storage, part)
         if is_padded(x) and x.storage.shape == part.storage_shape
         else store(config, x.logical() if is_padded(x) else x, part)
-        for x, part in zip(leaves_of(tree), plan.parts, strict=True)
+        for x, part in zip([leaves[i] for i in plan.layout.trained], plan.parts, strict=True)
     ]
 
 
 def undivide(
-    config: Config, plan: UpdatePlan, divided: Sequence[Shaped[Array, "*storage"]], forms: Sequence[bool]
-) -> PyTree:
-    """The inverse of `divide` for parameters or updates: gather what the stage keeps whole.
+    config: Config,
+    plan: UpdatePlan,
+    divided: Sequence[Shaped[Array, "*storage"]],
+    frozen: Sequence[Shaped[Array, "*storage"]],
+) -> list[Shaped[Array, "*storage"]]:
+    """The inverse of `divide`: gather what the stage keeps whole.
 
     Args:
         config: Mesh and axis.
         plan: How everything lies.
-        divided: One array a parameter; storage shape of `plan.parts`.
-        forms: For each leaf, whether it becomes a `Padded`.
+        divided: One array a trained parameter; storage shape of `plan.parts`.
+        frozen: One array a parameter, of which those that are not trained are taken.
 
     Returns:
-        A tree of the parameters' structure.
+        One array a parameter; storage shape of `plan.layout.params`.
     """
-    stored = plan.layout.params
-    whole = [i for i, leaf in enumerate(stored) if leaf.dim is None]
-    gathered = gather(config, [divided[i] for i in whole], [plan.parts[i] for i in whole])
-    arrays = dict(enumerate(divided)) | dict(zip(whole, gathered, strict=True))
-    return write([arrays[i] for i in range(len(stored))], plan.layout, stored, forms)
+    whole = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None]
+    gathered = gather(config, [divided[k] for k in whole], [plan.parts[k] for k in whole])
+    moved = dict(enumerate(divided)) | dict(zip(whole, gathered, strict=True))
+    arrays = dict(enumerate(frozen)) | {i: moved[k] for k, i in enumerate(plan.layout.trained)}
+    return [arrays[i] for i in range(len(plan.layout.params))]
 
 
 def update(
@@ -110,7 +128,7 @@ def update(
     params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """One step of the wrapped transformation on divided leaves.
+    """One step of the optimizer on divided leaves.
 
     Args:
         config: The wrapped transformation and its mesh.
@@ -121,9 +139,10 @@ def update(
         extra: Extra keyword arguments of the transformation.
 
     Returns:
-        `(updates, state)`: updates in storage shape of `plan.parts`.
+        `(updates, state)`: updates in storage shape of `plan.parts`; with master weights
+        not updates but the parameters they lead to.
     """
-    tree = plan.layout.treedef
+    tree = plan.trained.treedef
 
     def views(stored, leaves):
         return [view(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
@@ -131,14 +150,29 @@ def update(
     def keep(values, leaves):
         return [store(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
 
-    updates, new_state = optax.with_extra_args_support(config.tx).update(
-        jax.tree.unflatten(tree, views(grads, plan.parts)),
+    types = [part.dtype for part in plan.parts]
+    updates, new_state = optimizer(config, plan.trained).update(
+        jax.tree.unflatten(tree, views(cast(grads, types), plan.parts)),
         jax.tree.unflatten(plan.state_def, views(jax.tree.leaves(state), plan.state)),
-        None if params is None else jax.tree.unflatten(tree, views(params, plan.parts)),
+        None if params is None else jax.tree.unflatten(tree, views(cast(params, types), plan.parts)),
         **extra,
     )
     kept = keep(jax.tree.leaves(new_state), plan.state)
     return keep(jax.tree.leaves(updates), plan.parts), jax.tree.unflatten(plan.state_def, kept)
+
+
+def advance(
+    config: Config,
+    plan: UpdatePlan,
+    grads: Sequence[Shaped[Array, "*storage"]],
+    state: PyTree,
+    params: Sequence[Shaped[Array, "*storage"]],
+    extra: dict,
+) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
+    """The trained parameters after one step, in the type they are stored in, and the state; as `update`."""
+    updates, state = update(config, plan, grads, state, params, extra)
+    moved: Any = updates if config.keeps_master else optax.apply_updates(list(params), updates)
+    return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
 
 
 def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
@@ -189,6 +223,19 @@ def check_params(config: Config, plan: UpdatePlan, params: PyTree) -> None:
                 f"params{leaf.path} is {x.dtype}{list(x.shape)}, and the state was made for {leaf.dtype}"
                 f"{list(leaf.shape)} (logical). Make a new state with create(params)."
             )
+    for found, required in zip(roles(layout_of(config, params)), roles(plan.layout), strict=True):
+        if found != required:
+            raise ValueError(
+                f"The state was made with another precision= or trainable= than the step: {required}, and the step "
+                f"needs {found}. Make a new state with this transformation's create(params)."
+            )
+
+
+def roles(layout: Layout) -> Iterator[str]:
+    """In words, what precision and trainable say of each parameter."""
+    for i, (part, compute) in enumerate(zip(layout.parts, layout.compute, strict=True)):
+        use = "trained" if i in layout.trained else "frozen"
+        yield f"params{part.path} {use}, {part.dtype} computed in {compute}"
 
 
 def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:

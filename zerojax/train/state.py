@@ -9,26 +9,36 @@ from typing import TYPE_CHECKING
 import jax
 
 from ..stages.update import UpdatePlan
+from .guard import Guard
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state"], meta_fields=["plan"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "guard", "mutable"],
+    meta_fields=["plan"],
+)
 @dataclasses.dataclass(frozen=True)
 class ZeroState:
     """Parameters and optimizer state of a run, in storage.
 
     Attributes:
-        step: Number of updates done; int32 scalar.
+        step: Number of updates done, skipped ones not counted; int32 scalar.
         params: The parameters; a leaf that had to be padded is a `Padded`.
-        opt_state: The wrapped transformation's own state, each leaf in storage shape.
+        opt_state: The wrapped transformation's own state, each leaf in storage shape; with
+            master weights, a `MasterState` of that state and them.
+        guard: The loss scale, and what is known of skipped steps.
+        mutable: What the loss function updates beside (batch statistics); None if nothing.
         plan: How every leaf lies; part of the pytree's structure, not of its data.
     """
 
     step: Int[Array, ""]
     params: PyTree
     opt_state: PyTree
+    guard: Guard
+    mutable: PyTree
     plan: UpdatePlan
 
     def replace(self, **changes) -> ZeroState:

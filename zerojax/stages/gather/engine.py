@@ -26,6 +26,7 @@ def gather_on_use(
     prefetch: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
     reshard_after_forward: bool = True,
+    reduce: np.dtype | None = None,
 ) -> Callable:
     """Rewrite `fn(params, *args)` to take this device's shards of `params`.
 
@@ -42,6 +43,7 @@ def gather_on_use(
         bucket_bytes: Leaves used together are gathered together, up to this many bytes.
         reshard_after_forward: False keeps gathered parameters for the backward pass:
             two collectives a parameter instead of three, at the cost of their memory.
+        reduce: Floating type in which gradients are summed over the devices; None: their own.
 
     Returns:
         `wrapped(local_params, *args)`, which returns what `fn` does. Its derivative with
@@ -61,7 +63,7 @@ def gather_on_use(
             f"prefetch={prefetch} and bucket_bytes={bucket_bytes} must both be at least 0; prefetch=0 starts each "
             "gather when its use is due, bucket_bytes=0 gathers every leaf by itself."
         )
-    options = Options(axis, prefetch, bucket_bytes, reshard_after_forward)
+    options = Options(axis, prefetch, bucket_bytes, reshard_after_forward, reduce)
 
     def wrapped(local_params, *args):
         leaves = _checked(local_params, layout, axis)

@@ -94,7 +94,8 @@ class Back:
             if i >= loop.consts + loop.carry
         ]
         first = [loop.fixed[i] for i in self.two.active_weights if i < len(loop.fixed)]
-        fixed = [jnp.zeros(weight.shape, weight.wide) for weight in first]
+        options = self.turns.options
+        fixed = [jnp.zeros(weight.shape, options.sum_dtype(weight.wide)) for weight in first]
         shards = [self.turns.stacks[i] for i in self.trained.values()]
         stacks = [jnp.full(shard.shape, seed.astype(shard.dtype)) for shard in shards]
         carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
@@ -155,7 +156,7 @@ class Back:
                 fixed.append(cotangent)
                 continue
             key = self.loop.turning[index - first].key
-            sums[key] = cotangent if sums[key] is None else sums[key] + cotangent
+            sums[key] = self.turns.options.add(sums[key], cotangent)
         return list(sums.values()), fixed
 
     def _written(self, stacks: Sequence, gradients: Sequence, number) -> list:
@@ -242,7 +243,8 @@ def _give(segment: Segment, back: Back, state: State, gathers: Gathers, position
     numbers = [returns.give_stack(weight, stack) for weight, stack in zip(turning, state.stacks, strict=True)]
     left = [weight.at_turn(loop.at(0)) for weight in turning] if back.ahead else []
     fixed = [loop.fixed[i] for i in two.active_weights if i < len(loop.fixed)]
-    sums = [c.astype(w.dtype) for w, c in zip(fixed, state.fixed, strict=True)]
+    narrow = back.turns.options.sum_dtype
+    sums = [c.astype(narrow(w.dtype)) for w, c in zip(fixed, state.fixed, strict=True)]
     stacks = {weight.key: number for weight, number in zip(left, numbers, strict=False)}
     returns.give([*fixed, *left], [*sums, *state.pending], covered=gathers.covers_after(position), stacks=stacks)
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from zerojax.stages.gather import collectives
@@ -29,12 +30,14 @@ class Options:
         prefetch: How many uses ahead a gather may start; 0 is none.
         bucket_bytes: Leaves of one block travel together up to this many logical bytes.
         reshard_after_forward: Drop gathered parameters after the forward pass.
+        reduce: Floating type in which gradients are summed over the devices; None: their own.
     """
 
     axis: str
     prefetch: int
     bucket_bytes: int
     reshard_after_forward: bool
+    reduce: np.dtype | None = None
 
     def gather(self, shards: Sequence[jax.Array], weights: Sequence[Weight], *, covered: bool) -> list[jax.Array]:
         """Logical arrays of the shards of `weights`; `covered` by another block's work or not."""
@@ -44,8 +47,21 @@ class Options:
         self, cotangents: Sequence[jax.Array], weights: Sequence[Weight], *, covered: bool
     ) -> list[jax.Array]:
         """Shards of the summed cotangents of `weights`; `covered` by another block's work or not."""
+        if self.reduce is not None:
+            cotangents = [c.astype(self.reduce) for c in cotangents]
         size = self._bucket(covered)
         return collectives.reduce_scatter(cotangents, weights, axis=self.axis, bucket_bytes=size, in_turn=not covered)
+
+    def sum_dtype(self, dtype: np.dtype) -> np.dtype:
+        """The type in which one device adds up the gradients of several uses."""
+        return dtype if self.reduce is None else jnp.promote_types(dtype, self.reduce)
+
+    def add(self, held: jax.Array | None, cotangent: jax.Array) -> jax.Array:
+        """The gradients of several uses, added up; a single one is left as it is."""
+        if held is None:
+            return cotangent
+        wide = self.sum_dtype(cotangent.dtype)
+        return held.astype(wide) + cotangent.astype(wide)
 
     def _bucket(self, covered: bool) -> int:
         """The first gather and the last reduce-scatter can only hide behind their own block: piece by piece."""
@@ -182,7 +198,7 @@ class Returns:
         unique: dict = {}
         for weight, cotangent in zip(weights, cotangents, strict=True):
             _, held = unique.get(weight.key, (weight, None))
-            unique[weight.key] = weight, cotangent if held is None else held + cotangent
+            unique[weight.key] = weight, self.options.add(held, cotangent)
         places = [(weight, stacks.get(key)) for key, (weight, _) in unique.items()]
         whole = [cotangent for _, cotangent in unique.values()]
         if self.options.prefetch and covered:
