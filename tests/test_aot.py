@@ -3,9 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
-from zerojax.plan.topology import installed
+from zerojax import Precision, collectives, zero_shard
+from zerojax.plan.topology import absent_mesh, installed
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,3 +48,37 @@ def test_a_layer_more_costs_no_more_than_its_activation(style):
     activations = 10 * 8 * 1024 * 2048 * 2 / 2**20  # ten layers, rows x tokens x width in bfloat16
     # a shallow model may peak at its head, and grow by less than its activations at first
     assert at[24] - at[14] <= 1.1 * max(at[14] - at[4], activations)
+
+
+WIDTH, DEPTH = 1024, 6
+
+
+@functools.cache
+def mixed_step(stage, accumulate=1):
+    """A bfloat16 step of a chain of matrices, compiled."""
+    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=absent_mesh("h200:8"), precision=Precision.bf16())
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH
+
+    def loss(params, batch):
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch.astype(jnp.float32) ** 2)
+
+    batch = jax.ShapeDtypeStruct((8 * 16 * accumulate, WIDTH), jnp.bfloat16)
+    return tx.train_step(loss, accumulate=accumulate).lower(tx.create(params), batch).compile()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_travel_narrow_and_gradients_wide(stage):
+    found = collectives(mixed_step(stage))
+    assert {c.dtype for c in found.of("all-gather")} == {"bf16"}
+    assert {c.dtype for c in found.of("reduce-scatter")} == {"f32"}
+
+
+def test_microbatches_gather_each_for_itself():
+    """No gathered parameter outlives its microbatch: none is taken out of the loop, and one more costs no memory."""
+    found = collectives(mixed_step(3, 4))
+    assert found.moved("all-gather").elements == 4 * (2 * DEPTH - 2) * WIDTH**2
+    assert found.moved("reduce-scatter").elements == 4 * DEPTH * WIDTH**2
+    temp = [mixed_step(3, accumulate).memory_analysis().temp_size_in_bytes for accumulate in (2, 4)]
+    assert temp[1] <= temp[0] + 2**20

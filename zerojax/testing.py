@@ -70,6 +70,7 @@ def assert_parity(
     params: Any,
     batches: Sequence[Any],
     *,
+    accumulate: int = 1,
     atol: float = 2e-6,
     reference: tuple[Any, list[float]] | None = None,
 ) -> None:
@@ -80,6 +81,7 @@ def assert_parity(
         loss_fn: `loss_fn(params, batch)`, a mean over the rows.
         params: Logical parameters.
         batches: One global batch a step.
+        accumulate: Into how many microbatches each device divides its rows.
         atol: Largest difference allowed, relative to the largest magnitude of each leaf
             (or to 1): a few units of float32 rounding, which a sum over devices reorders.
         reference: What `train_plain` gave, to reuse it.
@@ -88,7 +90,7 @@ def assert_parity(
         AssertionError: Naming the first leaf that differs, and by how much.
     """
     expected, losses = reference or train_plain(tx.config.tx, loss_fn, params, batches)
-    state, step = tx.create(params), tx.train_step(loss_fn)
+    state, step = tx.create(params), tx.train_step(loss_fn, accumulate=accumulate)
     for batch, loss in zip(batches, losses, strict=True):
         state, metrics = step(state, batch)
         np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5, err_msg="loss")

@@ -1,0 +1,209 @@
+"""The loss scale moves by its rules, and a step that overflows anywhere leaves everything as it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from models import awkward_batches, awkward_loss, awkward_params, floats_only
+
+from zerojax import DynamicScale, Precision, zero_shard
+from zerojax.train.guard import new_guard, next_guard
+
+STAGES = [0, 1, 2, 3]
+
+
+def scales(rule, overflows):
+    """The scale each step uses, for a pattern of clean steps (.) and overflows (x)."""
+    precision = Precision.fp16(loss_scale=rule)
+    guard, used = new_guard(precision, 1), []
+    for step in overflows:
+        used.append(float(guard.scale))
+        guard = next_guard(guard, precision, jnp.array([step == "."]), jnp.array(True))
+    return [*used, float(guard.scale)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "expected"),
+    [
+        ({}, "..........", [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096, 8192]),
+        ({}, "x.x..", [256, 128, 128, 64, 64, 128]),
+        ({}, "xxxxxxxxxx", [256, 128, 64, 32, 16, 8, 4, 4, 4, 4, 4]),  # down to the floor, and no further
+        ({"hysteresis": 2}, "xxx", [256, 256, 128, 64]),
+        ({"hysteresis": 2}, "x.x", [256, 256, 256, 128]),  # clean steps alone do not forgive
+        ({"hysteresis": 2}, "x..xx", [256, 256, 256, 512, 512, 256]),  # but a raised scale does
+        ({"factor": 4.0}, "..x", [256, 256, 1024, 256]),
+        ({"initial": 2.0**127}, "..", [2.0**127] * 3),  # never infinite
+    ],
+)
+def test_the_scale_follows_its_rule(rule, steps, expected):
+    assert scales(DynamicScale(**{"initial": 256.0, "growth_interval": 2, "floor": 4.0, **rule}), steps) == expected
+
+
+def test_the_default_starts_at_two_to_the_sixteenth():
+    assert Precision.fp16().loss_scale == DynamicScale()
+    assert scales("dynamic", ".x") == [2.0**16, 2.0**16, 2.0**15]
+
+
+def test_a_step_that_grows_the_scale_unscales_by_the_one_it_used(mesh):
+    rule = DynamicScale(initial=256.0, growth_interval=2)
+    tx = zero_shard(optax.sgd(1.0), stage=2, mesh=mesh, precision=Precision.fp16(loss_scale=rule))
+    state, step = tx.create({"w": jnp.zeros(4)}), tx.train_step(lambda p, b: (p["w"].sum() * b).mean())
+    used = []
+    for i in range(10):
+        state, metrics = step(state, jnp.ones(8))
+        used.append(float(metrics["loss_scale"]))
+        np.testing.assert_allclose(state.opt_state.master["w"][0], -(i + 1), rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], 2.0)
+    assert used == [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096]
+
+
+def overflowing(params, batch):
+    """Finite, until one row of the batch blows up."""
+    return awkward_loss(params, batch) * jnp.where(jnp.any(batch["bomb"] > 0), jnp.inf, 1.0)
+
+
+def bombs(rows=24, at=()):
+    batches = awkward_batches(6, rows)
+    return [{**b, "bomb": jnp.zeros(rows).at[5].set(1.0 if i in at else 0.0)} for i, b in enumerate(batches)]
+
+
+def everything(state):
+    return jax.device_get((state.step, state.params, state.opt_state, state.mutable))
+
+
+@pytest.mark.parametrize("precision", [Precision.fp16(), Precision.bf16(), None], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_overflow_on_one_device_leaves_every_bit(stage, precision, accumulate, mesh):
+    """And what follows is as if that batch had never been."""
+    schedule = optax.linear_schedule(1e-2, 1e-3, 5)
+    make = lambda: floats_only(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
+    tx = zero_shard(make(), stage=stage, mesh=mesh, persist_below=50, precision=precision)
+    step = tx.train_step(overflowing, skip_nonfinite=True, accumulate=accumulate)
+    state, clean = tx.create(awkward_params()), tx.create(awkward_params())
+    for i, batch in enumerate(bombs(at=(1, 3))):
+        before = everything(state)
+        state, metrics = step(state, batch)
+        assert metrics["skipped"] == (i in (1, 3))
+        if metrics["skipped"]:
+            jax.tree.map(np.testing.assert_array_equal, everything(state), before)
+        else:
+            clean, _ = step(clean, batch)
+    assert state.step == 4
+    if precision is None or precision.loss_scale is None:
+        jax.tree.map(np.testing.assert_array_equal, everything(state), everything(clean))
+    else:  # with another scale other gradients underflow
+        assert state.guard.scale == 2.0**14
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_skip_on_other_counts(count):
+    tx = zero_shard(floats_only(optax.adam(1e-2)), stage=3, mesh=mesh_of(count), persist_below=50)
+    step, state = tx.train_step(overflowing, skip_nonfinite=True), tx.create(awkward_params())
+    state, _ = step(state, bombs()[0])
+    before = everything(state)
+    state, metrics = step(state, bombs(at=(1,))[1])
+    assert metrics["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, everything(state), before)
+
+
+def test_mutable_state_is_kept_when_a_step_is_skipped(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
+    loss = lambda p, m, b: (p["w"].sum() * b.mean(), m + b.mean())
+    state = tx.create({"w": jnp.ones(4)}, mutable=jnp.zeros(()))
+    step = tx.train_step(loss, mutable=True, skip_nonfinite=True)
+    state, _ = step(state, jnp.ones(8))
+    state, metrics = step(state, jnp.ones(8).at[2].set(jnp.nan))
+    assert metrics["skipped"]
+    assert state.mutable == 1
+
+
+def test_too_many_skips_raise_with_the_leaves_that_began_it(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=4)
+    loss = lambda p, b: (p["good"] * b).mean() + (p["bad"] * jnp.where(b > 1, jnp.nan, 0)).sum()
+    state = tx.create({"bad": jnp.ones(8), "good": jnp.ones(8)})
+    step = tx.train_step(loss, skip_nonfinite=True, max_skips=2)
+    for value in (1.0, 2.0, 2.0, 1.0, 2.0, 2.0, 2.0):
+        state, _ = step(state, jnp.full(64, value).reshape(8, 8))
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row.*max_skips=2.*params\['bad'\]\.") as caught:
+        step(state, jnp.ones((8, 8)))
+    assert "good" not in str(caught.value)
+    assert state.step == 2  # and the state can still be used
+    state, metrics = tx.train_step(loss, skip_nonfinite=True)(state, jnp.ones((8, 8)))
+    assert not metrics["skipped"]
+    assert state.guard.skips == 0
+
+
+def test_without_the_guard_nothing_is_skipped(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
+    state, metrics = tx.train_step(lambda p, b: (p["w"] * b).sum())(tx.create({"w": jnp.ones(1)}), jnp.full(8, jnp.nan))
+    assert not metrics["skipped"]
+    assert np.isnan(metrics["grad_norm"])
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_static_scale_stays(stage, mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, precision=Precision.fp16(loss_scale=1024))
+    step, state = tx.train_step(lambda p, b: (p["w"] * b).mean()), tx.create({"w": jnp.ones(1)})
+    for value in (1.0, jnp.inf, 1.0):
+        state, metrics = step(state, jnp.full(8, value))
+        assert metrics["loss_scale"] == 1024
+    assert state.step == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Precision(compute=jnp.float32, master=jnp.bfloat16), ValueError, "master=bfloat16.*narrower.*float32"),
+        (lambda: Precision(compute=jnp.int8), TypeError, r"compute=.*floating type.*int8"),
+        (lambda: Precision.bf16(loss_scale="auto"), TypeError, "loss_scale=.*'auto'"),
+        (lambda: Precision.bf16(loss_scale=-1.0), ValueError, "loss_scale=-1.0"),
+        (lambda: Precision.bf16(keep="norm"), TypeError, "keep=.*function"),
+        (lambda: DynamicScale(floor=0), ValueError, "floor"),
+        (lambda: DynamicScale(growth_interval=0), ValueError, "growth_interval"),
+        (lambda: DynamicScale(initial=1.0, floor=2.0), ValueError, "initial=1.0.*floor=2.0"),
+        (lambda: zero_shard(optax.sgd(1), stage=1, precision="bf16"), TypeError, r"Precision\.bf16\(\).*'bf16'"),
+        (lambda: zero_shard(optax.sgd(1), stage=1, trainable={"w": 1}), TypeError, "leaf 'w' is 1"),
+    ],
+)
+def test_what_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"accumulate": 0}, ValueError, "accumulate.*at least 1.*0"),
+        ({"accumulate": 1.5}, TypeError, "accumulate.*int"),
+        ({"max_skips": -1}, ValueError, "max_skips.*at least 0"),
+        ({"accumulate": 3}, ValueError, r"16 rows.*8 devices of 3 microbatches each.*24 parts.*batch of 24 rows"),
+    ],
+)
+def test_steps_that_are_refused(options, error, message, mesh):
+    tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh)
+    with pytest.raises(error, match=message):
+        tx.train_step(lambda p, b: (p["w"] * b).mean(), **options)(tx.create({"w": jnp.ones(1)}), jnp.ones(16))
+
+
+def test_float16_without_a_scale_warns():
+    with pytest.warns(UserWarning, match=r"float16\) without loss_scale.*Precision\.fp16\(\)"):
+        Precision(compute=jnp.float16)
+
+
+def test_a_mask_of_another_tree_is_refused(mesh):
+    tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh, trainable={"v": True})
+    with pytest.raises(ValueError, match="no leaf 'w'"):
+        tx.create({"w": jnp.ones(1)})
+
+
+def test_a_state_of_another_precision_is_refused(mesh):
+    params, loss = {"w": jnp.ones((8, 2048))}, lambda p, b: (p["w"].sum() * b).mean()
+    made = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(params)
+    for options in ({"precision": Precision.bf16()}, {"trainable": lambda path, leaf: False}):
+        other = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, **options)
+        with pytest.raises(ValueError, match=r"another precision= or trainable=.*params\['w'\]"):
+            other.train_step(loss)(made, jnp.ones(8))
