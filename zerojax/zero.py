@@ -328,13 +328,20 @@ def zero_shard(
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     mesh = resolve_mesh(mesh, axis)
-    if trainable is not None and not callable(trainable):
-        trainable = Paths.of(trainable)
-    return ZeroTransformation.of(
-        Config(
-            tx, stage, mesh, axis, persist_below, prefetch, bucket_bytes, reshard_after_forward, precision, trainable
-        )
+    chosen: Any = trainable if trainable is None or callable(trainable) else Paths.of(trainable)
+    config = Config(
+        tx,
+        stage,
+        mesh,
+        axis,
+        persist_below=persist_below,
+        prefetch=prefetch,
+        bucket_bytes=bucket_bytes,
+        reshard_after_forward=reshard_after_forward,
+        precision=precision,
+        trainable=chosen,
     )
+    return ZeroTransformation.of(config)
 
 
 def check(

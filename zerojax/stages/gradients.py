@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,8 @@ def loss_and_grads(
         return local_gradients(one, stored, batch, args, mutable, scale)
 
     whole = PartitionSpec()
-    specs = Gradients(whole, [part.manual_spec for part in parts], whole, whole, whole, whole)
+    untyped: Any = whole
+    specs: Any = Gradients(*[untyped] * 6)._replace(grads=[part.manual_spec for part in parts])
     return jax.shard_map(
         local,
         mesh=config.mesh,
