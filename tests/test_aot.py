@@ -82,3 +82,27 @@ def test_microbatches_gather_each_for_itself():
     assert found.moved("reduce-scatter").elements == 4 * DEPTH * WIDTH**2
     temp = [mixed_step(3, accumulate).memory_analysis().temp_size_in_bytes for accumulate in (2, 4)]
     assert temp[1] <= temp[0] + 2**20
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan"])
+def test_frozen_parameters_are_gathered_and_never_reduced(scanned):
+    """Barriers, which XLA:GPU keeps, must not hold on to gradients that nobody asked for."""
+
+    def turn(x, layer):
+        return jnp.tanh(x @ layer["base"] + x @ layer["lora"]), None
+
+    def loss(params, batch):
+        if scanned:
+            batch, _ = jax.lax.scan(jax.checkpoint(turn), batch, params)
+        else:
+            for i in range(DEPTH):
+                batch, _ = jax.checkpoint(turn)(batch, jax.tree.map(lambda x, i=i: x[i], params))
+        return jnp.mean(batch**2)
+
+    mesh = absent_mesh("h200:8")
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, trainable=lambda path, leaf: "lora" in path)
+    params = {name: jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32) for name in ("base", "lora")}
+    batch = jax.ShapeDtypeStruct((128, WIDTH), jnp.float32)
+    found = collectives(tx.train_step(loss).lower(tx.create(params), batch).compile())
+    assert found.moved("reduce-scatter").elements == DEPTH * WIDTH**2
+    assert found.moved("all-gather").elements == pytest.approx(2 * 2 * DEPTH * WIDTH**2, rel=0.2)

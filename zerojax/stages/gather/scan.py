@@ -13,7 +13,7 @@ twice, in each pass.)
 
 import dataclasses
 import functools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ def forward(
     segment: Segment,
     env: MutableMapping,
     anchors: Sequence,
-    active: Sequence[bool] | None,
+    moving: Set,
     gathers: Gathers,
     position: int,
     last: bool,
@@ -173,7 +173,7 @@ def forward(
     consts, carry, slices = loop.values(others)
     turns = Turns(loop, gathers.options, [w.sliced(env) for w in loop.turning], range(len(loop.turning)))
     fixed, whole = entry[: len(loop.fixed)], entry[len(loop.fixed) :]
-    two = _passes(loop, entry, consts, carry, slices, active) if active is not None else None
+    two = _passes(segment, loop, entry, [*consts, *carry], slices, moving) if moving else None
     rows_of = functools.partial(_forward_turn, loop, two, fixed, consts, slices, gathers.options)
 
     def turn(state, number, *, fetch: bool, inside: bool):
@@ -215,12 +215,13 @@ def forward(
     return results, Kept(((saved, carried), given), operands, stays, Static(two))
 
 
-def _passes(loop: Loop, entry, consts, carry, slices, active) -> Passes:
+def _passes(segment: Segment, loop: Loop, entry, kept, slices, moving: Set) -> Passes:
     """The two passes of the body; a carry counts as active when anything is."""
-    flags = [index is not None and active[index] for index in loop.others]
-    flags[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
+    active = [index is not None and segment.others[index] in moving for index in loop.others]
+    active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
+    trained = [w.root in moving for w in [*loop.fixed, *loop.turning]]
     rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
-    return passes(loop.run, entry, [*consts, *carry, *rows], active=flags)
+    return passes(loop.run, entry, [*kept, *rows], trained=trained, active=active)
 
 
 def _forward_turn(loop: Loop, two: Passes | None, fixed, consts, slices, options: Options, number, carry, whole):

@@ -5,7 +5,7 @@ can the backward pass gather each parameter again at a time of our choosing, and
 the gather for the next segment while this one computes.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 
 import jax
 
@@ -37,18 +37,16 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     gathers = Gathers(order, [s.computes for s in gathering], options)
     kept = []
     for segment in program.segments:
-        flags = [v in live for v in segment.others], [w.root in live for w in segment.weights]
-        backward = active is not None and any(flags[0] + flags[1])
-        if backward:
-            live.update(_live_results(segment, *flags))
+        moving = live.intersection([*segment.others, *(w.root for w in segment.weights)])
+        live.update(_live_results(segment, moving))
         if not segment.weights:
-            results, keep = _plain_forward(segment, env, flags[0], live) if backward else (_run(segment, env), None)
+            results, keep = _plain_forward(segment, env, live) if moving else (_run(segment, env), None)
         else:
             last = segment is gathering[-1]
             forward = scan.forward if segment.kind == "scan" else _block_forward
             position = gathering.index(segment)
             anchors = [v for v in segment.others if v not in program.invars][-1:]
-            results, keep = forward(segment, env, anchors, flags[0] if backward else None, gathers, position, last)
+            results, keep = forward(segment, env, anchors, moving, gathers, position, last)
             results = gathers.finish(position, results)
         env.update(zip(segment.results, results, strict=True))
         kept.append(keep)
@@ -59,9 +57,10 @@ def _run(segment: Segment, env: Mapping) -> list:
     return segment.run((), [env[v] for v in segment.others])
 
 
-def _live_results(segment: Segment, active: Sequence[bool], trained: Sequence[bool]) -> list:
+def _live_results(segment: Segment, moving: Set) -> list:
     """Results that may depend on something that wants a cotangent."""
-    live = {v for v, on in zip(segment.jaxpr.invars, [*trained, *active], strict=True) if on}
+    keys = [*(w.root for w in segment.weights), *segment.others]
+    live = {v for v, key in zip(segment.jaxpr.invars, keys, strict=True) if key in moving}
     for eqn in segment.jaxpr.eqns:
         reads = any(not compat.is_literal(a) and a in live for a in eqn.invars)
         if reads and eqn.primitive.name != "stop_gradient":
@@ -69,9 +68,9 @@ def _live_results(segment: Segment, active: Sequence[bool], trained: Sequence[bo
     return [key for key, v in zip(segment.results, segment.jaxpr.outvars, strict=True) if v in live]
 
 
-def _plain_forward(segment: Segment, env: Mapping, active: Sequence[bool], live: set) -> tuple[list, Kept]:
+def _plain_forward(segment: Segment, env: Mapping, live: Set) -> tuple[list, Kept]:
     others = [env[v] for v in segment.others]
-    moving = [i for i, on in enumerate(active) if on]
+    moving = [i for i, v in enumerate(segment.others) if v in live]
     moved = [i for i, key in enumerate(segment.results) if key in live]
 
     def of_moving(values):
@@ -89,17 +88,19 @@ def _block_forward(
     segment: Segment,
     env: MutableMapping,
     anchors: Sequence,
-    active: Sequence[bool] | None,
+    moving: Set,
     gathers: Gathers,
     position: int,
     last: bool,
 ) -> tuple[list, Kept | None]:
+    """Run a block; `moving` are the variables it reads, and roots of its weights, that want cotangents."""
     whole, (tied,) = gathers.take(position, env, [env[v] for v in anchors])
     env.update(zip(anchors, tied, strict=True))
     others = [env[v] for v in segment.others]
-    if active is None:
+    if not moving:
         return segment.run(whole, others), None
-    two = passes(segment.run, whole, others, active=active)
+    trained = [w.root in moving for w in segment.weights]
+    two = passes(segment.run, whole, others, trained=trained, active=[v in moving for v in segment.others])
     results, saved = two.run(whole, others)
     read = {i for pool, i in two.sources if pool == "other"}
     arrays = saved, [x if i in read else None for i, x in enumerate(others)]

@@ -116,16 +116,19 @@ def _evaluate_with_zeros(jaxpr, consts: Sequence, args: Sequence, zero: jax.Arra
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 
-def passes(function: Callable, weights: Sequence, others: Sequence, *, active: Sequence[bool]) -> Passes:
+def passes(
+    function: Callable, weights: Sequence, others: Sequence, *, trained: Sequence[bool], active: Sequence[bool]
+) -> Passes:
     """Trace `function(weights, others)` and its derivative.
 
     Args:
         function: Takes two lists of arrays and gives one.
         weights: Shapes of the gathered parameters.
         others: Shapes, or arrays, of everything else.
+        trained: For each of `weights`, whether its cotangent is wanted.
         active: For each of `others`, whether its cotangent is wanted.
     """
-    active_weights = tuple(i for i, w in enumerate(weights) if differentiable(w.dtype))
+    active_weights = tuple(i for i, on in enumerate(trained) if on and differentiable(weights[i].dtype))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
     active_results: tuple[int, ...] = ()
 
