@@ -22,7 +22,10 @@ class Block(nn.Module):
         head = (self.heads, width // self.heads)
         h = nn.RMSNorm()(x)
         q, k, v = (nn.DenseGeneral(head, use_bias=False, name=name)(h) for name in ("query", "key", "value"))
-        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        # XLA for CPUs has no float16 product that is summed in float32, which this function asks for.
+        exact = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+        q, k, v = (a.astype(exact) for a in (rotate(q), rotate(k), v))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(x.dtype)
         x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=SILENT, name="out")(attended)
         h = nn.gelu(nn.Dense(4 * width, use_bias=False, name="up")(nn.RMSNorm()(x)))
         return x + nn.Dense(width, use_bias=False, kernel_init=SILENT, name="down")(h), None
@@ -50,18 +53,25 @@ class GPT(nn.Module):
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) for `x` of (batch, position, head, channel)."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) for `x` of (batch, position, head, channel).
+
+    Angles are float32 whatever the type of `x`: bfloat16 cannot tell position 256 from 257.
+    """
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+    turned = jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+    return turned.astype(x.dtype)
 
 
 def next_byte_loss(model: GPT):
-    """Mean negative log-likelihood, in nats, of every byte of a window but its first."""
+    """Mean negative log-likelihood, in nats, of every byte of a window but its first.
+
+    The model computes in the type of its parameters, the loss in float32.
+    """
 
     def loss(params, windows):
         logits: Any = model.apply(params, windows[:, :-1])
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), windows[:, 1:, None], -1))
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), windows[:, 1:, None], -1))
 
     return loss

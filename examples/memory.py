@@ -17,23 +17,36 @@ class Memory(NamedTuple):
     paper: dict[str, float]
 
 
-def stage_memory(tx: ZeroTransformation, shapes: Any) -> Memory:
+def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) -> Memory:
     """What each device would hold, laid out from the parameters' shapes alone."""
     plan, stage = tx.create(shapes).plan, tx.config.stage
+    compute = plan.layout.compute
+
+    def gradient(part, narrow) -> int:
+        # Sums are in the type of the master weights. Stage 1 holds what the backward pass gives until it is divided,
+        # or over several microbatches the sums.
+        if stage == 1:
+            return part.size * (narrow if accumulate == 1 else part.dtype).itemsize
+        return part.local_bytes
+
     found = {
         "params": sum(leaf.local_bytes for leaf in plan.layout.params),
         # Gradients live within a step only: of them the layout is all there is to ask for.
-        "grads": sum(leaf.local_bytes if stage >= 2 else leaf.bytes for leaf in plan.parts),
+        "grads": sum(gradient(part, narrow) for part, narrow in zip(plan.parts, compute, strict=True)),
         "opt_state": sum(leaf.local_bytes for leaf in plan.state),
     }
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    return Memory(found, paper_formula(count, stage, tx.config.shards))
+    return Memory(found, paper_formula(count, stage, tx.config.shards, width=max(x.itemsize for x in compute)))
 
 
-def paper_formula(count: int, stage: int, devices: int) -> dict[str, float]:
-    """Rajbhandari et al. 2020, section 5, for float32 and Adam: 4, 4 and 8 bytes a parameter."""
+def paper_formula(count: int, stage: int, devices: int, *, width: int) -> dict[str, float]:
+    """Rajbhandari et al. 2020, sections 3 and 5, for Adam: 16 bytes a parameter, `width` of them to compute with.
+
+    In float32 these are 4, 4 and 8 bytes of parameter, gradient and moments. In mixed precision they are 2, 2 and
+    12, because master weights are optimizer state.
+    """
     return {
-        "params": 4 * count / (devices if stage >= 3 else 1),
-        "grads": 4 * count / (devices if stage >= 2 else 1),
-        "opt_state": 8 * count / (devices if stage >= 1 else 1),
+        "params": width * count / (devices if stage >= 3 else 1),
+        "grads": width * count / (devices if stage >= 2 else 1),
+        "opt_state": (16 - 2 * width) * count / (devices if stage >= 1 else 1),
     }

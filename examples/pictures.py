@@ -50,13 +50,19 @@ def progress_bar(steps: int, *, tokens_per_step: int) -> tuple[Progress, TaskID]
     return progress, progress.add_task("train", total=steps, loss=8.0)
 
 
-def show_memory(memory: Sequence[Memory], *, trained: int, devices: int) -> None:
+MIXED = (
+    " Master weights are counted as optimizer; at stage 3 they are the parameters themselves. Gradients are summed in "
+    "float32, which the formula leaves in the narrow type."
+)
+
+
+def show_memory(memory: Sequence[Memory], *, trained: int, devices: int, mixed: bool) -> None:
     """Print bytes per device at every stage, found beside expected."""
     table = Table(
         title=f"Memory per device, devices: {devices} (found | the paper's formula)",
         caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
         "the rest off the layouts; gradients are those that the training step holds. What is found beyond the formula "
-        "are small leaves that stay whole, and padding where the devices do not divide a leaf.",
+        "are small leaves that stay whole, and padding where the devices do not divide a leaf." + MIXED * mixed,
     )
     table.add_column("stage")
     for name in (*PARTS.values(), "all"):

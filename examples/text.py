@@ -24,7 +24,11 @@ class Corpus(NamedTuple):
 
 def load(path: Path | None = None) -> Corpus:
     """Read `path`, or the standard library's source, and hold one part in sixteen out."""
-    documents = standard_library() if path is None else pieces(path.read_bytes())
+    return part(standard_library() if path is None else pieces(path.read_bytes()))
+
+
+def part(documents: list[bytes]) -> Corpus:
+    """Hold one document in sixteen out."""
     held_out = documents[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
     train = [d for i, d in enumerate(documents) if (i + 1) % HOLD_OUT_EVERY]
     return Corpus(joined(train), joined(held_out))

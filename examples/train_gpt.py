@@ -2,6 +2,8 @@
 
     python examples/train_gpt.py                           stage 3, all GPUs or 8 simulated devices
     python examples/train_gpt.py --stage 1 --devices 2     another stage, another number of devices
+    python examples/train_gpt.py --precision bf16          compute in bfloat16, master weights in float32
+    python examples/train_gpt.py --batch 64 --accumulate 4 each device's rows in four microbatches
     python examples/train_gpt.py --data book.txt           text of your own
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
 
@@ -26,18 +28,20 @@ from pictures import draw_loss, draw_memory, progress_bar, show_memory
 from rich.console import Console
 from text import Corpus, even_windows, load, random_windows
 
-from zerojax import ZeroState, ZeroTransformation, report, zero_shard
+from zerojax import Precision, ZeroState, ZeroTransformation, report, zero_shard
 
 SIMULATED_DEVICES = 8
 EVALUATIONS = 5
 HELD_OUT_BYTES = 2**16
+PRECISIONS = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
 
 
 def main() -> None:
     args = options()
     mesh = mesh_of(args.devices)
-    if args.batch % mesh.size:
-        raise SystemExit(f"--batch {args.batch} does not divide over {mesh.size} devices: give a multiple of them.")
+    if args.batch % (parts := mesh.size * args.accumulate):
+        over = f"{mesh.size} devices" + f" of {args.accumulate} microbatches each" * (args.accumulate > 1)
+        raise SystemExit(f"--batch {args.batch} does not divide over {over}: give a multiple of {parts}.")
     corpus = load(args.data)
     if min(map(len, corpus)) <= args.seq:
         raise SystemExit(f"Too little text: {len(corpus.held_out)} bytes to hold out. Give a longer --data FILE.")
@@ -45,15 +49,16 @@ def main() -> None:
     optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
     init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
-    tx = zero_shard(optimizer, stage=args.stage, mesh=mesh)
+    shard = functools.partial(zero_shard, optimizer, mesh=mesh, precision=PRECISIONS[args.precision]())
+    tx = shard(stage=args.stage)
     state = tx.create(tx.init_params(init))
-    state, curve = train(tx, state, next_byte_loss(model), corpus, args)
+    state, curve = train(tx, state, next_byte_loss(model), corpus, args, steps=args.steps)
 
     shapes = jax.eval_shape(init)
-    memory = [stage_memory(zero_shard(optimizer, stage=stage, mesh=mesh), shapes) for stage in range(4)]
+    memory = [stage_memory(shard(stage=stage), shapes, accumulate=args.accumulate) for stage in range(4)]
     memory[args.stage].found.update(report(state).bytes)
     args.out.mkdir(parents=True, exist_ok=True)
-    show_memory(memory, trained=args.stage, devices=mesh.size)
+    show_memory(memory, trained=args.stage, devices=mesh.size, mixed=args.precision != "fp32")
     draw_memory(memory, args.out / "memory.png", devices=mesh.size)
     draw_loss(curve.train, curve.held_out, args.out / "loss.png")
     print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. Pictures: {args.out}/loss.png, memory.png")
@@ -67,28 +72,32 @@ class Curve(NamedTuple):
 
 
 def train(
-    tx: ZeroTransformation, state: ZeroState, loss: Callable, corpus: Corpus, args: argparse.Namespace
+    tx: ZeroTransformation, state: ZeroState, loss: Callable, corpus: Corpus, args: argparse.Namespace, *, steps: int
 ) -> tuple[ZeroState, Curve]:
-    """Take `args.steps` steps, judging the model on held-out text a few times on the way."""
-    step = tx.train_step(loss)
+    """Take steps, judging the model on held-out text before, after and a few times on the way."""
+    step = tx.train_step(loss, accumulate=args.accumulate)
     # Only the loss is asked for, so the compiler drops the gradient.
     held_out_loss = jax.jit(lambda params, windows: tx.value_and_grad(loss)(params, windows)[0])
     rows = round_up(HELD_OUT_BYTES // args.seq, tx.config.shards)
     held_out = even_windows(corpus.held_out, rows=rows, length=args.seq)
-    every = max(1, args.steps // EVALUATIONS)
+    every = max(1, steps // EVALUATIONS)
     curve = Curve({}, {})
+    progress, task = progress_bar(steps, tokens_per_step=args.batch * args.seq)
 
-    progress, task = progress_bar(args.steps, tokens_per_step=args.batch * args.seq)
+    def judge(i: int, params) -> None:
+        curve.held_out[i] = float(held_out_loss(params, held_out)) / math.log(2)
+        progress.console.print(f"step {i:5d}   held out {curve.held_out[i]:.3f} bits per byte")
+
     with progress:
-        for i in range(1, args.steps + 1):
+        judge(0, state.params)
+        for i in range(1, steps + 1):
             windows = random_windows(corpus.train, rows=args.batch, length=args.seq, seed=args.seed, step=i)
             state, metrics = step(state, windows)
             # Reading the loss waits for the step. On simulated devices that is a must: they share one pool of
             # threads, and the collectives of two steps in flight can each wait for a thread the other one holds.
             curve.train[i] = float(metrics["loss"]) / math.log(2)
-            if i % every == 0 or i == args.steps:
-                curve.held_out[i] = float(held_out_loss(state.params, held_out)) / math.log(2)
-                progress.console.print(f"step {i:5d}   held out {curve.held_out[i]:.3f} bits per byte")
+            if i % every == 0 or i == steps:
+                judge(i, state.params)
             progress.update(task, advance=1, loss=curve.train[i])
     return state, curve
 
@@ -121,6 +130,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=800, help="(default: %(default)s)")
     parser.add_argument(
         "--batch", type=positive, default=16, help="windows a step, over all devices (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, help="microbatches a device and step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--precision", default="fp32", choices=PRECISIONS, help="the type to compute in (default: %(default)s)"
     )
     parser.add_argument("--seq", type=positive, default=128, help="bytes a window (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
