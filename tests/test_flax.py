@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax.flax
-from zerojax import report, zero_shard
+from zerojax import Precision, report, zero_shard
 
 STAGES = [0, 1, 2, 3]
 X = jax.random.normal(jax.random.key(0), (16, 8))
@@ -174,3 +174,31 @@ def test_nnx_random_streams_advance_and_statistics_are_written_back():
 def test_a_module_that_would_be_padded_is_refused_by_name():
     with pytest.raises(ValueError, match=r"kernel.*\[13, 7\].*persist_below above 91"):
         zerojax.flax.shard_module(nnx.Linear(13, 7, rngs=nnx.Rngs(0)), zero(3))
+
+
+def test_predicates_know_nnx_parameters_by_one_path(mesh):
+    """`nnx.Optimizer` and `shard_module` flatten a module's state to different depths."""
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    precision = Precision.bf16(keep=lambda path, leaf: path == "bias")
+    tx = zero_shard(
+        optax.sgd(0.1), stage=2, mesh=mesh, precision=precision, trainable=lambda path, leaf: path == "kernel"
+    )
+    zerojax.flax.shard_module(model, tx)
+    before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
+    assert {k: v.dtype for k, v in before.items()} == {"kernel": jnp.bfloat16, "bias": jnp.float32}
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    _, grads = zerojax.flax.value_and_grad(tx, lambda m, b: jnp.mean(m(b) ** 2))(model, X)
+    optimizer.update(model, grads)
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert not np.array_equal(after["kernel"], before["kernel"])
+    np.testing.assert_array_equal(after["bias"], before["bias"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_train_state_with_master_weights(stage):
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(8), persist_below=20, precision=Precision.bf16())
+    plain, loss = linen_loop(tx.config.tx, linen_params(), jax.value_and_grad(linen_loss))
+    state, found = linen_loop(tx, tx.shard(linen_params()), tx.value_and_grad(linen_loss))
+    np.testing.assert_allclose(found, loss, rtol=2e-2)  # bfloat16 has 8 bits
+    for a, b in zip(jax.tree.leaves(tx.unshard(state.params)), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(np.float32(a), b, atol=1e-2)

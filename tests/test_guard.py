@@ -131,9 +131,26 @@ def test_too_many_skips_raise_with_the_leaves_that_began_it(mesh):
         step(state, jnp.ones((8, 8)))
     assert "good" not in str(caught.value)
     assert state.step == 2  # and the state can still be used
-    state, metrics = tx.train_step(loss, skip_nonfinite=True)(state, jnp.ones((8, 8)))
+    state, metrics = step(state.pardoned(), jnp.ones((8, 8)))
     assert not metrics["skipped"]
     assert state.guard.skips == 0
+
+
+def test_a_weighted_loss_alone_skips_nothing_but_bad_weights(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
+    step = tx.train_step(lambda p, b: ((p["w"] * b).sum(), 8.0), weighted=True)
+    state, metrics = step(tx.create({"w": jnp.ones(1)}), jnp.full(8, jnp.nan))
+    assert not metrics["skipped"]
+    assert state.step == 1
+
+
+def test_max_skips_alone_skips_too(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
+    step = tx.train_step(lambda p, b: (p["w"] * b).sum(), max_skips=0)
+    state, metrics = step(tx.create({"w": jnp.ones(1)}), jnp.full(8, jnp.nan))
+    assert metrics["skipped"]
+    with pytest.raises(FloatingPointError, match="1 steps in a row"):
+        step(state, jnp.ones(8))
 
 
 def test_without_the_guard_nothing_is_skipped(mesh):
@@ -161,6 +178,12 @@ def test_a_static_scale_stays(stage, mesh):
         (lambda: Precision(compute=jnp.int8), TypeError, r"compute=.*floating type.*int8"),
         (lambda: Precision.bf16(loss_scale="auto"), TypeError, "loss_scale=.*'auto'"),
         (lambda: Precision.bf16(loss_scale=-1.0), ValueError, "loss_scale=-1.0"),
+        (lambda: Precision.bf16(loss_scale=2.0**200), ValueError, "finite in float32"),
+        (lambda: Precision.bf16(loss_scale=True), TypeError, "loss_scale=.*True"),
+        (lambda: Precision.fp16(master=jnp.bfloat16), ValueError, "master=bfloat16.*narrower.*float16"),
+        (lambda: Precision(master=jnp.float64), ValueError, "master=float64.*jax_enable_x64"),
+        (lambda: DynamicScale(growth_interval=2.5), TypeError, "growth_interval counts steps"),
+        (lambda: zero_shard(optax.sgd(1), stage=1, trainable={"a/b": True, "a": {"b": True}}), ValueError, "one path"),
         (lambda: Precision.bf16(keep="norm"), TypeError, "keep=.*function"),
         (lambda: DynamicScale(floor=0), ValueError, "floor"),
         (lambda: DynamicScale(growth_interval=0), ValueError, "growth_interval"),
@@ -195,9 +218,10 @@ def test_float16_without_a_scale_warns():
 
 
 def test_a_mask_of_another_tree_is_refused(mesh):
-    tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh, trainable={"v": True})
-    with pytest.raises(ValueError, match="no leaf 'w'"):
-        tx.create({"w": jnp.ones(1)})
+    for mask, message in [({}, "no leaf 'w'"), ({"v": True, "w": True}, "has a leaf 'v'")]:
+        tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh, trainable=mask)
+        with pytest.raises(ValueError, match=message):
+            tx.create({"w": jnp.ones(1)})
 
 
 def test_a_state_of_another_precision_is_refused(mesh):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,20 @@ STAGES = {
 }
 PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
+LARGEST_SCALE = float(np.finfo(np.float32).max)
+
+
+def check_count(name: str, value: Any, unit: str, *, least: int) -> None:
+    """Refuse what is no count.
+
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is below `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} counts {unit} and must be at least {least}, but is {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +68,15 @@ class DynamicScale:
 
     def __post_init__(self):
         """Check every field."""
-        least = {"floor": 0.0, "growth_interval": 0, "factor": 1.0, "hysteresis": 0}
-        for name, bound in least.items():
+        check_count("growth_interval", self.growth_interval, "steps", least=1)
+        check_count("hysteresis", self.hysteresis, "overflows", least=1)
+        for name, bound in {"floor": 0.0, "factor": 1.0}.items():
             if not getattr(self, name) > bound:
                 raise ValueError(f"DynamicScale({name}=) must be greater than {bound}, but is {getattr(self, name)}.")
-        if not self.floor <= self.initial < float("inf"):
-            raise ValueError(f"DynamicScale(initial={self.initial}) must be finite, and at least floor={self.floor}.")
+        if not self.floor <= self.initial <= LARGEST_SCALE:
+            raise ValueError(
+                f"DynamicScale(initial={self.initial}) must be finite in float32, and at least floor={self.floor}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +94,15 @@ class Precision:
         master: Floating type of the weights that the optimizer updates.
         loss_scale: None; a constant; `"dynamic"`, which is `DynamicScale()`; or one of
             your own. `train_step` multiplies the loss by it and divides the gradient.
+            Return the loss in float32: float16 cannot carry 2^16 back.
         keep: `keep(path, leaf) -> bool`: parameters that the loss sees in `master`
-            (norms, routers). `path` is "/"-separated. Default: none.
+            (norms, routers). `path` is "/"-separated, `leaf` a `jax.ShapeDtypeStruct` of
+            logical shape. Default: none.
 
     Raises:
         TypeError: If a type is no floating type, or `keep` is not callable.
-        ValueError: If `master` is narrower than `compute`, or the scale is not positive.
+        ValueError: If `master` is narrower than `compute`, the scale is not positive, or a
+            type needs x64 and that is off.
 
     References:
         Micikevicius et al. 2018, arXiv 1710.03740.
@@ -100,25 +121,32 @@ class Precision:
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise TypeError(f"Precision({name}=) is a floating type such as jnp.bfloat16, not {dtype}.")
             object.__setattr__(self, name, dtype)
-        if jnp.finfo(self.master).bits < jnp.finfo(self.compute).bits:
+            if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"Precision({name}={dtype}) needs jax.config.update('jax_enable_x64', True), without which JAX "
+                    f"makes float32 of it."
+                )
+        if jnp.promote_types(self.compute, self.master) != self.master:
             raise ValueError(
                 f"Precision(master={self.master}) is narrower than compute={self.compute}: the optimizer would update "
-                f"coarser weights than the loss sees. Give master=jnp.{self.compute} or wider."
+                f"coarser weights than the loss sees. Give master=jnp.float32, or another that holds all of its values."
             )
         if self.keep is not None and not callable(self.keep):
             raise TypeError(f"Precision(keep=) is a function of (path, leaf), not {type(self.keep).__name__}.")
         scale = DynamicScale() if self.loss_scale == "dynamic" else self.loss_scale
-        if isinstance(scale, str) or not isinstance(scale, DynamicScale | float | int | None):
+        if isinstance(scale, bool) or not isinstance(scale, DynamicScale | numbers.Real | None):
             raise TypeError(f'Precision(loss_scale=) is None, a number, "dynamic" or a DynamicScale, not {scale!r}.')
-        if isinstance(scale, float | int) and not 0 < scale < float("inf"):
-            raise ValueError(f"Precision(loss_scale={scale}) must be positive and finite.")
+        if scale is not None and not isinstance(scale, DynamicScale):
+            scale = float(scale)
+            if not 0 < scale <= LARGEST_SCALE:
+                raise ValueError(f"Precision(loss_scale={scale}) must be positive, and finite in float32.")
         if scale is None and self.compute == jnp.float16:
             warnings.warn(
                 "Precision(compute=float16) without loss_scale: gradients under 6e-8 become zero. "
                 'Pass loss_scale="dynamic", or use Precision.fp16().',
                 stacklevel=3,
             )
-        object.__setattr__(self, "loss_scale", float(scale) if isinstance(scale, int) else scale)
+        object.__setattr__(self, "loss_scale", scale)
 
     @classmethod
     def fp32(cls, **changes: Any) -> Precision:
@@ -154,8 +182,12 @@ class Paths:
 
         Raises:
             TypeError: If a leaf is no bool.
+            ValueError: If two leaves have one path.
         """
-        found = {path_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(mask)[0]}
+        leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
+        found = {path_of(path): x for path, x in leaves}
+        if len(found) < len(leaves):
+            raise ValueError("Two leaves of the mask in trainable= have one path. Rename the keys that contain '/'.")
         for path, x in found.items():
             if not isinstance(x, bool | np.bool_):
                 raise TypeError(
@@ -177,9 +209,25 @@ class Paths:
             )
         return path in self.meant
 
+    def check(self, paths: Iterable[str]) -> None:
+        """Refuse a mask that has more leaves than the parameters.
+
+        Raises:
+            ValueError: Naming the first such leaf.
+        """
+        if surplus := sorted(self.known.difference(paths)):
+            raise ValueError(
+                f"The mask in trainable= has a leaf {surplus[0]!r}, which the parameters have not. "
+                f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
+            )
+
 
 def path_of(keys: tuple) -> str:
     """A leaf's path as predicates are given it: its keys, "/"-separated."""
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey(
+        "value"
+    ):  # inside an nnx Variable, which may be a leaf too
+        keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
@@ -226,13 +274,8 @@ class Config:
         if isinstance(self.stage, bool) or self.stage not in STAGES or not isinstance(self.stage, int):
             known = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
-        counted = {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}
-        for name, unit in counted.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
-            if value < 0:
-                raise ValueError(f"{name} counts {unit} and cannot be negative, but is {value}.")
+        for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
+            check_count(name, getattr(self, name), unit, least=0)
         if not isinstance(self.precision, Precision | None):
             raise TypeError(f"precision is a zerojax.Precision, such as Precision.bf16(), not {self.precision!r}.")
 

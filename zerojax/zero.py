@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from .comm.mesh import replicated, resolve_mesh
-from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Paths, Precision
+from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Paths, Precision, check_count
+from .layout.leaf import Leaf
 from .layout.padded import is_padded
 from .layout.tree import Layout
 from .stages.batch import place_batch
@@ -24,7 +25,7 @@ from .stages.storage import cast, forms_of, layout_of, named, read, storage_form
 from .stages.update import UpdatePlan, init_state, plan_update
 from .train.guard import new_guard
 from .train.state import ZeroState
-from .train.step import Options, Step
+from .train.step import Step, StepOptions
 
 if TYPE_CHECKING:
     from .plan.check import Check
@@ -89,11 +90,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             `init_fn(*args)` in storage: at stage 3 cut over the axis, a leaf that no dim
-            divides as a `Padded`. Types are as `init_fn` has them: `create` and `init`
-            take master weights from it, and `shard` a copy to compute with.
+            divides as a `Padded`. In the types of the master weights, which `create` and
+            `init` take from it, and `shard` a copy to compute with.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
         born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
+        born = _cast(self.config, layout, born, layout.parts)
         return write(born, layout, layout.params, storage_forms(layout.params))
 
     def shard(self, params: Any) -> Any:
@@ -110,7 +112,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         layout = layout_of(self.config, params)
         return write(
-            _cast(self.config, layout, _placed(self.config, layout, params)),
+            _cast(self.config, layout, _placed(self.config, layout, params), layout.params),
             layout,
             layout.params,
             storage_forms(layout.params),
@@ -140,8 +142,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             has_aux: Whether `loss_fn` returns `(loss, aux)`. The float leaves of aux are
                 averaged over devices and microbatches, weighted where the loss is.
             weighted: Whether the loss is `(total, weight)`: the sum of the totals is then
-                divided by the sum of the weights, over all devices and microbatches.
-                If weights are negative or sum to zero, loss and gradients are NaN.
+                divided by the sum of the weights, over all devices and microbatches. A
+                weight is taken for a constant: nothing is differentiated through it. If
+                weights are negative or sum to zero, loss and gradients are NaN.
             accumulate: Into how many microbatches each device divides its rows. They are
                 differentiated one after the other, so that activations are of one; PRNG
                 keys are folded with the microbatch's index too.
@@ -151,19 +154,20 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             `has_aux`), as `jax.value_and_grad` gives it. `grads` has the structure, the
             logical shapes and the dtypes of `params`; at stages 2 and 3 it is cut like
             `shardings(params).grads`. The gradient of an integer leaf, and of one that is
-            not trained, is zeros. The loss is not scaled: that is `train_step`'s.
+            not trained, is zeros of its size, which `train_step` does without. The loss is
+            not scaled: that is `train_step`'s too.
 
         Raises:
             ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
         """
+        check_count("accumulate", accumulate, "microbatches", least=1)
         loss = Loss(loss_fn, has_aux, weighted)
-        parts = Options(accumulate=accumulate).accumulate
-        gradient = functools.partial(value_and_grad_tree, self.config, loss, accumulate=parts)
+        gradient = functools.partial(value_and_grad_tree, self.config, loss, accumulate=accumulate)
         jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
         def value_and_grad(params, batch, *args):
-            layout, rows = layout_of(self.config, params), place_batch(self.config, batch, parts)
+            layout, rows = layout_of(self.config, params), place_batch(self.config, batch, accumulate)
             return jitted(params, rows, *args, layout=layout, forms=forms_of(params))
 
         return value_and_grad
@@ -197,8 +201,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         placed = _placed(self.config, plan.layout, params)
         leaves = plan.layout.params
         opt_state = _init(self.config, write(placed, plan.layout, leaves, storage_forms(leaves)))
-        stored = write(_cast(self.config, plan.layout, placed), plan.layout, leaves, storage_forms(leaves))
-        step, guard, mutable = jax.tree.map(lambda x: _place(x, whole), rest)
+        stored = write(_cast(self.config, plan.layout, placed, leaves), plan.layout, leaves, storage_forms(leaves))
+        strong = lambda x: x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(x))
+        step, guard, mutable = jax.tree.map(lambda x: _place(strong(x), whole), rest)
         return ZeroState(step, stored, opt_state, guard, mutable, plan)
 
     def train_step(
@@ -223,15 +228,18 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 reduce once; stages 2 and 3 reduce-scatter each microbatch's and hold 1/N.
             has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
             weighted: As for `value_and_grad`. A step whose weights are negative or sum to
-                zero is skipped, and the next call raises.
+                zero is skipped, and a later call raises: the first that finds it done.
             mutable: Whether the loss updates `state.mutable`. Its microbatches do so one
-                after the other; then float leaves are averaged over the devices.
+                after the other; then float leaves are averaged over the devices, each
+                device counting the same. Other leaves must be the same on every device,
+                and PRNG keys, which are folded in `*args` alone, do not belong there.
             skip_nonfinite: Whether a step whose gradient has a norm that is not finite
                 leaves the state as it is, bit for bit. Always so with a loss scale.
             max_skips: How many steps in a row may be skipped before the next call raises;
-                None is any number. If given, each call waits for the step before.
+                None is any number. If given, such steps are skipped, and each call waits
+                for the step before.
             leaf_norms: Whether metrics have `grad_norms`, the norm of each parameter's
-                gradient.
+                gradient; `optax.MaskedNode()` for one that is not trained.
 
         Returns:
             `step(state, batch, *args) -> (state, metrics)`, with `.lower(...)` as
@@ -242,7 +250,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             TypeError: If `accumulate` or `max_skips` is no integer.
             ValueError: If `accumulate` is below 1 or `max_skips` below 0.
         """
-        options = Options(accumulate, skip_nonfinite, max_skips, leaf_norms)
+        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:
@@ -303,9 +311,12 @@ def zero_shard(
         reshard_after_forward: Stage 3: False keeps gathered parameters between the
             forward and the backward pass; a step then moves two passes instead of three.
         precision: In which types a step computes, sums and keeps its parameters, such as
-            `Precision.bf16()`. None: as the parameters and the loss function have it.
+            `Precision.bf16()`. None: as the parameters and the loss function have it. Where
+            there are master weights, put nothing behind it in an `optax.chain`: what would
+            change the updates there cannot reach them. Chain inside, in `tx`.
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where
-            `path` is like `"params/dense/kernel"`, or a tree of bools. The others get no
+            `path` is like `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of
+            logical shape; or a tree of bools. The others get no
             gradient, no optimizer state and no reduce-scatter; at stage 3 they are cut
             all the same. `tx` sees holes in their place, as under `optax.masked`.
 
@@ -428,9 +439,9 @@ def _placed(config: Config, layout: Layout, params: Any) -> list:
     return [_place(x, named(config, leaf)) for x, leaf in zip(_stored(params, layout), layout.params, strict=True)]
 
 
-def _cast(config: Config, layout: Layout, placed: list) -> list:
-    """The arrays in the types they are stored in."""
-    types = [leaf.dtype for leaf in layout.params]
+def _cast(config: Config, layout: Layout, placed: list, like: Sequence[Leaf]) -> list:
+    """Stored parameters in the types of `like`."""
+    types = [leaf.dtype for leaf in like]
     if all(x.dtype == dtype for x, dtype in zip(placed, types, strict=True)):
         return placed
     return jax.jit(cast, static_argnums=1, out_shardings=[named(config, leaf) for leaf in layout.params])(

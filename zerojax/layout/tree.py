@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from ..config import Precision, path_of
+from ..config import Paths, Precision, path_of
 from .leaf import Leaf, shard_extent
 from .padded import Padded, is_padded
 
@@ -133,14 +133,18 @@ def lay_out(
                 f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
                 f"Make arrays of all leaves: jax.tree.map(jnp.asarray, params)."
             )
-    types = [types_of(path_of(path), x, precision) for path, x in found]
+    paths = [path_of(path) for path, _ in found]
+    if isinstance(trainable, Paths):
+        trainable.check(paths)
+    types = [types_of(path, x, precision) for path, (_, x) in zip(paths, found, strict=True)]
     divided = [
         divide(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, rules), rules)
         for (path, x), spec, (master, _) in zip(found, partition_metadata(params), types, strict=True)
     ]
     compute = tuple(compute for _, compute in types)
     params = tuple(stored(leaf, rules.stage, narrow) for leaf, narrow in zip(divided, compute, strict=True))
-    chosen = [trainable is None or bool(trainable(path_of(path), x)) for path, x in found]
+    seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in divided]
+    chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on)
     return Layout(rules, treedef, params, tuple(divided), compute, trained)
 
@@ -149,7 +153,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
     """`(master, compute)`: the types in which a parameter is updated and used."""
     if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype, x.dtype
-    kept = precision.keep is not None and precision.keep(path, x)
+    kept = precision.keep is not None and precision.keep(path, jax.ShapeDtypeStruct(x.shape, precision.master))
     return precision.master, precision.master if kept else precision.compute
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -29,7 +30,7 @@ from ..layout.leaf import Leaf
 from ..layout.tree import Layout
 from .batch import check_args, check_batch, fold_keys
 from .gather import gather_on_use
-from .loss import Loss, mean_mutable, weighted_sum
+from .loss import Loss, at_least_float32, mean_mutable, weighted_mean
 from .storage import cast
 
 if TYPE_CHECKING:
@@ -82,6 +83,11 @@ class Pass:
         return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
     @property
+    def count(self) -> int:
+        """How many microbatches the devices have together."""
+        return self.config.shards * self.accumulate
+
+    @property
     def reduces_each(self) -> bool:
         """Whether gradients are summed over the devices microbatch by microbatch."""
         return self.config.stage >= 2 or self.accumulate == 1
@@ -111,9 +117,10 @@ class Pass:
         """Loss and gradient of one microbatch.
 
         Returns:
-            `(returned, grads, factor)`: `factor` times the sum of `grads` over the devices
-            is `scale` times the microbatch's share of the gradient (of the total's, if the
-            loss is weighted: what it is divided by is known only after the last one).
+            `(returned, grads, factor)`: the sum of `grads` over the devices is `scale` times
+            the microbatch's share of the gradient. If the loss is weighted, it is that of the
+            total, divided by `factor`: what the total has to be divided by is known only
+            after the last microbatch.
         """
         fn, axis = self.seen(), self.config.axis
         moving = [self.layout.trained[k] for k in self.floats]
@@ -125,23 +132,25 @@ class Pass:
             return returned.total, returned
 
         total, pull, returned = jax.vjp(objective, [stored[i] for i in moving], has_aux=True)
-        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
         if self.loss.weighted:
             weight = lax.psum(returned.weight, axis)
-            factor = jnp.where(weight > 0, weight, 1)
-            seed = scale / factor
+            factor = divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)
         else:  # known without asking the devices: no collective stands between the two passes
-            factor = jnp.ones(())
-            seed = scale / (self.config.shards * self.accumulate)
-        (grads,) = pull(seed.astype(total.dtype))
+            factor, divisor = None, self.count
+        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
+        (grads,) = pull(scale.astype(total.dtype) / divisor)
         return returned, grads, factor
+
+    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
+        """The type in which gradients of a type are summed over the devices."""
+        precision = self.config.precision
+        return dtype if precision is None or not jnp.issubdtype(dtype, jnp.floating) else precision.reduce
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Each device's part of the summed gradients; a leaf gathered on use is summed already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.parts[k]) for k in self.floats]
         here = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
-        precision = self.config.precision
-        values = [grads[j] if precision is None else grads[j].astype(precision.reduce) for j in here]
+        values = [grads[j].astype(self.reduce_dtype(grads[j].dtype)) for j in here]
         sums = collectives.reduce_scatter(values, [leaves[j][1] for j in here], self.config.axis)
         done = dict(enumerate(grads)) | dict(zip(here, sums, strict=True))
         return [done[j] for j in range(len(grads))]
@@ -206,24 +215,21 @@ def local_gradients(one: Pass, stored, batch, args, mutable, scale) -> Gradients
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
         returned, grads, mutable = accumulated(one, stored, batch, args, mutable, scale)
-        factor = jnp.ones(())
+        factor = None
     total, weights, aux, _ = returned
     if weighted:
-        total, weight, below = lax.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=jnp.float32)), axis)
+        total, weight, below = lax.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)), axis)
         weighable = (weight > 0) & (below == 0)
         # What cannot be divided by becomes NaN, which nobody takes for a gradient.
         weight = jnp.where(weighable, weight, jnp.nan)
-        unscale = factor / weight / scale
+        unscale = (1 if factor is None else factor) / weight / scale
     else:
-        total, weight, weighable = (
-            lax.psum(total.sum(), axis),
-            float(one.config.shards * one.accumulate),
-            jnp.array(True),
-        )
+        total, weight, weighable = lax.psum(total.sum(), axis), one.count, jnp.array(True)
         unscale = 1 / scale
-    found = dict(zip(one.floats, [g * unscale.astype(g.dtype) for g in grads], strict=True))
+    wide = [at_least_float32(g) for g in grads]
+    found = dict(zip(one.floats, [g * unscale.astype(g.dtype) for g in wide], strict=True))
     grads = [found[k] if k in found else jnp.zeros(part.local_shape, part.dtype) for k, part in enumerate(one.parts)]
-    aux, mutable = weighted_sum(aux, weights / weight, axis), mean_mutable(mutable, axis)
+    aux, mutable = weighted_mean(aux, weights, weight, axis), mean_mutable(mutable, axis)
     return Gradients(total / weight, grads, aux, mutable, weighable, squares_of(grads, one.parts, axis))
 
 
@@ -235,13 +241,12 @@ def accumulated(one: Pass, stored, batch, args, mutable, scale):
         `scale` times the gradient of the sum over devices and microbatches, local shape of
         the parts; the last mutable state.
     """
-    precision = one.config.precision
 
     def start(k) -> Array:
         leaf = one.layout.params[one.layout.trained[k]]
         shape = one.parts[k].local_shape if one.reduces_each else leaf.local_shape
-        wide = jnp.promote_types(leaf.dtype, jnp.float32) if precision is None else precision.reduce
-        return jnp.zeros(shape, wide)
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        return jnp.zeros(shape, wide if one.config.precision is None else one.reduce_dtype(leaf.dtype))
 
     def turn(carry, microbatch):
         sums, mutable = carry
@@ -249,7 +254,9 @@ def accumulated(one: Pass, stored, batch, args, mutable, scale):
         returned, grads, factor = one.differentiate(stored, mutable, rows, fold_keys(args, number), scale)
         if one.reduces_each:
             grads = one.reduce(grads)
-        sums = [s + g.astype(s.dtype) * factor.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+        if factor is not None:
+            grads = [at_least_float32(g) * factor for g in grads]
+        sums = [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
         return (sums, returned.mutable), returned._replace(mutable=None)
 
     split = lambda x: x.reshape(one.accumulate, x.shape[0] // one.accumulate, *x.shape[1:])

@@ -122,19 +122,20 @@ def at_least_float32(value: Array) -> Array:
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
-def weighted_sum(aux: PyTree, weight: Array, axis: str) -> Any:
-    """Sum the float leaves of aux over devices and microbatches (dim 0), each times its weight.
+def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axis: str) -> Any:
+    """Average the float leaves of aux over devices and microbatches (dim 0), each with its weight.
 
     Args:
         aux: Each leaf with the microbatches on dim 0; `Same` parts are taken from the last.
-        weight: One weight a microbatch.
+        weights: One weight a microbatch.
+        total: Their sum over the devices.
         axis: The mesh axis.
 
     Raises:
         TypeError: If a leaf is not a float, since its mean means nothing.
     """
 
-    def total(path, x):
+    def mean(path, x):
         if isinstance(x, Same):
             return jax.tree.map(lambda leaf: leaf[-1], x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -143,9 +144,11 @@ def weighted_sum(aux: PyTree, weight: Array, axis: str) -> Any:
                 f"only floats can be. Return it as a float, or as a float mean over the rows."
             )
         wide = at_least_float32(x)
-        return lax.psum(jnp.tensordot(weight.astype(wide.dtype), wide, 1), axis).astype(x.dtype)
+        each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
+        # what weighs nothing may well be 0/0
+        return lax.psum(jnp.where(each == 0, 0, each * wide).sum(0), axis).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(total, aux, is_leaf=lambda x: isinstance(x, Same))
+    return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Same))
 
 
 def check_mutable(new: PyTree, old: PyTree) -> None:
@@ -170,4 +173,10 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
 
 def mean_mutable(mutable: PyTree, axis: str) -> Any:
     """Average the float leaves of the mutable state over the devices; others are the same on each."""
-    return jax.tree.map(lambda x: lax.pmean(x, axis) if jnp.issubdtype(x.dtype, jnp.inexact) else x, mutable)
+
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return lax.pmean(at_least_float32(x), axis).astype(x.dtype)
+
+    return jax.tree.map(mean, mutable)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,7 @@ class Guard:
         skips: Steps skipped in a row, the last one included.
         culprits: For each trained parameter, whether its gradient was not finite in the
             first of those steps.
-        unweighable: Whether the last step was skipped for weights that were negative or
-            summed to zero.
+        unweighable: Whether a step was skipped for weights that were negative or summed to zero.
     """
 
     scale: Float[Array, ""]
@@ -52,6 +51,12 @@ class Guard:
     skips: Int[Array, ""]
     culprits: Bool[Array, " trained"]
     unweighable: Bool[Array, ""]
+
+    def pardoned(self) -> Guard:
+        """The guard with its skipped steps forgotten; the scale stays."""
+        forgotten = (self.skips, self.culprits, self.unweighable)
+        skips, culprits, unweighable = jax.tree.map(jnp.zeros_like, forgotten)
+        return dataclasses.replace(self, skips=skips, culprits=culprits, unweighable=unweighable)
 
 
 def new_guard(precision: Precision | None, trained: int) -> Guard:
@@ -74,7 +79,7 @@ def next_guard(guard: Guard, precision: Precision | None, finite: Bool[Array, " 
     ok = finite.all() & weighable
     skips = jnp.where(ok, 0, guard.skips + 1)
     culprits = jnp.where(guard.skips == 0, ~finite, guard.culprits) & ~ok
-    judged = dataclasses.replace(guard, skips=skips, culprits=culprits, unweighable=~weighable)
+    judged = dataclasses.replace(guard, skips=skips, culprits=culprits, unweighable=guard.unweighable | ~weighable)
     rule = None if precision is None else precision.loss_scale
     if not isinstance(rule, DynamicScale):
         return judged
@@ -99,21 +104,21 @@ def keep_old(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
 
 
 def refuse(guard: Guard, trained: Layout, max_skips: int | None) -> None:
-    """Stop a run that goes nowhere; waits for the step that made the guard.
+    """Stop a run that goes nowhere; with `max_skips`, waits for the step that made the guard.
 
     Raises:
-        ValueError: If the weights of the last step were negative or summed to zero.
+        ValueError: If a step that is done had weights that were negative or summed to zero.
         FloatingPointError: If more than `max_skips` steps in a row were skipped, naming the
             first parameters whose gradients were not finite.
     """
-    skips, unweighable = (int(x) for x in jax.device_get((guard.skips, guard.unweighable)))
-    if unweighable:
+    found: Any = guard.unweighable
+    if (max_skips is not None or found.is_ready()) and found:
         raise ValueError(
-            "The weights of the last batch were negative, or summed to zero over all devices, so its mean does not "
-            "exist. The step was skipped, and the state is as it was before. Return weights of at least 0 that are not "
-            "all 0: drop batches in which every token is masked."
+            "The weights of a batch were negative or NaN, or summed to zero over all devices, so its mean does not "
+            "exist. The step was skipped and left the state as it was. Return weights of at least 0 that are not all "
+            "0: drop batches in which every token is masked. To go on without that batch: state.pardoned()."
         )
-    if max_skips is None or skips <= max_skips:
+    if max_skips is None or (skips := int(guard.skips)) <= max_skips:
         return
     named = [leaf.path for leaf, bad in zip(trained.params, np.asarray(guard.culprits), strict=True) if bad]
     others = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
@@ -121,5 +126,5 @@ def refuse(guard: Guard, trained: Layout, max_skips: int | None) -> None:
         f"{skips} steps in a row were skipped because gradients were not finite, and max_skips={max_skips}. In the "
         f"first of them: params{', params'.join(named[:MOST_NAMED])}{others}. The loss scale is "
         f"{float(guard.scale):g}. The state is as it was before them: look for the cause in the data or the learning "
-        f"rate, or go on from here with other batches."
+        f"rate, or go on from here with other batches and state.pardoned()."
     )

@@ -41,6 +41,10 @@ class ZeroState:
     mutable: PyTree
     plan: UpdatePlan
 
+    def pardoned(self) -> ZeroState:
+        """The state with its skipped steps forgotten, to go on after a step refused to; the loss scale stays."""
+        return self.replace(guard=self.guard.pardoned())
+
     def replace(self, **changes) -> ZeroState:
         """The state with some fields replaced."""
         return dataclasses.replace(self, **changes)

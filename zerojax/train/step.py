@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from ..config import Config
+from ..config import Config, check_count
 from ..stages.batch import place_batch
 from ..stages.gradients import loss_and_grads
 from ..stages.loss import Loss
@@ -18,12 +18,13 @@ from .state import ZeroState
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class StepOptions:
     """How a training step goes about it.
 
     Attributes:
         accumulate: Microbatches a device and step; at least 1.
-        skip_nonfinite: Whether a step whose gradients are not finite leaves the state as it is.
+        skip_nonfinite: Whether a step whose gradients are not finite leaves the state as it is;
+            implied by `max_skips`.
         max_skips: How many such steps in a row are borne; None is any number.
         leaf_norms: Whether metrics have the norm of each parameter's gradient.
 
@@ -39,19 +40,13 @@ class Options:
 
     def __post_init__(self):
         """Check the counts."""
-        counted = {"accumulate": ("microbatches", 1), "max_skips": ("steps", 0)}
-        for name, (unit, least) in counted.items():
-            value = getattr(self, name)
-            if value is None and name == "max_skips":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
-            if value < least:
-                raise ValueError(f"{name} counts {unit} and must be at least {least}, but is {value}.")
+        check_count("accumulate", self.accumulate, "microbatches", least=1)
+        if self.max_skips is not None:
+            check_count("max_skips", self.max_skips, "steps", least=0)
 
 
 def step_once(
-    config: Config, options: Options, loss: Loss, state: ZeroState, batch: Any, args: tuple
+    config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple
 ) -> tuple[ZeroState, dict]:
     """Differentiate, update, and gather what the stage keeps whole; traced under jit."""
     plan, guard = state.plan, state.guard
@@ -75,7 +70,9 @@ def step_once(
     mutable, skipped = found.mutable, jnp.zeros((), bool)
     if guarded(config, options, loss):
         # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
-        guard = next_guard(guard, config.precision, jnp.isfinite(found.squares), found.weighable)
+        judges = skips_nonfinite(config, options)
+        finite = jnp.isfinite(found.squares) if judges else jnp.ones(found.squares.shape, bool)
+        guard = next_guard(guard, config.precision, finite, found.weighable)
         skipped = guard.skips > 0
         before = (old, state.opt_state, state.mutable)
         moved, opt_state, mutable = keep_old(~skipped, (moved, opt_state, mutable), before)
@@ -97,9 +94,14 @@ def scales(config: Config) -> bool:
     return config.precision is not None and config.precision.loss_scale is not None
 
 
-def guarded(config: Config, options: Options, loss: Loss) -> bool:
+def skips_nonfinite(config: Config, options: StepOptions) -> bool:
+    """Whether a step whose gradients are not finite is skipped."""
+    return scales(config) or options.skip_nonfinite or options.max_skips is not None
+
+
+def guarded(config: Config, options: StepOptions, loss: Loss) -> bool:
     """Whether a step may be skipped: if not, the compiler sees nothing of the guard."""
-    return scales(config) or options.skip_nonfinite or loss.weighted
+    return skips_nonfinite(config, options) or loss.weighted
 
 
 class Step:
@@ -108,7 +110,7 @@ class Step:
     The state passed in is donated: use the one that comes back.
     """
 
-    def __init__(self, config: Config, loss: Loss, options: Options):
+    def __init__(self, config: Config, loss: Loss, options: StepOptions):
         """Wrap one loss function; nothing is traced yet."""
         self._config = config
         self._loss = loss
@@ -136,7 +138,7 @@ class Step:
         Raises:
             TypeError: If `state` is no `ZeroState`, or a PRNG key is untyped.
             ValueError: If the batch cannot be cut, the state is of other parameters, or
-                the weights of the step before were negative or summed to zero.
+                the weights of a step before were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)

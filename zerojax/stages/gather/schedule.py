@@ -48,7 +48,8 @@ class Options:
     ) -> list[jax.Array]:
         """Shards of the summed cotangents of `weights`; `covered` by another block's work or not."""
         if self.reduce is not None:
-            cotangents = [c.astype(self.reduce) for c in cotangents]
+            floats = [jnp.issubdtype(c.dtype, jnp.floating) for c in cotangents]
+            cotangents = [c.astype(self.reduce) if on else c for c, on in zip(cotangents, floats, strict=True)]
         size = self._bucket(covered)
         return collectives.reduce_scatter(cotangents, weights, axis=self.axis, bucket_bytes=size, in_turn=not covered)
 
