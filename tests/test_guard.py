@@ -75,7 +75,7 @@ def everything(state):
 
 @pytest.mark.parametrize("precision", [Precision.fp16(), Precision.bf16(), None], ids=["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_overflow_on_one_device_leaves_every_bit(stage, precision, accumulate, mesh):
     """And what follows is as if that batch had never been."""
     schedule = optax.linear_schedule(1e-2, 1e-3, 5)

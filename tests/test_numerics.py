@@ -15,7 +15,7 @@ from zerojax import Precision, collectives, report, zero_shard
 from zerojax.testing import assert_parity, train_plain
 
 STEPS = 3
-QUICK = [(stage, 8) for stage in range(4)] + [(1, 3), (3, 3)]
+QUICK = [(0, 8), (1, 8), (2, 3), (3, 3), (3, 8)]
 GRID = [
     pytest.param(stage, count, marks=() if (stage, count) in QUICK else pytest.mark.slow)
     for stage in range(4)
@@ -294,7 +294,7 @@ def test_leaves_that_are_kept_are_seen_in_float32(stage, mesh):
     assert state.params["norm"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "clip-adamw", "inject-hyperparams", "multi-steps"])
 def test_any_transformation_keeps_master_weights(stage, name, mesh):
     from models import OPTIMIZERS
