@@ -17,7 +17,8 @@ FLOORS = [
     {"layout"},
     {"comm", "memory", "offload"},
     {"stages"},
-    {"train", "checkpoint", "plan"},
+    {"train", "plan"},
+    {"checkpoint"},
     {"zero"},
     {"__init__", "__main__", "cli", "plot", "flax", "testing"},
 ]

@@ -138,14 +138,12 @@ def groups(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
 
 def raw(x: Any) -> Any:
     """A PRNG key as the integers it consists of; any other array as it is."""
-    return jax.random.key_data(x) if key_of(x) else x
+    return jax.random.key_data(x) if is_key(x) else x
 
 
-def key_of(x: Any) -> str | None:
-    """The implementation of a PRNG key, by name; None for other arrays and shapes."""
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return None
-    return x.dtype._impl.name if isinstance(x, jax.ShapeDtypeStruct) else str(jax.random.key_impl(x))
+def is_key(x: Any) -> bool:
+    """Whether an array, or a shape, is of PRNG keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def orbax_arrays():

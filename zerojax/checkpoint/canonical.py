@@ -186,8 +186,11 @@ def converter(moves: tuple[tuple[Leaf, Leaf, Sharding], ...]):
 
 def divided(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
     """A dim-cut layout for a leaf that is on its way to or from flat storage: no device holds it whole."""
-    if not isinstance(sharding, NamedSharding) or not leaf.shape or leaf.axis not in sharding.mesh.axis_names:
-        return dataclasses.replace(leaf, kind="whole", dim=None), sharding
+    whole = dataclasses.replace(leaf, kind="whole", dim=None)
+    if not isinstance(sharding, NamedSharding):
+        return whole, sharding
+    if not leaf.shape or leaf.axis not in sharding.mesh.axis_names:
+        return whole, NamedSharding(sharding.mesh, PartitionSpec())
     dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
     cut = dataclasses.replace(leaf, kind="cut", dim=dim)
     return cut, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, leaf.axis))

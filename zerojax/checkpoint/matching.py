@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..layout.leaf import Leaf
-from .arrays import Wanted, key_of
+from .arrays import Wanted, is_key
 from .canonical import Slot, divided, exactly_wider
 from .integrity import Record
 
@@ -48,7 +48,8 @@ def records_of(slots: dict[str, Slot]) -> tuple[Record, ...]:
                 folder = f"{plain}~{len(taken)}"
             taken.add(folder.lower())
         shape = tuple(slot.leaf.shape)
-        records.append(Record(slot.name, slot.path, shape, slot.dtype, slot.leaf.kind, folder, key_of(slot.array)))
+        key = str(jax.random.key_impl(slot.array)) if is_key(slot.array) else None
+        records.append(Record(slot.name, slot.path, shape, slot.dtype, slot.leaf.kind, folder, key))
     return tuple(records)
 
 
@@ -101,7 +102,7 @@ def difference(record: Record | None, slot: Slot) -> str:
         return f"{record.described} was saved, {wanted} is wanted"
     if record.dtype == slot.dtype or takes_any(slot) or rounds(record, slot):
         return ""
-    if record.key is None and not key_of(slot.array) and exactly_wider(record.dtype, slot.array.dtype):
+    if record.key is None and not is_key(slot.array) and exactly_wider(record.dtype, slot.array.dtype):
         return ""
     return f"{record.described} was saved, {wanted} is wanted, which may not hold every number of it"
 

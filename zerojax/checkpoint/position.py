@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .arrays import is_key
+
 PLAIN = (str, int, float, bool, type(None))
 
 
@@ -67,7 +69,7 @@ def encode(data: Any) -> Any:
 
 def encode_array(x: Any) -> dict:
     """An array with its type, or a PRNG key with its implementation."""
-    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return {"key": str(jax.random.key_impl(x)), "of": encode_array(jax.random.key_data(x))}
     host = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x)
     where = "jax" if isinstance(x, jax.Array) else "numpy"
@@ -104,6 +106,8 @@ def filled(template: Any, found: Any) -> Any:
     if has_state(template):
         template.set_state(found)
         return template
+    if type(template) in (list, tuple) and type(template) is type(found) and len(template) != len(found):
+        return found  # something that grows, as a list of losses does
     if isinstance(template, dict) and isinstance(found, dict) and template.keys() == found.keys():
         return {key: filled(x, found[key]) for key, x in template.items()}
     children, node = jax.tree.flatten(template, is_leaf=lambda x: x is not template)
