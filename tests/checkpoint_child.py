@@ -15,7 +15,7 @@ from zerojax.checkpoint import CheckpointError, Checkpointer
 
 
 def parameters():
-    return {"w": jnp.zeros((48, 8)), "b": jnp.zeros(5)}
+    return {"w": jnp.zeros((48, 8)), "b": jnp.zeros(8)}
 
 
 def state_of(tx, step):
@@ -37,7 +37,7 @@ def steps_told(state):
 
 def save_for_ever(directory):
     """Save step after step until killed; first check what an earlier process left."""
-    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=8)
+    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
     with Checkpointer(directory, keep=2) as checkpoints:
         step, warm = checkpoints.latest() or 0, False
         if step:
@@ -56,7 +56,7 @@ def save_for_ever(directory):
 def together(directory, index, port, dies):
     """Two processes save and restore; with `dies` the second one dies while saving."""
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
-    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=8)
+    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
     assert tx.config.mesh.size == 4
     checkpoints = Checkpointer(directory, timeout=3)
     checkpoints.save(state_of(tx, 1), {"process": index}, step=1)
