@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from zerojax import zero_shard
-from zerojax.checkpoint import CheckpointError, Checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError
 
 
 def parameters():
@@ -39,10 +39,10 @@ def save_for_ever(directory):
     """Save step after step until killed; first check what an earlier process left."""
     tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
     with Checkpointer(directory, keep=2) as checkpoints:
-        step, warm = checkpoints.latest() or 0, False
-        if step:
-            assert steps_told(checkpoints.restore(state_of(tx, 0)).state) == {step}
-        for step in itertools.count(step + 1):
+        begun, warm = checkpoints.latest() or 0, False
+        if begun:
+            assert steps_told(checkpoints.restore(state_of(tx, 0)).state) == {begun}
+        for step in itertools.count(begun + 1):
             checkpoints.save(state_of(tx, step), {"step": step}, step=step)
             if step % 4 == 0:  # replaces what is there, too
                 checkpoints._saved = None

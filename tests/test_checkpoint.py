@@ -11,7 +11,7 @@ from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Precision, zero_shard
-from zerojax.checkpoint import CheckpointError, Checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.canonical import slots_of
 
 PRECISIONS = {"none": None, "fp32": Precision.fp32(), "bf16": Precision.bf16(), "fp16": Precision.fp16()}
@@ -288,7 +288,7 @@ def test_data_of_every_kind_comes_back(tmp_path):
         assert checkpoints.restore(state).data["node"][0] == 7  # without a template, its children
         with pytest.raises(TypeError, match="holds a object, which cannot be written"):
             checkpoints.save(state, object(), step=1)
-        with pytest.raises(ValueError, match="of another structure|no Node|is no"):
+        with pytest.raises(ValueError, match="was saved is no"):
             checkpoints.restore(state, data={"plain": [1, 2]})
 
 

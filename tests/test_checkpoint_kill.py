@@ -25,7 +25,11 @@ def start(devices, *args):
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-        [sys.executable, CHILD, *map(str, args)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, CHILD, *map(str, args)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

@@ -129,7 +129,7 @@ def evaluate_one(jaxpr, eqn, values: Sequence) -> list:
     return [None if is_dropped(var) else next(results) for var in eqn.outvars]
 
 
-def coordination_client():
+def coordination_client() -> Any:
     """The client of jax's coordination service: what several processes agree through, without devices."""
     from jax._src import distributed
 

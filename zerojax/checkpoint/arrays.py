@@ -147,7 +147,7 @@ def is_key(x: Any) -> bool:
 
 
 def orbax_arrays():
-    """orbax's handler of arrays; hosts share the writing of what several of them hold."""
+    """The handler of arrays that orbax has; hosts share the writing of what several of them hold."""
     from orbax.checkpoint import type_handlers
 
     return type_handlers.ArrayHandler(
@@ -158,7 +158,7 @@ def orbax_arrays():
 
 
 def orbax_handler():
-    """orbax's handler of trees, writing a folder a leaf, uncompressed."""
+    """The handler of trees that orbax has, writing a folder a leaf, uncompressed."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 

@@ -109,7 +109,9 @@ def put_together(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     inner, masters = taken_apart(like)
     paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(plan.layout.params))))
     params = [arrays[name_of("params", path)] for path in paths]
-    opt_state = jax.tree.unflatten(jax.tree.structure(inner), [arrays[name_of("opt_state", p)] for p in key_paths(inner)])
+    opt_state = jax.tree.unflatten(
+        jax.tree.structure(inner), [arrays[name_of("opt_state", p)] for p in key_paths(inner)]
+    )
     if masters:
         wide = [params[i] for i in masters]
         opt_state = MasterState(opt_state, jax.tree.unflatten(jax.tree.structure(like.opt_state.master), wide))

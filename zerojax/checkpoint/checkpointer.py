@@ -192,8 +192,8 @@ class Checkpointer:
         newest = self.latest()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
         return CheckpointError(
-            f"Saving step {step} to {self.directory} failed: {explained(error)}\nThe state of the run is as it was, and "
-            f"{kept}."
+            f"Saving step {step} to {self.directory} failed: {explained(error)}\nThe state of the run is as it was, "
+            f"and {kept}."
         )
 
     def restore(

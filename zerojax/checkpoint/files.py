@@ -1,9 +1,9 @@
 """Folders that are there whole or not at all; one writer at a time; what a killed save leaves behind.
 
-    DIR/step_00000100/     a checkpoint, complete and on the disk
-    DIR/.tmp-…             one being written
-    DIR/.old-…             one being replaced or removed
-    DIR/.lock              held by the run that writes
+DIR/step_00000100/     a checkpoint, complete and on the disk
+DIR/.tmp-…             one being written
+DIR/.old-…             one being replaced or removed
+DIR/.lock              held by the run that writes
 """
 
 from __future__ import annotations

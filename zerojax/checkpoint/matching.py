@@ -82,7 +82,7 @@ def match(saved: tuple[Record, ...], slots: dict[str, Slot], *, partial: bool, w
         more = f"\n  and {len(trouble) - NAMED} more" if len(trouble) > NAMED else ""
         raise ValueError(
             f"{where} is of another model, optimizer or precision than the state given as like=:\n{first}{more}\n"
-            f"Make that state as the saved one was made, or pass partial=True to restore what matches and keep the rest."
+            f"Make that state as the saved one was made, or pass partial=True to restore what matches."
         )
     pairs = tuple((records[name], slot) for name, slot in slots.items() if name not in trouble)
     return Match(

@@ -13,7 +13,6 @@ import jax
 from ..compat import coordination_client
 from .errors import CheckpointError
 
-
 # The service knows each key once in the life of a run, so the keys are numbered for as long: all processes open
 # their checkpointers in the same order, and each then says the same things in the same order.
 SERIAL = itertools.count()
@@ -78,7 +77,9 @@ class Peers:
             CheckpointError: With the trouble of those that have any.
         """
         told = [
-            f"process {i}: {text}" if self.count > 1 else text for i, text in enumerate(self.tell(topic, trouble)) if text
+            f"process {i}: {text}" if self.count > 1 else text
+            for i, text in enumerate(self.tell(topic, trouble))
+            if text
         ]
         if told:
             raise CheckpointError("; ".join(told))

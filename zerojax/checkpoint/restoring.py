@@ -116,16 +116,21 @@ def verify_steps(directory: Path, step: int | None = None) -> list[int]:
         DamagedError: Naming leaf and file of the first that is damaged.
     """
     there = steps_in(directory)
-    if not there or (step is not None and step not in there):
+    return [intact(directory, one)[0] for one in (there or [step] if step is None else [step])]
+
+
+def intact(directory: Path, step: int | None = None) -> tuple[int, Manifest]:
+    """The step and manifest of a checkpoint, None being the newest, after a look at every file; raises as above."""
+    there = steps_in(directory)
+    chosen = max(there, default=None) if step is None else step
+    if chosen is None or chosen not in there:
         of = "" if step is None else f" of step {step}"
-        have = f" There are those of steps {', '.join(map(str, there))}." if there else ""
-        raise CheckpointError(f"There is no checkpoint{of} in {directory}.{have}")
-    chosen = there if step is None else [step]
-    for one in chosen:
-        found = examined(directory, one)
-        if not isinstance(found, Manifest):
-            raise DamagedError(described(directory, one, found), step=one, damage=tuple(found))
-    return chosen
+        have = f"; there are those of steps {', '.join(map(str, there))}" if there else ""
+        raise CheckpointError(f"There is no checkpoint{of} in {directory}{have}.")
+    found = examined(directory, chosen)
+    if not isinstance(found, Manifest):
+        raise DamagedError(described(directory, chosen, found), step=chosen, damage=tuple(found))
+    return chosen, found
 
 
 def restore_step(
