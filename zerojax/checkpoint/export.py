@@ -170,7 +170,7 @@ def placed(files: Files, name: str, like: Any) -> Any:
         if read.dtype != dtype and not all(jnp.issubdtype(one, jnp.floating) for one in (read.dtype, dtype)):
             raise ValueError(f"{name} is {read.dtype} in the file, and {dtype} is wanted.")
         beyond = [(0, len(s) - n) for s, n in zip(spans, read.shape, strict=True)]
-        return np.pad(read.astype(dtype), beyond)
+        return np.pad(read.astype(dtype), beyond) if beyond else read.astype(dtype)
 
     sharding = getattr(stored, "sharding", None)
     if sharding is None:
