@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption
 
 
 def parameters():
@@ -79,8 +80,27 @@ def together(directory, index, port, dies):
     os._exit(0)  # jax.distributed would wait for the one that died
 
 
+def preempted(directory, index, port):
+    """Two processes train until one of them is told to end."""
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
+    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
+    with Checkpointer(directory, every=10**6, timeout=20) as checkpoints, on_preemption() as preemption:
+        for i in itertools.count(1):
+            time.sleep(0.02)
+            stop = preemption.reached(i)
+            if stop:
+                checkpoints.save(state_of(tx, i), step=i, force=True)
+            if i == 1:
+                print("begun", flush=True)
+            if stop:
+                break
+    print("left after step", i, flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "save":
         save_for_ever(Path(sys.argv[2]))
+    elif sys.argv[5] == "preempted":
+        preempted(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     else:
         together(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "dies")

@@ -114,6 +114,18 @@ def test_a_run_goes_on_from_the_intact_one_and_replaces_the_damaged(two_steps, t
         assert checkpoints.verify() == [1, 2]
 
 
+def test_going_back_loses_nothing(two_steps, tmp_path, caplog):
+    """Even if but one is kept: the damaged later one is set aside, and does not count as the newest."""
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    with Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.restore(state_of(0), step=1)
+        checkpoints.save(state_of(1), step=1)
+        checkpoints.wait()
+        assert (checkpoints.latest(), checkpoints.verify()) == (1, [1])
+    assert "step_00000002.aside" in caplog.text
+    assert (tmp_path / "step_00000002.aside" / "manifest.json").exists()
+
+
 def test_no_intact_one_is_said(two_steps, tmp_path):
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     for step in ("step_00000001", NEWEST):
@@ -145,6 +157,7 @@ def mounted(path, *options):
         subprocess.run(["umount", "-l", path], check=True)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that orbax leaves behind
 def test_a_full_disk(tmp_path):
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=700k", "tmpfs") as directory:
         checkpoints = Checkpointer(directory)

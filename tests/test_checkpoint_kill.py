@@ -86,3 +86,16 @@ def test_a_process_that_dies_while_saving_is_named_in_time(tmp_path):
     assert "the newest checkpoint is that of step 1" in out
     assert Checkpointer(tmp_path, read_only=True).verify() == [1]
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_two_processes_leave_at_the_same_step_when_one_is_told_to(tmp_path):
+    children = two(tmp_path, "preempted")
+    for child in children:
+        assert child.stdout.readline() == "begun\n"
+    children[1].send_signal(signal.SIGTERM)
+    outcomes = [child.communicate(timeout=60) for child in children]
+    lines = {out.strip() for out, _ in outcomes}
+    assert len(lines) == 1, outcomes
+    assert [child.returncode for child in children] == [0, 0]
+    (line,) = lines
+    assert line == f"left after step {Checkpointer(tmp_path, read_only=True).latest()}"

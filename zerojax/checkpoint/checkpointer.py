@@ -181,6 +181,8 @@ class Checkpointer:
             part.unlink()
         dataclasses.replace(manifest, files=dict(sorted(found.items()))).write(temporary)
         files.sync(files.folders_in(temporary))
+        for name in files.set_aside(self.directory, manifest.step):
+            log.warning("%s: the run went back to before it and saved step %d.", name, manifest.step)
         files.commit(temporary, manifest.step)
         files.prune(self.directory, self.keep)
 
@@ -227,16 +229,8 @@ class Checkpointer:
             ValueError: If it is of another tree, shape, type or optimizer.
         """
         self.wait()
-        wanted = self.latest() if step is None else step
-        if wanted is None or wanted not in self.steps():
-            there = self.steps()
-            raise CheckpointError(
-                f"There is no checkpoint{'' if step is None else f' of step {step}'} in {self.directory}"
-                + (f"; there are those of steps {', '.join(map(str, there))}." if there else ".")
-            )
-        chosen, manifest = newest_intact(self.directory, self.steps(), wanted, fallback, self._peers)
-        if chosen != wanted:
-            self._saved = None
+        chosen, manifest = newest_intact(self.directory, step, fallback, self._peers)
+        self._saved = None
         return restore_step(self.directory, chosen, manifest, like, data, partial, self._peers)
 
     def latest(self) -> int | None:

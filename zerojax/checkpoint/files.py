@@ -1,9 +1,10 @@
 """Folders that are there whole or not at all; one writer at a time; what a killed save leaves behind.
 
-DIR/step_00000100/     a checkpoint, complete and on the disk
-DIR/.tmp-…             one being written
-DIR/.old-…             one being replaced or removed
-DIR/.lock              held by the run that writes
+step_00000100         a checkpoint, complete and on the disk
+step_00000200.aside   one of a later step than the run went back to
+.tmp-…                one being written, or removed
+.old-…                one being replaced
+.lock                 held by the run that writes
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,6 +107,26 @@ def commit(temporary: Path, step: int) -> None:
     os.rename(temporary, final)
     sync([directory])
     shutil.rmtree(old, ignore_errors=True)
+
+
+def set_aside(directory: Path, step: int) -> list[str]:
+    """Take checkpoints of later steps out of the sequence, and keep them.
+
+    Who saves a step while later ones are there went back to before them, or found them
+    damaged: the newest is the one now saved.
+
+    Returns:
+        Their new names.
+    """
+    renamed = []
+    for later in steps_in(directory):
+        if later > step:
+            name = free = f"{step_name(later)}.aside"
+            while (directory / free).exists():
+                free = f"{name}-{len(renamed) + int(time.time())}"
+            os.rename(directory / step_name(later), directory / free)
+            renamed.append(free)
+    return renamed
 
 
 def prune(directory: Path, keep: int | None) -> None:

@@ -63,22 +63,39 @@ def examined(directory: Path, step: int, peers: Peers | None = None) -> Manifest
     return damage or manifest
 
 
-def newest_intact(
-    directory: Path, steps: Sequence[int], wanted: int, fallback: bool, peers: Peers
-) -> tuple[int, Manifest]:
-    """The checkpoint wanted, or with `fallback` the newest intact one.
+def found_step(directory: Path, step: int | None) -> int:
+    """The step asked for if it has a checkpoint, None being the newest.
 
     Raises:
+        CheckpointError: If there is none, saying which there are.
+    """
+    there = steps_in(directory)
+    chosen = max(there, default=None) if step is None else step
+    if chosen is None or chosen not in there:
+        of = "" if step is None else f" of step {step}"
+        have = f"; there are those of steps {', '.join(map(str, there))}" if there else ""
+        raise CheckpointError(f"There is no checkpoint{of} in {directory}{have}.")
+    return chosen
+
+
+def newest_intact(directory: Path, step: int | None, fallback: bool, peers: Peers) -> tuple[int, Manifest]:
+    """The checkpoint of a step, None being the newest, or with `fallback` the newest intact one.
+
+    Raises:
+        CheckpointError: If there is none.
         DamagedError: If the one wanted is damaged, and no other is intact or may be taken.
     """
+    # the first process says which: a shared file system may show the others an older list
+    there = json.loads(peers.tell("steps", json.dumps([found_step(directory, step), *steps_in(directory)]))[0])
+    wanted = there[0]
     found = examined(directory, wanted, peers)
     if isinstance(found, Manifest):
         return wanted, found
     intact = None
-    for step in sorted(set(steps) - {wanted}, reverse=True):
-        other = examined(directory, step, peers)
-        if isinstance(other, Manifest):
-            intact = step, other
+    for other in sorted(set(there) - {wanted}, reverse=True):
+        manifest = examined(directory, other, peers)
+        if isinstance(manifest, Manifest):
+            intact = other, manifest
             break
     message = described(directory, wanted, found)
     if intact is None:
@@ -121,12 +138,7 @@ def verify_steps(directory: Path, step: int | None = None) -> list[int]:
 
 def intact(directory: Path, step: int | None = None) -> tuple[int, Manifest]:
     """The step and manifest of a checkpoint, None being the newest, after a look at every file; raises as above."""
-    there = steps_in(directory)
-    chosen = max(there, default=None) if step is None else step
-    if chosen is None or chosen not in there:
-        of = "" if step is None else f" of step {step}"
-        have = f"; there are those of steps {', '.join(map(str, there))}" if there else ""
-        raise CheckpointError(f"There is no checkpoint{of} in {directory}{have}.")
+    chosen = found_step(directory, step)
     found = examined(directory, chosen)
     if not isinstance(found, Manifest):
         raise DamagedError(described(directory, chosen, found), step=chosen, damage=tuple(found))
