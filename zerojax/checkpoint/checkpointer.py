@@ -17,7 +17,7 @@ from . import arrays as disk
 from . import files, position
 from .canonical import slots_of
 from .errors import CheckpointError
-from .integrity import ARRAYS, Manifest, data_file, digest_file, digests, made_by
+from .integrity import ARRAYS, Manifest, data_file, digest_file, digests, is_digest_file, made_by
 from .matching import records_of
 from .peers import Peers
 from .restoring import Restored, newest_intact, restore_step, verify_steps
@@ -74,6 +74,7 @@ class Checkpointer:
         self._saved: int | None = None
         self._under_way: threading.Thread | None = None
         self._trouble: CheckpointError | None = None
+        self._temporary = self.directory
         self._lock = None
         if not read_only:
             self._open()
@@ -131,13 +132,14 @@ class Checkpointer:
 
     def _begin(self, state: ZeroState, data: str, step: int) -> None:
         """Copy the state off the devices, and leave the rest to a thread."""
-        temporary = self.directory / f"{files.TEMPORARY}{files.step_name(step)}"
         slots = slots_of(state)
         manifest = Manifest(step, records_of(slots), {}, made_by(self._peers.count))
         held = {r.folder: disk.raw(slots[r.name].array) for r in manifest.leaves if r.folder}
+        name = files.temporary_name(step)
+        self._temporary = temporary = self.directory / name
         try:
-            making = lambda: (files.begin(self.directory, step) / ARRAYS).mkdir()
-            self._peers.agree("begin", attempt(making) if self._peers.first else "")
+            trouble = attempt(files.make, temporary, temporary / ARRAYS) if self._peers.first else ""
+            self._temporary = temporary = self.directory / self._peers.agree("begin", trouble, name)
         except CheckpointError as error:
             raise self._failed(step, error) from error
         try:
@@ -151,11 +153,11 @@ class Checkpointer:
     def _finish(self, manifest: Manifest, finish: Callable[[], None], data: str, temporary: Path) -> None:
         """Write, digest, commit; in the thread."""
         try:
-            trouble = attempt(lambda: self._write(finish, data, temporary))
+            trouble = attempt(self._write, finish, data, temporary)
             self._peers.agree("written", trouble)
-            trouble = attempt(lambda: self._digest(temporary))
+            trouble = attempt(self._digest, temporary)
             self._peers.agree("digested", trouble)
-            trouble = attempt(lambda: self._commit(manifest, temporary)) if self._peers.first else ""
+            trouble = attempt(self._commit, manifest, temporary) if self._peers.first else ""
             self._peers.agree("committed", trouble)
         except Exception as error:
             self._trouble = self._failed(manifest.step, error)
@@ -166,8 +168,8 @@ class Checkpointer:
 
     def _digest(self, temporary: Path) -> None:
         """Digest this process' share of the files, and see them onto the disk."""
-        mine = files.files_in(temporary)[self._peers.index :: self._peers.count]
-        mine = [name for name in mine if not name.startswith(".digests")]
+        written = [name for name in files.files_in(temporary) if not is_digest_file(name)]
+        mine = written[self._peers.index :: self._peers.count]
         found = digests(temporary, mine)
         files.sync(temporary / name for name in mine)
         files.write_synced(temporary / digest_file(self._peers.index), json.dumps(found))
@@ -190,7 +192,7 @@ class Checkpointer:
         """What happened, in words; what was begun is removed."""
         self._saved = None
         if self._peers.first:
-            files.remove(self.directory / f"{files.TEMPORARY}{files.step_name(step)}")
+            files.remove(self._temporary)
         newest = self.latest()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
         return CheckpointError(
@@ -293,10 +295,10 @@ class Checkpointer:
             warnings.warn(str(trouble), stacklevel=2)
 
 
-def attempt(work: Callable[[], Any]) -> str:
+def attempt(work: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Do something; what went wrong in words, empty if nothing did."""
     try:
-        work()
+        work(*args, **options)
     except Exception as error:
         log.debug("", exc_info=True)
         return explained(error)

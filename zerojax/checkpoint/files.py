@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterable
@@ -90,12 +91,12 @@ def clean(directory: Path) -> list[str]:
     return found
 
 
-def begin(directory: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into; nobody takes it for one."""
-    path = directory / f"{TEMPORARY}{step_name(step)}"
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    return path
+def temporary_name(step: int) -> str:
+    """A folder to write a checkpoint into, which nobody takes for one; another at each call.
+
+    A write of a save that failed may come late: it must not meet the next one.
+    """
+    return f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
 
 
 def commit(temporary: Path, step: int) -> None:
@@ -103,6 +104,7 @@ def commit(temporary: Path, step: int) -> None:
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)
     os.rename(temporary, final)
     sync([directory])
@@ -132,16 +134,24 @@ def set_aside(directory: Path, step: int) -> list[str]:
 def prune(directory: Path, keep: int | None) -> None:
     """Remove all but the newest checkpoints, each at once: it is renamed, then emptied."""
     for step in [] if keep is None else steps_in(directory)[:-keep]:
-        final = directory / step_name(step)
-        doomed = directory / f"{TEMPORARY}{final.name}"
+        doomed = directory / temporary_name(step)
+        os.rename(directory / step_name(step), doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(final, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def make(*paths: Path) -> None:
+    """Make folders, each in one that is there: one that was deleted under way took its lock with it."""
+    for path in paths:
+        path.mkdir()
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, as far as that can be done."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a folder as far as that can be done; what is still being written into it may bring it back at first."""
+    for _ in range(20):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.05)
 
 
 def files_in(directory: Path) -> list[str]:

@@ -92,6 +92,11 @@ def digest_file(process: int) -> str:
     return f".digests.{process}.json"
 
 
+def is_digest_file(name: str) -> bool:
+    """Whether a file is one of those."""
+    return name.startswith(".digests.")
+
+
 def made_by(processes: int) -> dict[str, Any]:
     """Versions of the libraries that write a checkpoint, and the number of processes."""
     versions = {name: version(name) for name in ("zerojax", "jax", "orbax-checkpoint")}

@@ -7,6 +7,7 @@ died is noticed by those that wait for it.
 from __future__ import annotations
 
 import itertools
+import json
 
 import jax
 
@@ -37,12 +38,12 @@ class Peers:
         """Whether this process writes what is written once."""
         return self.index == 0
 
-    def tell(self, topic: str, message: str = "") -> list[str]:
+    def tell(self, topic: str, message: str) -> list[str]:
         """Tell all others something, and wait until each has said what it has to say.
 
         Args:
             topic: What it is about, in a word.
-            message: What this process says.
+            message: What this process says; not empty.
 
         Returns:
             What each process said, in order.
@@ -53,7 +54,7 @@ class Peers:
         if self.count == 1:
             return [message]
         client, key = coordination_client(), f"zerojax/checkpoint/{self._serial}/{next(self._topics)}/{topic}"
-        client.key_value_set(f"{key}/{self.index}", message or " ")
+        client.key_value_set(f"{key}/{self.index}", message)
         try:
             client.wait_at_barrier(f"{key}/all", round(1000 * self.timeout))
         except Exception as error:
@@ -64,22 +65,24 @@ class Peers:
                 f"{self.timeout:g} s: it died, or hangs, or did not call save as the others did."
             ) from error
         said = {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{key}/")}
-        return [said[i].strip() for i in range(self.count)]
+        return [said[i] for i in range(self.count)]
 
-    def agree(self, topic: str, trouble: str = "") -> None:
+    def agree(self, topic: str, trouble: str = "", message: str = "") -> str:
         """Go on only if all processes can.
 
         Args:
             topic: As for `tell`.
             trouble: What keeps this process from going on; empty if nothing does.
+            message: What the first process tells the others.
+
+        Returns:
+            The message of the first process.
 
         Raises:
             CheckpointError: With the trouble of those that have any.
         """
-        told = [
-            f"process {i}: {text}" if self.count > 1 else text
-            for i, text in enumerate(self.tell(topic, trouble))
-            if text
-        ]
-        if told:
-            raise CheckpointError("; ".join(told))
+        told = [json.loads(text) for text in self.tell(topic, json.dumps([trouble, message]))]
+        who = lambda i: f"process {i}: " if self.count > 1 else ""
+        if all_trouble := [f"{who(i)}{text}" for i, (text, _) in enumerate(told) if text]:
+            raise CheckpointError("; ".join(all_trouble))
+        return told[0][1]
