@@ -126,8 +126,8 @@ class Checkpointer:
         if (step % self.every and not force) or step == self._saved:
             return False
         self.wait()
-        self._begin(state, position.dumps(data), step)
-        self._saved = step
+        text, self._saved = position.dumps(data), step
+        self._begin(state, text, step)
         return True
 
     def _begin(self, state: ZeroState, data: str, step: int) -> None:
@@ -186,7 +186,8 @@ class Checkpointer:
         for name in files.set_aside(self.directory, manifest.step):
             log.warning("%s: the run went back to before it and saved step %d.", name, manifest.step)
         files.commit(temporary, manifest.step)
-        files.prune(self.directory, self.keep)
+        if trouble := attempt(files.prune, self.directory, self.keep):
+            log.warning("Older checkpoints in %s could not be removed: %s", self.directory, trouble)
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         """What happened, in words; what was begun is removed."""
