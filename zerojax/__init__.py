@@ -1,16 +1,17 @@
 """ZeRO for JAX: any optax transformation, sharded over a device mesh."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import DynamicScale, Precision
-from .layout.padded import Padded
-from .memory.report import Report, report
-from .stages.gather import block
-from .train.state import ZeroState
-from .zero import Shardings, ZeroTransformation, check, zero_shard
-
 if TYPE_CHECKING:
+    from . import checkpoint
+    from .config import DynamicScale, Precision
+    from .layout.padded import Padded
+    from .memory.report import Report, report
     from .plan.hlo import Collective, Collectives, collectives
+    from .stages.gather import block
+    from .train.state import ZeroState
+    from .zero import Shardings, ZeroTransformation, check, zero_shard
 
 __all__ = [
     "Collective",
@@ -24,16 +25,38 @@ __all__ = [
     "ZeroTransformation",
     "block",
     "check",
+    "checkpoint",
     "collectives",
     "report",
     "zero_shard",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Reading compiled programs is imported when it is first used: training needs none of it."""
-    if name in ("Collective", "Collectives", "collectives"):
-        from .plan import hlo
+# Each name is imported when it is first used: the command line needs no JAX to show its help, training no
+# compiled programs, and neither needs checkpoints.
+_HOME = {
+    "Collective": "plan.hlo",
+    "Collectives": "plan.hlo",
+    "DynamicScale": "config",
+    "Padded": "layout.padded",
+    "Precision": "config",
+    "Report": "memory.report",
+    "Shardings": "zero",
+    "ZeroState": "train.state",
+    "ZeroTransformation": "zero",
+    "block": "stages.gather",
+    "check": "zero",
+    "collectives": "plan.hlo",
+    "report": "memory.report",
+    "zero_shard": "zero",
+}
 
-        return getattr(hlo, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Import what a name stands for."""
+    if name == "checkpoint":
+        return import_module(".checkpoint", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    thing = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return thing

@@ -127,3 +127,10 @@ def evaluate_one(jaxpr, eqn, values: Sequence) -> list:
     one = part_of(jaxpr, [eqn], list(operands), kept)
     results = iter(jax.core.eval_jaxpr(one, (), *operands.values()))
     return [None if is_dropped(var) else next(results) for var in eqn.outvars]
+
+
+def coordination_client() -> Any:
+    """The client of jax's coordination service: what several processes agree through, without devices."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -1,0 +1,216 @@
+"""Export to safetensors and back; the command line; leaving on a signal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from models import awkward_params
+from safetensors.numpy import load_file
+
+import zerojax
+from zerojax import Precision, zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
+
+PARAMS = awkward_params()
+EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
+EXPECTED |= {name: x for name, x in PARAMS.items() if name != "layer"}
+
+
+def transformation(stage, count=8, precision=None):
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), persist_below=64, precision=precision)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
+        assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes(), name
+
+
+@pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_exported_parameters_are_the_logical_ones(stage, precision, tmp_path):
+    """Padding is gone, and master weights are written, not their narrow copies."""
+    state = transformation(stage, precision=precision).create(PARAMS)
+    assert export(state, tmp_path / "out") == [tmp_path / "out" / "model.safetensors"]
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), EXPECTED)
+    with Checkpointer(tmp_path / "saved") as checkpoints:
+        checkpoints.save(state)
+    export_checkpoint(tmp_path / "saved", tmp_path / "from")
+    assert_equal(load_file(tmp_path / "from" / "model.safetensors"), EXPECTED)
+
+
+def test_floats_are_cast_to_the_type_chosen(tmp_path):
+    export(transformation(3).create(PARAMS), tmp_path / "out", dtype=jnp.bfloat16)
+    cast = {k: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for k, x in EXPECTED.items()}
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), cast)
+
+
+@pytest.mark.parametrize(("stage", "count"), [(3, 3), (1, 8), (0, 1)])
+def test_import_reads_into_any_layout(stage, count, tmp_path):
+    export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
+    tx = transformation(stage, count, Precision.bf16())
+    like = tx.create(jax.eval_shape(awkward_params))
+    found, expected = tx.create(import_params(tmp_path / "out", like)), tx.create(PARAMS)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.sharding == y.sharding
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    plain = import_params(tmp_path / "out", jax.eval_shape(awkward_params))
+    jax.tree.map(np.testing.assert_array_equal, plain, PARAMS)
+
+
+def test_past_the_limit_files_are_divided_and_indexed(tmp_path):
+    written = export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
+    assert len(written) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in EXPECTED.values())
+    assert set(index["weight_map"]) == set(EXPECTED)
+    found = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
+    assert_equal(found, EXPECTED)
+
+
+def test_the_host_holds_about_one_leaf(tmp_path):
+    leaf = 4 << 20
+    state = transformation(3).create({f"w{i}": jnp.ones((1024, 1024)) for i in range(8)})
+    export(state, tmp_path / "warm")
+    tracemalloc.start()
+    export(state, tmp_path / "out")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.5 * leaf
+
+
+def test_tied_weights_are_written_once_and_come_back_tied(tmp_path):
+    w = jax.random.normal(jax.random.key(0), (8, 4))
+    tree = {"embed": w, "head": w, "other": jnp.ones(3)}
+    export(tree, tmp_path / "tree")
+    assert set(load_file(tmp_path / "tree" / "model.safetensors")) == {"embed", "other"}
+    found = import_params(tmp_path / "tree", tree)
+    assert found["head"] is found["embed"]
+    assert np.array_equal(found["head"], w)
+    state = transformation(3).create(tree)  # of a state the leaves are copies, so the tie is told
+    export(state, tmp_path / "state", tied={"head": "embed"})
+    assert set(load_file(tmp_path / "state" / "model.safetensors")) == {"embed", "other"}
+    with pytest.raises(ValueError, match="'other' is 'embed', but they are not equal"):
+        export(state, tmp_path / "no", tied={"other": "embed"})
+    with pytest.raises(ValueError, match="names 'nothing', and there is no such parameter"):
+        export(state, tmp_path / "no", tied={"nothing": "embed"})
+
+
+def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
+    export({"w": jnp.ones((2, 3))}, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is there already and not empty"):
+        export({"w": jnp.ones((2, 3))}, tmp_path / "out")
+    with pytest.raises(TypeError, match=r"'key' is key<fry>, which safetensors does not hold"):
+        export({"key": jax.random.key(0)}, tmp_path / "no")
+    with pytest.raises(ValueError, match=r"would have the name 'a\.b'"):
+        export({"a.b": jnp.ones(1), "a": {"b": jnp.ones(2)}}, tmp_path / "no")
+    with pytest.raises(ValueError, match=r"has no 'v' \(1 of 2 lack\). It has w"):
+        import_params(tmp_path / "out", {"w": jnp.ones((2, 3)), "v": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"w has the shape \[2, 3\] in the file, and \[3, 2\] is wanted"):
+        import_params(tmp_path / "out", {"w": jnp.ones((3, 2))})
+    with pytest.raises(ValueError, match="w is float32 in the file, and int32 is wanted"):
+        import_params(tmp_path / "out", {"w": jnp.ones((2, 3), jnp.int32)})
+    with pytest.warns(UserWarning, match="1 tensors of .* are not wanted: w"):
+        import_params(tmp_path / "out", {})
+    assert not (tmp_path / "no").exists()
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def command(*args, seconds=60):
+    path = os.pathsep.join([str(Path(zerojax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
+    arguments = [sys.executable, "-m", "zerojax", *map(str, args)]
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    with Checkpointer(directory) as checkpoints:
+        for step in (3, 5):
+            checkpoints.save(transformation(3).create(PARAMS), step=step)
+    return directory
+
+
+def test_the_command_line_verifies_and_exports(saved, tmp_path):
+    done = command("verify", saved)
+    assert (done.returncode, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")
+    done = command("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
+    assert load_file(tmp_path / "out" / "model.safetensors")["tied"].dtype == jnp.bfloat16
+
+
+def test_errors_of_the_command_line_are_one_line(saved, tmp_path):
+    cases = {
+        ("verify", tmp_path / "nowhere"): "There is no checkpoint in",
+        ("export", saved, tmp_path / "out", "--step", "4"): "no checkpoint of step 4 in",
+        ("export", saved, tmp_path / "out", "--dtype", "float17"): "float17",
+        ("export", saved, saved): "is there already and not empty",
+    }
+    for args, text in cases.items():
+        done = command(*args)
+        assert done.returncode == 2
+        assert text in done.stderr
+        assert done.stderr.startswith("zerojax: ")
+        assert done.stderr.count("\n") == 1
+        assert not done.stdout
+
+
+def test_the_command_lines_help_needs_no_jax():
+    code = "import sys, zerojax.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"jax", "optax", "numpy", "orbax"} & set(loaded)
+    start = time.perf_counter()
+    done = command("--help")
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0
+    assert "verify" in done.stdout
+    assert "export" in done.stdout
+    assert seconds < 2  # 0.3 s on a quiet machine; the bound is for a busy one
+
+
+# --- preemption --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_loop_save_and_leave(number, tmp_path, caplog):
+    tx = transformation(1)
+    state, before = tx.create({"w": jnp.ones(4)}), signal.getsignal(number)
+    with Checkpointer(tmp_path, every=100) as checkpoints, on_preemption() as preemption:
+        for i in range(1, 50):
+            if i == 7:
+                os.kill(os.getpid(), number)
+            stop = preemption.reached(i)
+            checkpoints.save(state, {"i": i}, step=i, force=stop)
+            if stop:
+                break
+    assert i == 7
+    assert preemption.signal == number.name
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: saving after this step" in caplog.text
+    assert Checkpointer(tmp_path, read_only=True).restore(state).data == {"i": 7}
+
+
+def test_a_second_signal_stops_at_once():
+    def block():
+        with on_preemption():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()

@@ -1,0 +1,5 @@
+"""`python -m zerojax` is the command `zerojax`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,205 @@
+"""A state as named logical leaves, the same for every stage, number of devices and precision.
+
+Master weights stand for the parameters they are of, and the optimizer's state is the wrapped
+transformation's own. A leaf stays as it is stored: its `Leaf` says what is padding, or flat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..comm.collectives import flatten, unflatten
+from ..config import path_of
+from ..layout.leaf import Leaf
+from ..layout.padded import is_padded, pad
+from ..layout.tree import best_dim
+from ..stages.master import MasterState
+from ..stages.storage import leaves_of, view
+from ..train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One logical leaf of a state, and where it is stored.
+
+    Attributes:
+        name: As errors name it: `params['layer']['w']`.
+        path: Its keys, from the field of the state on.
+        leaf: How the array is laid out.
+        array: The array, or its shape with a sharding; storage shape.
+        narrow: Whether it is stored in a narrower type than it is updated in, so that a wider
+            value may be rounded to it.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    leaf: Leaf
+    array: Any
+    narrow: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the array, by name."""
+        return str(self.array.dtype)
+
+
+def slots_of(state: ZeroState) -> dict[str, Slot]:
+    """The logical leaves of a state, by name.
+
+    Args:
+        state: Live arrays, or shapes.
+
+    Returns:
+        The leaves in a fixed order: step, guard, parameters, optimizer state, mutable.
+    """
+    plan = state.plan
+    inner, masters = taken_apart(state)
+    found: list[Slot] = []
+    for field in ("step", "guard"):
+        found += whole_slots(field, getattr(state, field), plan.layout.rules)
+    stored = [x.storage if is_padded(x) else x for x in leaves_of(state.params)]
+    paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(stored))))
+    for i, (path, x, leaf) in enumerate(zip(paths, stored, plan.layout.params, strict=True)):
+        where, array = masters.get(i, (leaf, x))
+        narrow = i not in masters and leaf.dtype != plan.layout.parts[i].dtype
+        found.append(slot("params", path, where, array, narrow))
+    arrays = jax.tree.leaves(inner)
+    for path, x, leaf in zip(key_paths(inner), arrays, plan.state, strict=False):
+        found.append(slot("opt_state", path, leaf, x))
+    found += whole_slots("mutable", state.mutable, plan.layout.rules)
+    return {one.name: one for one in found}
+
+
+def taken_apart(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
+    """The wrapped transformation's own state; and the master weights, by index of their parameter."""
+    if not isinstance(state.opt_state, MasterState):
+        return state.opt_state, {}
+    plan, (inner, master) = state.plan, state.opt_state
+    masters, count = jax.tree.leaves(master), len(jax.tree.leaves(inner))
+    owners = [
+        plan.layout.trained[k]
+        for k, (leaf, part) in enumerate(zip(plan.trained.params, plan.trained.parts, strict=True))
+        if leaf.dtype != part.dtype
+    ]
+    return inner, dict(zip(owners, zip(plan.state[count:], masters, strict=True), strict=True))
+
+
+def put_together(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
+    """The state whose leaves are `arrays`; the inverse of `slots_of`.
+
+    Args:
+        like: Says how the state is laid out; live arrays, or shapes.
+        arrays: One array for each of its slots, by name; storage shape.
+
+    Returns:
+        A state with the structure and the layout of `like`. Narrow copies of master weights
+        are made again.
+    """
+    plan = like.plan
+    inner, masters = taken_apart(like)
+    paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(plan.layout.params))))
+    params = [arrays[name_of("params", path)] for path in paths]
+    opt_state = jax.tree.unflatten(
+        jax.tree.structure(inner), [arrays[name_of("opt_state", p)] for p in key_paths(inner)]
+    )
+    if masters:
+        wide = [params[i] for i in masters]
+        opt_state = MasterState(opt_state, jax.tree.unflatten(jax.tree.structure(like.opt_state.master), wide))
+        moves = [(masters[i][0], plan.layout.params[i], leaves_of(like.params)[i].sharding) for i in masters]
+        for i, x in zip(masters, convert(wide, moves), strict=True):
+            params[i] = x
+    fields = {field: filled(field, getattr(like, field), arrays) for field in ("step", "guard", "mutable")}
+    stored = jax.tree.unflatten(jax.tree.structure(like.params), params)
+    return like.replace(params=stored, opt_state=opt_state, **fields)
+
+
+def filled(field: str, tree: PyTree, arrays: dict[str, Any]) -> PyTree:
+    """A tree with its leaves taken from `arrays`."""
+    return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name_of(field, path)] for path in key_paths(tree)])
+
+
+def whole_slots(field: str, tree: PyTree, rules) -> list[Slot]:
+    """The slots of a field that every device holds whole."""
+    return [
+        slot(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, rules.axis, rules.shards), x)
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def slot(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> Slot:
+    """One slot, named."""
+    return Slot(name_of(field, path), (field, *(path_of((key,)) for key in path)), leaf, array, narrow)
+
+
+def name_of(field: str, path: tuple) -> str:
+    """A leaf's name as errors have it."""
+    return field + jax.tree_util.keystr(path)
+
+
+def key_paths(tree: PyTree) -> list[tuple]:
+    """The key paths of a tree's leaves."""
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def logical(x: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """A stored array in its logical shape; traced under jit."""
+    return unflatten(x, leaf) if leaf.kind == "flat" else view(x, leaf)
+
+
+def laid_out(x: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "*storage"]:
+    """A logical array in storage shape; traced under jit."""
+    if leaf.kind == "flat":
+        return flatten(x, leaf)
+    return x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])
+
+
+def convert(arrays: Sequence[Any], moves: Sequence[tuple[Leaf, Leaf, Sharding]]) -> list[Any]:
+    """Move stored arrays into other layouts and types, all in one program.
+
+    Args:
+        arrays: Stored as the first leaf of their move says.
+        moves: For each array how it is laid out, how it shall be (shape and dtype), and where.
+    """
+    return list(converter(tuple(moves))(list(arrays))) if moves else []
+
+
+@functools.lru_cache(maxsize=16)
+def converter(moves: tuple[tuple[Leaf, Leaf, Sharding], ...]):
+    """The program of `convert`."""
+
+    def program(arrays):
+        return [
+            laid_out(logical(x, source), target).astype(target.dtype)
+            for x, (source, target, _) in zip(arrays, moves, strict=True)
+        ]
+
+    return jax.jit(program, out_shardings=[where for *_, where in moves])
+
+
+def divided(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
+    """A dim-cut layout for a leaf that is on its way to or from flat storage: no device holds it whole."""
+    whole = dataclasses.replace(leaf, kind="whole", dim=None)
+    if not isinstance(sharding, NamedSharding):
+        return whole, sharding
+    if not leaf.shape or leaf.axis not in sharding.mesh.axis_names:
+        return whole, NamedSharding(sharding.mesh, PartitionSpec())
+    dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
+    cut = dataclasses.replace(leaf, kind="cut", dim=dim)
+    return cut, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, leaf.axis))
+
+
+def exactly_wider(saved: Any, wanted: Any) -> bool:
+    """Whether every number of one floating type is one of the other, too."""
+    saved, wanted = jnp.dtype(saved), jnp.dtype(wanted)
+    both = jnp.issubdtype(saved, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
+    return both and saved != wanted and jnp.promote_types(saved, wanted) == wanted
