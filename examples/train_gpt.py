@@ -10,11 +10,16 @@
 The model learns the source of Python's standard library and is judged on files it has not
 seen, in bits per byte. At the end a table shows what each device holds at every stage, beside
 what the paper's formula says, and two pictures appear in the folder `--out`.
+
+Checkpoints go to `--out` too. Stop it with Ctrl-C and start it again: it goes on where it was,
+also at another stage or on another number of devices. `--fresh` begins anew.
 """
 
 import argparse
+import contextlib
 import functools
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +34,7 @@ from rich.console import Console
 from text import Corpus, even_windows, load, random_windows
 
 from zerojax import Precision, ZeroState, ZeroTransformation, report, zero_shard
+from zerojax.checkpoint import Checkpointer, on_preemption
 
 SIMULATED_DEVICES = 8
 EVALUATIONS = 5
@@ -52,7 +58,29 @@ def main() -> None:
     shard = functools.partial(zero_shard, optimizer, mesh=mesh, precision=PRECISIONS[args.precision]())
     tx = shard(stage=args.stage)
     state = tx.create(tx.init_params(init))
-    state, curve = train(tx, state, next_byte_loss(model), corpus, args, steps=args.steps)
+    if args.fresh:
+        shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
+    with Checkpointer(args.out / "checkpoints", keep=2, every=args.save_every) as checkpoints:
+        try:
+            state, curve, start = resume(state, checkpoints)
+        except ValueError as error:
+            raise SystemExit(
+                f"{error}\nThe run in {args.out} was another. Give its options, another --out, or --fresh."
+            ) from error
+        state, curve = train(
+            tx,
+            state,
+            next_byte_loss(model),
+            corpus,
+            args,
+            steps=args.steps,
+            curve=curve,
+            start=start,
+            saves=checkpoints,
+        )
+    if args.steps not in curve.held_out:
+        print(f"Stopped after step {max(curve.train)}. The same command goes on from there.")
+        return
 
     shapes = jax.eval_shape(init)
     memory = [stage_memory(shard(stage=stage), shapes, accumulate=args.accumulate) for stage in range(4)]
@@ -71,26 +99,49 @@ class Curve(NamedTuple):
     held_out: dict[int, float]
 
 
+def resume(state: ZeroState, checkpoints: Checkpointer) -> tuple[ZeroState, Curve, int]:
+    """The state to go on from, the curve so far, and the steps done."""
+    if checkpoints.latest() is None:
+        return state, Curve({}, {}), 0
+    found = checkpoints.restore(state, fallback=True)
+    print(f"Going on from step {found.step}, found in {checkpoints.directory}")
+    return found.state, Curve(**found.data), found.step
+
+
 def train(
-    tx: ZeroTransformation, state: ZeroState, loss: Callable, corpus: Corpus, args: argparse.Namespace, *, steps: int
+    tx: ZeroTransformation,
+    state: ZeroState,
+    loss: Callable,
+    corpus: Corpus,
+    args: argparse.Namespace,
+    *,
+    steps: int,
+    curve: Curve | None = None,
+    start: int = 0,
+    saves: Checkpointer | None = None,
 ) -> tuple[ZeroState, Curve]:
-    """Take steps, judging the model on held-out text before, after and a few times on the way."""
+    """Take steps, judging the model on held-out text before, after and a few times on the way.
+
+    With `saves`, Ctrl-C or SIGTERM ends it after the step under way, which is saved.
+    """
     step = tx.train_step(loss, accumulate=args.accumulate)
     # Only the loss is asked for, so the compiler drops the gradient.
     held_out_loss = jax.jit(lambda params, windows: tx.value_and_grad(loss)(params, windows)[0])
     rows = round_up(HELD_OUT_BYTES // args.seq, tx.config.shards)
     held_out = even_windows(corpus.held_out, rows=rows, length=args.seq)
     every = max(1, steps // EVALUATIONS)
-    curve = Curve({}, {})
+    curve = curve or Curve({}, {})
     progress, task = progress_bar(steps, tokens_per_step=args.batch * args.seq)
 
     def judge(i: int, params) -> None:
         curve.held_out[i] = float(held_out_loss(params, held_out)) / math.log(2)
         progress.console.print(f"step {i:5d}   held out {curve.held_out[i]:.3f} bits per byte")
 
-    with progress:
-        judge(0, state.params)
-        for i in range(1, steps + 1):
+    with progress, on_preemption() if saves else contextlib.nullcontext() as preemption:
+        progress.update(task, completed=start)
+        if not start:
+            judge(0, state.params)
+        for i in range(start + 1, steps + 1):
             windows = random_windows(corpus.train, rows=args.batch, length=args.seq, seed=args.seed, step=i)
             state, metrics = step(state, windows)
             # Reading the loss waits for the step. On simulated devices that is a must: they share one pool of
@@ -99,6 +150,11 @@ def train(
             if i % every == 0 or i == steps:
                 judge(i, state.params)
             progress.update(task, advance=1, loss=curve.train[i])
+            if saves and preemption:
+                stop = preemption.reached(i)
+                saves.save(state, curve._asdict(), step=i, force=stop or i == steps)
+                if stop:
+                    break
     return state, curve
 
 
@@ -144,7 +200,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="text to learn (default: the standard library)")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the pictures (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), help="folder for checkpoints and pictures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save-every", type=positive, default=100, metavar="STEPS", help="between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="remove the checkpoints in --out and begin anew")
     args = parser.parse_args()
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")

@@ -2,8 +2,10 @@
 
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import optax
@@ -17,8 +19,8 @@ SMALL = "--steps 4 --width 32 --layers 2 --heads 2 --batch 8 --seq 32".split()
 
 
 def train(folder, *options):
-    """What the example prints."""
-    return run("train_gpt.py", "--out", str(folder), *options)
+    """What the example prints, begun anew."""
+    return run("train_gpt.py", "--fresh", "--out", str(folder), *options)
 
 
 def run(script, *options):
@@ -43,6 +45,28 @@ def test_it_trains_a_little_and_draws_its_pictures(stage, devices, tmp_path):
         assert part in printed
     for picture in ("loss.png", "memory.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_goes_on_where_it_was(ends, tmp_path):
+    """Stopped at one stage and gone on at another, it ends as the one that was left alone."""
+    options = [*SMALL, "--steps", "40", "--save-every", "5", "--devices", "2"]
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(tmp_path / "stopped"), *options]
+    with subprocess.Popen([*command, "--stage", "3"], stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(tmp_path.glob("stopped/checkpoints/step_*")):
+            time.sleep(0.02)
+        process.send_signal(ends)
+        printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    after = int(re.search(r"Stopped after step (\d+)", printed).group(1))
+    assert 5 <= after < 40
+    again = run("train_gpt.py", *command[2:], "--stage", "1")
+    assert f"Going on from step {after}" in again
+    assert bits(again) == pytest.approx(bits(train(tmp_path / "whole", *options)), abs=2e-3)  # printed to three digits
+    once_more = subprocess.run([*command, "--width", "64"], capture_output=True, text=True, timeout=300, check=False)
+    assert once_more.returncode == 1
+    assert "Give its options, another --out, or --fresh." in once_more.stderr
+    assert "Traceback" not in once_more.stderr
 
 
 def test_every_stage_learns_the_same(tmp_path):
