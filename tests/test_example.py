@@ -47,7 +47,7 @@ def test_it_trains_a_little_and_draws_its_pictures(stage, devices, tmp_path):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ends", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_goes_on_where_it_was(ends, tmp_path):
     """Stopped at one stage and gone on at another, it ends as the one that was left alone."""
     options = [*SMALL, "--steps", "40", "--save-every", "5", "--devices", "2"]
