@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,50 @@ def test_going_back_loses_nothing(two_steps, tmp_path, caplog):
         assert (checkpoints.latest(), checkpoints.verify()) == (1, [1])
     assert "step_00000002.aside" in caplog.text
     assert (tmp_path / "step_00000002.aside" / "manifest.json").exists()
+
+
+FILES_OF, MANIFEST_OF = "zerojax.checkpoint.files", "zerojax.checkpoint.integrity"
+
+
+class Killed(BaseException):
+    """What ends a thread as a kill would: nothing cleans up after it."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_kill_before_any_operation_on_files_leaves_whole_checkpoints(two_steps, tmp_path, monkeypatch):
+    """The newest is replaced and the older one pruned; killed before each renaming, removal and written manifest."""
+    for k in range(100):
+        directory = tmp_path / str(k)
+        shutil.copytree(two_steps, directory)
+        left = [k]
+
+        def counted(operation, left=left):
+            def work(*args, **options):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return operation(*args, **options)
+
+            return work
+
+        checkpoints = Checkpointer(directory, keep=1)
+        with monkeypatch.context() as patched:
+            for place in ("os.rename", "shutil.rmtree", f"{FILES_OF}.write_synced", f"{MANIFEST_OF}.write_synced"):
+                module, name = place.rsplit(".", 1)
+                patched.setattr(place, counted(getattr(sys.modules[module], name)))
+            checkpoints.save(state_of(7), {"step": 7}, step=2)
+            checkpoints._under_way.join()
+        checkpoints._lock.release()
+        with Checkpointer(directory) as after:
+            assert after.verify() == after.steps()
+            assert after.latest() == 2, f"killed before operation {k}"
+            restored = after.restore(state_of(0))
+            assert_is(restored.state, restored.data["step"])
+        if left[0] >= 0:
+            break
+    assert after.steps() == [2]
+    assert restored.data == {"step": 7}
+    assert k > 8
 
 
 def test_no_intact_one_is_said(two_steps, tmp_path):

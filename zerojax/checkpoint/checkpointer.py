@@ -163,8 +163,8 @@ class Checkpointer:
             self._trouble = self._failed(manifest.step, error)
 
     def _write(self, finish: Callable[[], None], data: str, temporary: Path) -> None:
-        files.write_synced(temporary / data_file(self._peers.index), data)
         finish()
+        files.write_synced(temporary / data_file(self._peers.index), data)
 
     def _digest(self, temporary: Path) -> None:
         """Digest this process' share of the files, and see them onto the disk."""
