@@ -84,7 +84,7 @@ def remat(eqn, values: Sequence) -> list:
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
     """The narrower type that every use of a variable casts it to, or None, for each of `variables`."""
-    uses, results = _uses(jaxpr)
+    uses, results = uses_of(jaxpr)
     found = [_demands(var, uses, results) for var in variables]
     return [next(iter(types)) if len(types) == 1 and None not in types else None for types in found]
 
@@ -100,10 +100,10 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
             found |= _demands(eqn.outvars[0], uses, results)
         elif (body := eqn.params["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
             inner, _ = compat.opened(body)
-            found |= _demands(inner.invars[index], *_uses(inner))
+            found |= _demands(inner.invars[index], *uses_of(inner))
         elif name == "scan" and not _is_carried(eqn, index):
             inner, _ = compat.opened(eqn.params["jaxpr"])
-            found |= _demands(inner.invars[index], *_uses(inner))
+            found |= _demands(inner.invars[index], *uses_of(inner))
         else:
             found.add(None)
     return found
@@ -114,7 +114,7 @@ def _is_carried(eqn, index: int) -> bool:
     return parts.consts <= index < parts.consts + parts.carry
 
 
-def _uses(jaxpr) -> tuple[dict, frozenset]:
+def uses_of(jaxpr) -> tuple[dict, frozenset]:
     """`(variable -> [(equation, which operand)], variables that are results)`."""
     uses: dict = {}
     for eqn in jaxpr.eqns:

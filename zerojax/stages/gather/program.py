@@ -23,6 +23,7 @@ import jax.core
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
 from zerojax.stages.gather import evaluate
+from zerojax.stages.gather.order import orders
 from zerojax.stages.gather.weight import Weight, extended, root_weight
 
 # How the jit that `zerojax.block` puts around a function is known again in a jaxpr.
@@ -239,10 +240,11 @@ def _assembled(jaxpr, pieces: Sequence[_Piece], weights: dict, travelling: dict)
         results = list(piece.wanted) or [v for v in made if v in final or readers.get(v, set()) - {index}]
         names = tuple(used)
         part = compat.part_of(jaxpr, eqns, [*names, *others], results)
-        demands = evaluate.demanded(part, names)
+        demands, made_in = evaluate.demanded(part, names), orders(part, names)
         line = compat.line_of(piece.eqns[0]) if piece.eqns else ""
         narrow = tuple(
-            dataclasses.replace(weights[v].narrowed(dtype), line=line) for v, dtype in zip(names, demands, strict=True)
+            dataclasses.replace(weights[v].narrowed(dtype), line=line, order=order)
+            for v, dtype, order in zip(names, demands, made_in, strict=True)
         )
         kind = "block" if piece.kind == "whole" else piece.kind
         keys = tuple(Whole(v, index) for v in piece.wanted) or tuple(results)

@@ -167,8 +167,7 @@ class Returns:
         for (weight, place), shard in zip(self.scattered[0], scattered, strict=True):
             self._bring(weight, place, shard)
         places = self.computed[0]
-        shards = self.options.reduce_scatter(computed, [weight for weight, _ in places], covered=True)
-        self.scattered = places, shards
+        self.scattered = places, self._scatter(places, computed, covered=True)
         self.computed = [], []
 
     def give_others(self, variables: Sequence, cotangents: Sequence) -> None:
@@ -201,11 +200,12 @@ class Returns:
             _, held = unique.get(weight.key, (weight, None))
             unique[weight.key] = weight, self.options.add(held, cotangent)
         places = [(weight, stacks.get(key)) for key, (weight, _) in unique.items()]
-        whole = [cotangent for _, cotangent in unique.values()]
+        # Before the barrier, where the compiler sees that this undoes the product's own transpose.
+        made = [weight.to_order(cotangent) for weight, cotangent in unique.values()]
         if self.options.prefetch and covered:
-            self.computed = places, whole
+            self.computed = places, made
         else:
-            shards = self.options.reduce_scatter(whole, [weight for weight, _ in places], covered=covered)
+            shards = self._scatter(places, made, covered=covered)
             self.scattered = [*self.scattered[0], *places], [*self.scattered[1], *shards]
 
     def finish(self) -> None:
@@ -219,6 +219,11 @@ class Returns:
         """Add the gradients of a scan's stack; a layer that is missing yet goes to `give`, with the number returned."""
         self.stacks.append((weight, stack))
         return len(self.stacks) - 1
+
+    def _scatter(self, places: Sequence[tuple[Weight, int | None]], made: Sequence, *, covered: bool) -> list:
+        weights = [weight for weight, _ in places]
+        shards = self.options.reduce_scatter(made, [weight.as_made for weight in weights], covered=covered)
+        return [weight.from_order(shard) for weight, shard in zip(weights, shards, strict=True)]
 
     def _bring(self, weight: Weight, place: int | None, shard: jax.Array) -> None:
         if place is None:

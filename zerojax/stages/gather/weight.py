@@ -33,6 +33,7 @@ class Weight:
         before: Slices to make on the shard, in order.
         line: Where the model uses it, as "file.py:12".
         turn: Which layer of the stack this is, if it is one layer of a scan's stack.
+        order: The dims in the order in which its use makes the gradient; `()` if that is their own.
     """
 
     root: Any
@@ -50,6 +51,7 @@ class Weight:
         return f"{self.leaf.path} {self.line}".rstrip()
 
     turn: int | None = None
+    order: tuple[int, ...] = ()
 
     @property
     def operands(self) -> tuple:
@@ -76,6 +78,22 @@ class Weight:
     def at_turn(self, turn: int) -> "Weight":
         """One layer of this stack."""
         return dataclasses.replace(self, turn=turn, dim=self.dim - 1, shape=self.shape[1:])
+
+    @property
+    def as_made(self) -> "Weight":
+        """The same weight with its dims in `order`."""
+        if not self.order:
+            return self
+        shape = tuple(self.shape[dim] for dim in self.order)
+        return dataclasses.replace(self, dim=self.order.index(self.dim), shape=shape, order=())
+
+    def to_order(self, cotangent: jax.Array) -> jax.Array:
+        """A cotangent with its dims as its product made them."""
+        return lax.transpose(cotangent, self.order) if self.order else cotangent
+
+    def from_order(self, cotangent: jax.Array) -> jax.Array:
+        """The inverse of `to_order`, of a shard too."""
+        return lax.transpose(cotangent, np.argsort(self.order)) if self.order else cotangent
 
     def shard(self, env: Mapping, zero: jax.Array) -> jax.Array:
         """This device's part, sliced and cast, of the parameter whose shard `env` holds.
