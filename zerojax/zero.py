@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -10,18 +10,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from .comm.mesh import replicated, resolve_mesh
 from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Paths, Precision, check_count
-from .layout.leaf import Leaf
 from .layout.padded import is_padded
-from .layout.tree import Layout
 from .stages.batch import place_batch
 from .stages.birth import birth_programs
 from .stages.loss import Loss
+from .stages.placing import as_stored, cast_placed, place, placed
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
-from .stages.storage import cast, forms_of, layout_of, named, read, storage_forms, view, write
+from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms, view
 from .stages.update import UpdatePlan, init_state, plan_update
 from .train.guard import new_guard
 from .train.state import ZeroState
@@ -95,8 +94,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
         born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
-        born = _cast(self.config, layout, born, layout.parts)
-        return write(born, layout, layout.params, storage_forms(layout.params))
+        return in_storage(cast_placed(self.config, layout, born, like=layout.parts), layout)
 
     def shard(self, params: Any) -> Any:
         """Put existing parameters into storage.
@@ -111,12 +109,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             Of shapes, shapes with their shardings.
         """
         layout = layout_of(self.config, params)
-        return write(
-            _cast(self.config, layout, _placed(self.config, layout, params), layout.params),
-            layout,
-            layout.params,
-            storage_forms(layout.params),
-        )
+        arrays = placed(self.config, layout, params)
+        return in_storage(cast_placed(self.config, layout, arrays, like=layout.params), layout)
 
     def unshard(self, params: Any) -> Any:
         """Gather parameters into full logical arrays, whole on every device.
@@ -198,12 +192,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ]
             step, guard, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
             return ZeroState(step, self.shard(params), jax.tree.unflatten(plan.state_def, kept), guard, mutable, plan)
-        placed = _placed(self.config, plan.layout, params)
-        leaves = plan.layout.params
-        opt_state = _init(self.config, write(placed, plan.layout, leaves, storage_forms(leaves)))
-        stored = write(_cast(self.config, plan.layout, placed, leaves), plan.layout, leaves, storage_forms(leaves))
+        layout = plan.layout
+        wide = placed(self.config, layout, params)
+        opt_state = _init(self.config, in_storage(wide, layout))
+        stored = in_storage(cast_placed(self.config, layout, wide, like=layout.params), layout)
         strong = lambda x: x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(x))
-        step, guard, mutable = jax.tree.map(lambda x: _place(strong(x), whole), rest)
+        step, guard, mutable = jax.tree.map(lambda x: place(strong(x), whole), rest)
         return ZeroState(step, stored, opt_state, guard, mutable, plan)
 
     def train_step(
@@ -410,7 +404,7 @@ def _init(config: Config, params: Any) -> Any:
         return init_state(config, plan, [view(x, leaf) for x, leaf in zip(stored, layout.params, strict=True)])
 
     kept = jax.tree.unflatten(plan.state_def, [named(config, leaf) for leaf in plan.state])
-    return jax.jit(fresh, out_shardings=kept)(_stored(params, layout))
+    return jax.jit(fresh, out_shardings=kept)(as_stored(params, layout))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -425,35 +419,3 @@ def _update(config: Config, updates: Any, state: Any, params: Any = None, **extr
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _jitted_update(grads, state, params, extra, config, layout, forms, static):
     return update_tree(config, layout, forms, grads, state, params, extra | dict(static))
-
-
-def _stored(params: Any, layout: Layout) -> list:
-    """`read` for arrays and shapes alike."""
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-        return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
-    return read(params, layout.params)
-
-
-def _placed(config: Config, layout: Layout, params: Any) -> list:
-    """A copy of the parameters where they are stored, in the types they have."""
-    return [_place(x, named(config, leaf)) for x, leaf in zip(_stored(params, layout), layout.params, strict=True)]
-
-
-def _cast(config: Config, layout: Layout, placed: list, like: Sequence[Leaf]) -> list:
-    """Stored parameters in the types of `like`."""
-    types = [leaf.dtype for leaf in like]
-    if all(x.dtype == dtype for x, dtype in zip(placed, types, strict=True)):
-        return placed
-    return jax.jit(cast, static_argnums=1, out_shardings=[named(config, leaf) for leaf in layout.params])(
-        placed, tuple(types)
-    )
-
-
-def _place(x: Any, sharding: NamedSharding) -> Any:
-    """Lay a copy of one array out, so that donating it spares the caller's."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if isinstance(x, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(x, sharding)
-    # device_put may share a shard with the array it is given, even when told not to (seen on jax 0.10.2)
-    return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)

@@ -70,6 +70,11 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
     return tuple(leaf.kind == "cut" and leaf.padding > 0 for leaf in leaves)
 
 
+def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
+    """The tree of parameters whose arrays are `stored`, in storage form."""
+    return write(stored, layout, layout.params, storage_forms(layout.params))
+
+
 def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
     """What an optimizer sees of a stored array: no padding, unless it is flat."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])

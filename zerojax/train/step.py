@@ -11,7 +11,7 @@ from ..config import Config, check_count
 from ..stages.batch import place_batch
 from ..stages.gradients import loss_and_grads
 from ..stages.loss import Loss
-from ..stages.storage import read, storage_forms, write
+from ..stages.storage import in_storage, read
 from ..stages.update import advance, check_params, check_state, divide, undivide
 from .guard import keep_old, next_guard, refuse
 from .state import ZeroState
@@ -76,8 +76,7 @@ def step_once(
         skipped = guard.skips > 0
         before = (old, state.opt_state, state.mutable)
         moved, opt_state, mutable = keep_old(~skipped, (moved, opt_state, mutable), before)
-    leaves = plan.layout.params
-    params = write(undivide(config, plan, moved, stored), plan.layout, leaves, storage_forms(leaves))
+    params = in_storage(undivide(config, plan, moved, stored), plan.layout)
     metrics = {"loss": found.loss, "grad_norm": jnp.sqrt(found.squares.sum()), "skipped": skipped}
     if loss.has_aux:
         metrics["aux"] = found.aux
