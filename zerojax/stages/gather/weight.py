@@ -44,14 +44,13 @@ class Weight:
     wide: np.dtype
     before: tuple = ()
     line: str = ""
+    turn: int | None = None
+    order: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
         """The leaf, and where it is used: names its collectives in the compiled program."""
         return f"{self.leaf.path} {self.line}".rstrip()
-
-    turn: int | None = None
-    order: tuple[int, ...] = ()
 
     @property
     def operands(self) -> tuple:
