@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from .config import DynamicScale, Precision
+    from .config import DynamicScale, Offload, Precision
     from .layout.padded import Padded
     from .memory.report import Report, report
     from .plan.hlo import Collective, Collectives, collectives
@@ -17,6 +17,7 @@ __all__ = [
     "Collective",
     "Collectives",
     "DynamicScale",
+    "Offload",
     "Padded",
     "Precision",
     "Report",
@@ -38,6 +39,7 @@ _HOME = {
     "Collective": "plan.hlo",
     "Collectives": "plan.hlo",
     "DynamicScale": "config",
+    "Offload": "config",
     "Padded": "layout.padded",
     "Precision": "config",
     "Report": "memory.report",

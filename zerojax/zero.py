@@ -13,18 +13,22 @@ import optax
 from jax.sharding import Mesh
 
 from .comm.mesh import replicated, resolve_mesh
-from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Paths, Precision, check_count
+from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Offload, Paths, Precision, check_count
 from .layout.padded import is_padded
+from .offload.host import check_host_memory, host_kind
 from .stages.batch import place_batch
 from .stages.birth import birth_programs
 from .stages.loss import Loss
+from .stages.pieces import state_shapes, state_shardings
 from .stages.placing import as_stored, cast_placed, place, placed
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
-from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms, view
-from .stages.update import UpdatePlan, init_state, plan_update
+from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms
+from .stages.update import UpdatePlan, plan_update
+from .train.first import state_at_once, state_by_tasks
 from .train.guard import new_guard
 from .train.state import ZeroState
 from .train.step import Step, StepOptions
+from .train.streaming import HostTier
 
 if TYPE_CHECKING:
     from .plan.check import Check
@@ -186,12 +190,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         rest = (jnp.zeros((), jnp.int32), guard, mutable)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             shape = lambda x, where: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
-            kept = [
-                jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(self.config, leaf))
-                for leaf in plan.state
-            ]
             step, guard, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
-            return ZeroState(step, self.shard(params), jax.tree.unflatten(plan.state_def, kept), guard, mutable, plan)
+            return ZeroState(step, self.shard(params), state_shapes(self.config, plan), guard, mutable, plan)
         layout = plan.layout
         wide = placed(self.config, layout, params)
         opt_state = _init(self.config, in_storage(wide, layout))
@@ -266,7 +266,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return Shardings(
             params=tree(layout.treedef, layout.params),
             grads=tree(layout.treedef, parts),
-            opt_state=tree(plan.state_def, plan.state),
+            opt_state=state_shardings(self.config, plan),
         )
 
     def _plan(self, params: Any) -> UpdatePlan:
@@ -285,6 +285,7 @@ def zero_shard(
     reshard_after_forward: bool = True,
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
+    offload: Offload | None = None,
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -313,6 +314,9 @@ def zero_shard(
             logical shape; or a tree of bools. The others get no
             gradient, no optimizer state and no reduce-scatter; at stage 3 they are cut
             all the same. `tx` sees holes in their place, as under `optax.masked`.
+        offload: What waits in host memory or on disk, such as `Offload(optimizer="host")`.
+            `train_step` streams it piece by piece; `update`, which may be part of another
+            program, brings all of it to the device at once.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -345,6 +349,7 @@ def zero_shard(
         reshard_after_forward=reshard_after_forward,
         precision=precision,
         trainable=chosen,
+        offload=offload,
     )
     return ZeroTransformation.of(config)
 
@@ -400,11 +405,12 @@ def _init(config: Config, params: Any) -> Any:
     layout = layout_of(config, params)
     plan = plan_update(config, layout)
 
-    def fresh(stored):
-        return init_state(config, plan, [view(x, leaf) for x, leaf in zip(stored, layout.params, strict=True)])
-
-    kept = jax.tree.unflatten(plan.state_def, [named(config, leaf) for leaf in plan.state])
-    return jax.jit(fresh, out_shardings=kept)(as_stored(params, layout))
+    stored = as_stored(params, layout)
+    if not any(plan.cuts) or any(isinstance(x, jax.core.Tracer) for x in stored):
+        return state_at_once(config, plan, stored)
+    held = sum(leaf.local_bytes for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is not None)
+    check_host_memory(config.mesh, held, "The offloaded optimizer state")
+    return state_by_tasks(config, plan, stored, HostTier(plan, host_kind(config.mesh)))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ class Rules:
         shards: Size of that axis.
         axes: Names of all axes of the mesh.
         persist_below: A leaf of fewer elements is not cut by dim.
+        narrows: Whether parameters are stored in the type they are computed in.
     """
 
     stage: int
@@ -33,6 +34,7 @@ class Rules:
     shards: int
     axes: tuple[str, ...]
     persist_below: int
+    narrows: bool = True
 
 
 class HashedOnce:
@@ -85,6 +87,12 @@ class Layout(HashedOnce):
     parts: tuple[Leaf, ...]
     compute: tuple[np.dtype, ...]
     trained: tuple[int, ...]
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the parameters as predicates are given them."""
+        keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.treedef, self.params))
+        return tuple(path_of(path) for path, _ in keyed)
 
     def only_trained(self) -> "Layout":
         """The layout of the parameters that are trained, the others holes in the tree, as `optax.masked` makes them."""
@@ -142,7 +150,7 @@ def lay_out(
         for (path, x), spec, (master, _) in zip(found, partition_metadata(params), types, strict=True)
     ]
     compute = tuple(compute for _, compute in types)
-    params = tuple(stored(leaf, rules.stage, narrow) for leaf, narrow in zip(divided, compute, strict=True))
+    params = tuple(stored(leaf, rules, narrow) for leaf, narrow in zip(divided, compute, strict=True))
     seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in divided]
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on)
@@ -185,13 +193,13 @@ def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
     return min(free, key=cost)
 
 
-def stored(leaf: Leaf, stage: int, compute: Any) -> Leaf:
+def stored(leaf: Leaf, rules: Rules, compute: Any) -> Leaf:
     """How the parameter itself is stored, given how its gradient is divided, and the type it is used in."""
-    if stage == 3 and leaf.kind == "cut":
+    leaf = dataclasses.replace(leaf, dtype=compute if rules.narrows else leaf.dtype)
+    if rules.stage == 3 and leaf.kind == "cut":
         return leaf
-    reason = leaf.reason if stage in (0, 3) else f"stage {stage} keeps parameters whole"
-    dtype = leaf.dtype if stage == 3 else compute
-    return dataclasses.replace(leaf, kind="whole", dim=None, reason=reason, dtype=dtype)
+    reason = leaf.reason if rules.stage in (0, 3) else f"stage {rules.stage} keeps parameters whole"
+    return dataclasses.replace(leaf, kind="whole", dim=None, reason=reason)
 
 
 def owners_of(state, layout: Layout) -> tuple[int | None, ...]:

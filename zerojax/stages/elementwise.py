@@ -84,28 +84,42 @@ def elementwise_leaves(
     for wanted in (small, vectors):  # a transformation that sorts leaves by their ndim may take flat vectors alone
         if wanted:
             try:
-                return wanted - refused_leaves(tx, params, parts, owners, wanted)
+                return wanted - refused_leaves(tx, params, parts, owners, {i: parts[i].storage_shape for i in wanted})
             except Exception:  # it needs more arguments, or does not take flat leaves: the report says they stay whole
                 continue
     return frozenset()
 
 
-def refused_leaves(tx, params, parts, owners, wanted: frozenset[int]) -> set[int | None]:
-    """The leaves of which an output is not computed element by element by the same program in both traces."""
-    logical = read_update(tx, params, parts, owners, flat=frozenset())
-    flat = read_update(tx, params, parts, owners, flat=wanted)
+def refused_leaves(
+    tx: optax.GradientTransformation,
+    params: Any,
+    parts: tuple[Leaf, ...],
+    owners: tuple[int | None, ...],
+    changed: dict[int, tuple[int, ...]],
+) -> set[int | None]:
+    """The leaves of which an output is not computed element by element by the same program in both traces.
+
+    Args:
+        tx: Any optax transformation.
+        params: Logical parameters; shapes are enough.
+        parts: One `Leaf` for each parameter.
+        owners: As for `elementwise_leaves`.
+        changed: The shapes that some leaves have in the second trace, by index.
+    """
+    logical = read_update(tx, params, parts, owners, {})
+    other = read_update(tx, params, parts, owners, changed)
     return {
         owner
-        for (owner, a), (_, b) in zip(logical, flat, strict=True)
+        for (owner, a), (_, b) in zip(logical, other, strict=True)
         if not (a.kind == b.kind == LEAF and a.owner == b.owner == owner and a.token == b.token)
         and not (a.kind == b.kind == SCALAR and a.token == b.token)
     }
 
 
-def read_update(tx, params, parts, owners, *, flat: frozenset[int]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with the leaves in `flat` flattened; for each output, its leaf and what is known."""
+def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
+    """Trace `tx.update` with some leaves in other shapes; for each output, its leaf and what is known."""
     leaves, tree = jax.tree.flatten(params)
-    shapes = [part.storage_shape if i in flat else part.shape for i, part in enumerate(parts)]
+    shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
     state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(tx.init, params))
     # a state leaf is followed element by element only if it has its parameter's shape

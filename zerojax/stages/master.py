@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import optax
 
+from ..config import Config
+from ..layout.tree import Layout
+
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
@@ -61,3 +64,11 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
         return moved, MasterState(inner_state, kept(moved))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def transformed(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
+    """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
+    if not config.keeps_master:
+        return optax.with_extra_args_support(config.tx)
+    narrow = [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.parts, strict=True)]
+    return with_master(config.tx, narrow)

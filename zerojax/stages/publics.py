@@ -21,6 +21,7 @@ from ..layout.padded import is_padded
 from ..layout.tree import Layout
 from .gradients import loss_and_grads
 from .loss import Loss
+from .pieces import fetched, stowed
 from .storage import cast, constrain, read, write
 from .update import advance, check_state, divide, plan_update, tree_difference, undivide, update
 
@@ -75,6 +76,7 @@ def update_tree(
     check_grads(grads, layout)
     plan = plan_update(config, layout)
     check_state(config, plan, state)
+    state = fetched(config, plan, state)
     extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
     if params is None and config.keeps_master:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
@@ -89,7 +91,7 @@ def update_tree(
         increments, state = update(config, plan, reduced, state, divided, extra)
         zeros = [jnp.zeros_like(x) for x in read(grads, layout.params)]
         updates = undivide(config, plan, increments, frozen=zeros)
-    return write(updates, layout, layout.params, forms), state
+    return write(updates, layout, layout.params, forms), stowed(config, plan, state)
 
 
 def difference(new: Array, old: Array) -> Array:

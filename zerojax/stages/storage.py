@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def rules_of(config: Config) -> Rules:
     """The part of a configuration that decides layouts."""
-    return Rules(config.stage, config.axis, config.shards, config.mesh.axis_names, config.persist_below)
+    return Rules(config.stage, config.axis, config.shards, config.mesh.axis_names, config.persist_below, config.narrows)
 
 
 def layout_of(config: Config, params: PyTree) -> Layout:

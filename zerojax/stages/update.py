@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from ..config import Config
+from ..layout.chunked import Cut, is_chunked
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import HashedOnce, Layout, match_state, owners_of
 from .elementwise import elementwise_leaves
-from .master import with_master
+from .master import transformed
+from .offloading import Offloaded, offloaded
+from .split import CONST, EXTRA, GRAD, PARAM, STATE
 from .storage import cast, constrain, gather, layout_of, leaves_of, rules_of, shapes, store, view
 
 if TYPE_CHECKING:
@@ -42,6 +45,9 @@ class UpdatePlan(HashedOnce):
         state: One `Leaf` for each leaf of the optimizer's state.
         state_def: Structure of the optimizer's state: the wrapped transformation's own,
             inside a `MasterState` where there are master weights.
+        owners: For each leaf of the state, the trained parameter it belongs to, or None.
+        cuts: For each leaf of the state, how it is cut into pieces that wait outside the
+            device's memory; None: it is on the device.
     """
 
     layout: Layout
@@ -49,12 +55,14 @@ class UpdatePlan(HashedOnce):
     parts: tuple[Leaf, ...]
     state: tuple[Leaf, ...]
     state_def: jax.tree_util.PyTreeDef
+    owners: tuple[int | None, ...]
+    cuts: tuple[Cut | None, ...]
 
 
 def plan_update(config: Config, layout: Layout) -> UpdatePlan:
     """Lay out gradients and optimizer state, flat where the transformation is elementwise."""
     trained = layout.only_trained()
-    tx = optimizer(config, trained)
+    tx = transformed(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.parts))
     state = jax.eval_shape(tx.init, params)
     owners = owners_of(state, trained)
@@ -66,23 +74,16 @@ def plan_update(config: Config, layout: Layout) -> UpdatePlan:
         for i, part in enumerate(trained.parts)
     )
     matched = match_state(state, trained, layout.rules, owners=owners, flat=flat)
-    return UpdatePlan(layout, trained, parts, matched, jax.tree.structure(state))
+    structure = jax.tree.structure(state)
+    cuts: tuple[Cut | None, ...] = (None,) * len(matched)
+    if config.offload is not None:
+        cuts = offloaded(config, trained, parts, matched, structure, owners).cuts
+    return UpdatePlan(layout, trained, parts, matched, structure, owners, cuts)
 
 
-def optimizer(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
-    """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
-    if not config.keeps_master:
-        return optax.with_extra_args_support(config.tx)
-    narrow = [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.parts, strict=True)]
-    return with_master(config.tx, narrow)
-
-
-def init_state(config: Config, plan: UpdatePlan, params: Sequence[Shaped[Array, "*logical"]]) -> PyTree:
-    """The optimizer's initial state, laid out; logical parameters, all of them, in, storage out."""
-    wide = cast([params[i] for i in plan.layout.trained], [part.dtype for part in plan.parts])
-    state = optimizer(config, plan.trained).init(jax.tree.unflatten(plan.trained.treedef, wide))
-    leaves = [store(config, x, leaf) for x, leaf in zip(jax.tree.leaves(state), plan.state, strict=True)]
-    return jax.tree.unflatten(plan.state_def, leaves)
+def offloaded_part(config: Config, plan: UpdatePlan) -> Offloaded:
+    """How the offloaded part of the state is held and updated; there is one."""
+    return offloaded(config, plan.trained, plan.parts, plan.state, plan.state_def, plan.owners)
 
 
 def divide(config: Config, plan: UpdatePlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
@@ -99,22 +100,23 @@ def divide(config: Config, plan: UpdatePlan, tree: PyTree) -> list[Shaped[Array,
 def undivide(
     config: Config,
     plan: UpdatePlan,
-    divided: Sequence[Shaped[Array, "*storage"]],
+    divided: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
-) -> list[Shaped[Array, "*storage"]]:
+) -> list[Any]:
     """The inverse of `divide`: gather what the stage keeps whole.
 
     Args:
         config: Mesh and axis.
         plan: How everything lies.
-        divided: One array a trained parameter; storage shape of `plan.parts`.
+        divided: One array a trained parameter; storage shape of `plan.parts`. None makes None.
         frozen: One array a parameter, of which those that are not trained are taken.
 
     Returns:
         One array a parameter; storage shape of `plan.layout.params`.
     """
-    whole = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None]
-    gathered = gather(config, [divided[k] for k in whole], [plan.parts[k] for k in whole])
+    there = {k: x for k, x in enumerate(divided) if x is not None}
+    whole = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in there]
+    gathered = gather(config, [there[k] for k in whole], [plan.parts[k] for k in whole])
     moved = dict(enumerate(divided)) | dict(zip(whole, gathered, strict=True))
     arrays = dict(enumerate(frozen)) | {i: moved[k] for k, i in enumerate(plan.layout.trained)}
     return [arrays[i] for i in range(len(plan.layout.params))]
@@ -151,7 +153,7 @@ def update(
         return [store(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
 
     types = [part.dtype for part in plan.parts]
-    updates, new_state = optimizer(config, plan.trained).update(
+    updates, new_state = transformed(config, plan.trained).update(
         jax.tree.unflatten(tree, views(cast(grads, types), plan.parts)),
         jax.tree.unflatten(plan.state_def, views(jax.tree.leaves(state), plan.state)),
         None if params is None else jax.tree.unflatten(tree, views(cast(params, types), plan.parts)),
@@ -175,6 +177,40 @@ def advance(
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
 
 
+class First(NamedTuple):
+    """What an update does before any offloaded state is there.
+
+    Attributes:
+        moved: Trained parameters that have moved, by index; storage shape of their parts.
+        state: One array a leaf of the state: the new one, or the old where a task replaces
+            it; None for one that is offloaded.
+        shared: What tasks share.
+        wanted: Indices of the gradients that tasks read.
+    """
+
+    moved: dict[int, Array]
+    state: list
+    shared: list
+    wanted: tuple[int, ...]
+
+
+def begin(config: Config, plan: UpdatePlan, grads: Sequence, state: Sequence, params: Sequence, value: Array) -> First:
+    """The part of the update that reads nothing offloaded; as `update`, with holes for offloaded leaves of the state."""
+    split = offloaded_part(config, plan).split
+    looks = {
+        GRAD: lambda i: view(grads[i], plan.parts[i]),
+        PARAM: lambda i: view(params[i].astype(plan.parts[i].dtype), plan.parts[i]),
+        STATE: lambda k: view(state[k], plan.state[k]),
+        EXTRA: lambda _: value,
+        CONST: lambda i: split.consts[i],
+    }
+    results = iter(split.first.on([looks[kind](i) for kind, i in split.first.reads]))
+    moved = {i: store(config, next(results), plan.parts[i]) for i in split.moved}
+    new = {k: store(config, next(results), plan.state[k]) for k in split.resident}
+    wanted = tuple(sorted({i for task in split.tasks for i in task.reading(GRAD)}))
+    return First(moved, [new.get(k, x) for k, x in enumerate(state)], list(results), wanted)
+
+
 def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
     """Refuse a state that was not made for these parameters.
 
@@ -182,11 +218,17 @@ def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
         ValueError: Naming the first leaf that differs, what was found and what was required.
     """
     remedy = "Make a new state with init(params), or pass the parameters, stage and mesh it was made for."
-    found, structure = jax.tree_util.tree_flatten_with_path(state)
+    found, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_chunked)
     if structure != plan.state_def:
         what = tree_difference(found, plan.state)
         raise ValueError(f"The optimizer state does not belong to these parameters: it {what}. {remedy}")
-    for (_, x), leaf in zip(found, plan.state, strict=True):
+    for (_, x), leaf, cut in zip(found, plan.state, plan.cuts, strict=True):
+        if is_chunked(x) != (cut is not None) or (is_chunked(x) and x.cut != cut):
+            raise ValueError(
+                f"opt_state{leaf.path} is {'offloaded in' if is_chunked(x) else 'on the device, not in'} "
+                f"{len((x.cut if is_chunked(x) else cut).extents)} pieces, and this transformation's offload= keeps it "
+                f"otherwise. {remedy}"
+            )
         # optax turns the integer moments of an integer parameter to floats at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
         if tuple(x.shape) != leaf.storage_shape or changed:

@@ -1,20 +1,25 @@
 """One training step: loss, gradient, update and gather in a single compiled program."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
 from ..config import Config, check_count
+from ..layout.chunked import is_chunked
+from ..offload.host import host_kind
 from ..stages.batch import place_batch
-from ..stages.gradients import loss_and_grads
+from ..stages.gradients import Gradients, loss_and_grads
 from ..stages.loss import Loss
-from ..stages.storage import in_storage, read
-from ..stages.update import advance, check_params, check_state, divide, undivide
-from .guard import keep_old, next_guard, refuse
+from ..stages.pieces import fetched, stowed
+from ..stages.storage import cast, in_storage, read
+from ..stages.update import advance, begin, check_params, check_state, divide, undivide
+from .guard import Guard, keep_old, next_guard, refuse
 from .state import ZeroState
+from .streaming import Begun, HostTier, Streamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +50,28 @@ class StepOptions:
             check_count("max_skips", self.max_skips, "steps", least=0)
 
 
-def step_once(
-    config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple
-) -> tuple[ZeroState, dict]:
-    """Differentiate, update, and gather what the stage keeps whole; traced under jit."""
+class Passes(NamedTuple):
+    """What is known of a step once its gradients are there.
+
+    Attributes:
+        found: Loss and gradients.
+        stored: The parameters before it; storage shape.
+        old: Those that are trained, divided as their gradients are.
+        guard: After it.
+        skipped: Whether it leaves the state as it is.
+    """
+
+    found: Gradients
+    stored: list
+    old: list
+    guard: Guard
+    skipped: Any
+
+
+def passes(config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple) -> Passes:
+    """Differentiate, and judge what was found; traced under jit."""
     plan, guard = state.plan, state.guard
     check_params(config, plan, state.params)
-    check_state(config, plan, state.opt_state)
     stored = read(state.params, plan.layout.params)
     found = loss_and_grads(
         config,
@@ -65,27 +85,82 @@ def step_once(
         scale=guard.scale if scales(config) else 1.0,
         accumulate=options.accumulate,
     )
-    old = divide(config, plan, state.params)
-    moved, opt_state = advance(config, plan, found.grads, state.opt_state, old, {"value": found.loss})
-    mutable, skipped = found.mutable, jnp.zeros((), bool)
+    skipped = jnp.zeros((), bool)
     if guarded(config, options, loss):
         # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
         judges = skips_nonfinite(config, options)
         finite = jnp.isfinite(found.squares) if judges else jnp.ones(found.squares.shape, bool)
         guard = next_guard(guard, config.precision, finite, found.weighable)
         skipped = guard.skips > 0
-        before = (old, state.opt_state, state.mutable)
-        moved, opt_state, mutable = keep_old(~skipped, (moved, opt_state, mutable), before)
-    params = in_storage(undivide(config, plan, moved, stored), plan.layout)
-    metrics = {"loss": found.loss, "grad_norm": jnp.sqrt(found.squares.sum()), "skipped": skipped}
+    return Passes(found, stored, divide(config, plan, state.params), guard, skipped)
+
+
+def step_once(
+    config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple
+) -> tuple[ZeroState, dict]:
+    """Differentiate, update, and gather what the stage keeps whole; traced under jit."""
+    plan = state.plan
+    check_state(config, plan, state.opt_state)
+    done = passes(config, options, loss, state, batch, args)
+    held = fetched(config, plan, state.opt_state)
+    moved, opt_state = advance(config, plan, done.found.grads, held, done.old, {"value": done.found.loss})
+    mutable = done.found.mutable
+    if guarded(config, options, loss):
+        before = (done.old, held, state.mutable)
+        moved, opt_state, mutable = keep_old(~done.skipped, (moved, opt_state, mutable), before)
+    params = in_storage(undivide(config, plan, moved, done.stored), plan.layout)
+    new = ended(state, done, params, stowed(config, plan, opt_state), mutable)
+    return new, metrics_of(config, options, loss, state, done)
+
+
+def step_begun(
+    config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple
+) -> tuple[ZeroState, dict, Begun]:
+    """The part of a step that no offloaded state is needed for; traced under jit.
+
+    Args:
+        config: As for `step_once`, like the rest.
+        options: How the step goes about it.
+        loss: The loss function.
+        state: Its `opt_state` is a list of the leaves on the device, with holes for the others.
+        batch: Its rows.
+        args: Further arguments of the loss.
+
+    Returns:
+        `(state, metrics, begun)`: of the state all but parameters and optimizer state,
+        which `begun` has as far as they are known.
+    """
+    plan = state.plan
+    done = passes(config, options, loss, state, batch, args)
+    grads = cast(done.found.grads, [part.dtype for part in plan.parts])
+    first = begin(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
+    moved, leaves, mutable = first.moved, first.state, done.found.mutable
+    if guarded(config, options, loss):
+        before = ({i: done.old[i] for i in moved}, state.opt_state, state.mutable)
+        moved, leaves, mutable = keep_old(~done.skipped, (moved, leaves, mutable), before)
+    params = undivide(config, plan, [moved.get(i) for i in range(len(plan.parts))], done.stored)
+    divided = {i: x for i, x in enumerate(done.old) if i not in moved}
+    begun = Begun(params, divided, leaves, {i: done.found.grads[i] for i in first.wanted}, first.shared, done.skipped)
+    return ended(state, done, None, None, mutable), metrics_of(config, options, loss, state, done), begun
+
+
+def ended(state: ZeroState, done: Passes, params: Any, opt_state: Any, mutable: Any) -> ZeroState:
+    """The state after a step."""
+    step = state.step + jnp.where(done.skipped, 0, 1)
+    return ZeroState(step, params, opt_state, done.guard, mutable, state.plan)
+
+
+def metrics_of(config: Config, options: StepOptions, loss: Loss, state: ZeroState, done: Passes) -> dict:
+    """What a step tells of itself."""
+    found = done.found
+    metrics = {"loss": found.loss, "grad_norm": jnp.sqrt(found.squares.sum()), "skipped": done.skipped}
     if loss.has_aux:
         metrics["aux"] = found.aux
     if scales(config):
         metrics["loss_scale"] = state.guard.scale
     if options.leaf_norms:
-        metrics["grad_norms"] = jax.tree.unflatten(plan.trained.treedef, list(jnp.sqrt(found.squares)))
-    step = state.step + jnp.where(skipped, 0, 1)
-    return ZeroState(step, params, opt_state, guard, mutable, plan), metrics
+        metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(found.squares)))
+    return metrics
 
 
 def scales(config: Config) -> bool:
@@ -118,7 +193,12 @@ class Step:
         def step(state, batch, *args):
             return step_once(config, options, loss, state, batch, args)
 
+        def begun(state, batch, *args):
+            return step_begun(config, options, loss, state, batch, args)
+
         self._jitted = jax.jit(step, donate_argnums=0)
+        self._begun = jax.jit(begun, donate_argnums=0)
+        self._streamed = functools.lru_cache(maxsize=4)(functools.partial(Streamed, config))
 
     def __call__(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Do one step.
@@ -144,7 +224,22 @@ class Step:
         watched = self._options.max_skips is not None or self._loss.weighted
         if watched and not isinstance(state.guard.skips, jax.core.Tracer):
             refuse(state.guard, state.plan.trained, self._options.max_skips)
-        return self._jitted(state, place_batch(self._config, batch, self._options.accumulate), *args)
+        rows = place_batch(self._config, batch, self._options.accumulate)
+        if not any(state.plan.cuts) or isinstance(state.step, jax.core.Tracer):
+            return self._jitted(state, rows, *args)
+        return self._stream(state, rows, args)
+
+    def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, dict]:
+        """The step with its update streamed: one program up to the gradients, then one after the other."""
+        plan = state.plan
+        check_state(self._config, plan, state.opt_state)
+        leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+        here = [None if is_chunked(x) else x for x in leaves]
+        new, metrics, begun = self._begun(state.replace(opt_state=here), rows, *args)
+        tier = HostTier(plan, host_kind(self._config.mesh), leaves)
+        params, held = self._streamed(plan, self._config.offload.update).run(begun, tier)
+        opt_state = jax.tree.unflatten(plan.state_def, held)
+        return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 
     def lower(self, state: ZeroState, batch: Any, *args: Any):
         """Lower without running, as `jax.jit(...).lower` does; shapes are enough."""

@@ -1,0 +1,101 @@
+"""An array that waits outside the device's memory, in the pieces in which it travels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from .leaf import Leaf, replace_at
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How each device's part of an array is cut into pieces.
+
+    Attributes:
+        dim: The dim that is cut.
+        extents: The pieces' lengths on it; they add up to the length on one device.
+    """
+
+    dim: int
+    extents: tuple[int, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where on `dim` each piece begins."""
+        return tuple(sum(self.extents[:k]) for k in range(len(self.extents)))
+
+    def piece_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
+        """Storage shape of a piece: that of all devices' pieces together."""
+        shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
+        return replace_at(leaf.storage_shape, self.dim, extent * shards)
+
+
+def cut(leaf: Leaf, chunk_bytes: int) -> Cut:
+    """Cut an array into equal pieces (the last may be shorter) of at most `chunk_bytes` on each device.
+
+    On the first dim that is long enough, so that a piece is in one stretch of memory where
+    that is possible.
+
+    Args:
+        leaf: How the array lies; other mesh axes' dims are not cut.
+        chunk_bytes: At least one index of the longest dim goes into a piece all the same.
+    """
+    local = leaf.local_shape
+    free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
+    if not free:
+        return Cut(0, local[:1])
+    wanted = -(-leaf.local_bytes // chunk_bytes)
+    dim = next((d for d in free if local[d] >= wanted), max(free, key=lambda d: local[d]))
+    extent = max(1, local[dim] // wanted)
+    count = -(-local[dim] // extent)
+    return Cut(dim, (extent,) * (count - 1) + (local[dim] - extent * (count - 1),))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["leaf", "cut", "store"])
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """A leaf of the optimizer's state that waits in host memory or on disk, in pieces.
+
+    A pytree node. `pieces[k]` holds, on each device, piece k of that device's part; so on
+    the dim that is divided over the mesh the pieces do not join to the array by
+    concatenation.
+
+    Attributes:
+        pieces: Arrays in host memory; none where the leaf is on disk.
+        leaf: How the whole array lies.
+        cut: How it is cut into pieces.
+        store: Where its pieces are on disk; None in host memory.
+    """
+
+    pieces: tuple[Shaped[Array, "*piece"], ...]
+    leaf: Leaf
+    cut: Cut
+    store: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Storage shape of the whole array."""
+        return self.leaf.storage_shape
+
+    @property
+    def dtype(self):
+        """Element type."""
+        return self.leaf.dtype
+
+
+def is_chunked(x) -> bool:
+    """Whether a node is a `Chunked`; for `is_leaf=`."""
+    return isinstance(x, Chunked)
+
+
+def piece_shapes(leaf: Leaf, cut: Cut) -> Iterator[tuple[int, ...]]:
+    """The storage shapes of an array's pieces."""
+    return (cut.piece_shape(leaf, extent) for extent in cut.extents)

@@ -1,0 +1,100 @@
+"""Host memory: which kind a backend has, whether there is enough, and the way there and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Pinned memory is read by the device without a copy in between; the other kind is the fallback.
+KINDS = ("pinned_host", "unpinned_host")
+# What the CUDA backend reserves for pinned memory, unless the variable says otherwise.
+CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+
+
+def host_kind(mesh: Mesh) -> str:
+    """The kind of host memory that the mesh's devices reach.
+
+    Raises:
+        ValueError: If their backend has none.
+    """
+    device = mesh.devices.flat[0]
+    # a device that is only described, as for compiling ahead of time, has the memory it will have
+    found = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
+    for kind in KINDS:
+        if kind in found:
+            return kind
+    raise ValueError(
+        f"The {device.platform} backend has no host memory that its devices reach: it has {', '.join(found)}, and one "
+        f"of {', '.join(KINDS)} is required. Train without Offload, with more devices or microbatches (accumulate=)."
+    )
+
+
+def on_host(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """A layout in host memory."""
+    return NamedSharding(mesh, spec, memory_kind=host_kind(mesh))
+
+
+def moved(x: jax.Array, kind: str) -> jax.Array:
+    """An array in another kind of memory, on its way there when this returns."""
+    return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
+def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
+    """Refuse to fill a host beyond what it has.
+
+    Args:
+        mesh: Where the devices are; those of this process count.
+        bytes_per_device: What is to be held for each device.
+        what: What is held, for the error.
+
+    Raises:
+        MemoryError: Saying how much is needed, and how much there is.
+    """
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    needed, there = bytes_per_device * len(local), available_bytes()
+    text = f"{what} needs {giga(needed)} of host memory on this host ({len(local)} devices)"
+    if local and local[0].platform in ("gpu", "cuda", "rocm"):
+        cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
+        if needed > cap:
+            raise MemoryError(
+                f"{text}, and JAX pins {giga(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} before JAX "
+                f"starts; {giga(there) if there is not None else 'an unknown amount'} is free."
+            )
+    if there is not None and needed > there:
+        raise MemoryError(
+            f'{text}, and {giga(there)} is free. Offload less (Offload(fraction=)), to disk (optimizer="disk"), or '
+            f"use more hosts."
+        )
+
+
+def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Host memory that can be had without swapping, in bytes, within the limit of a container; None if unknown."""
+    found: list[int] = []
+    try:
+        lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        limit, used = (Path(cgroup, name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            found.append(int(limit) - int(used))
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)
+
+
+def giga(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count} bytes"
+
+
+def local_shards(x: jax.Array) -> Sequence[Any]:
+    """The shards of an array on this process' devices, each piece of data once, in the devices' order."""
+    shards = sorted((shard for shard in x.addressable_shards if shard.replica_id == 0), key=lambda s: s.device.id)
+    return [shard.data for shard in shards]

@@ -1,0 +1,141 @@
+"""Cut each device's part of an array into pieces, and join them again; traced under jit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..config import Config
+from ..layout.chunked import Chunked, Cut, is_chunked
+from ..layout.leaf import Leaf
+from ..offload.host import on_host
+from .storage import named
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, PyTree, Shaped
+
+    from .update import UpdatePlan
+
+
+def take(
+    config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut, start: Int[Array, ""] | int, length: int
+) -> Shaped[Array, "*piece"]:
+    """The piece of every device's part that begins at `start`."""
+
+    def local(x, start):
+        return lax.dynamic_slice_in_dim(x, start, length, cut.dim)
+
+    return locally(config, local, leaf, 1)(stored, start)
+
+
+def put(
+    config: Config,
+    stored: Shaped[Array, "*storage"],
+    piece: Shaped[Array, "*piece"],
+    leaf: Leaf,
+    cut: Cut,
+    start: Int[Array, ""] | int,
+) -> Shaped[Array, "*storage"]:
+    """The array with a piece of every device's part replaced."""
+
+    def local(x, piece, start):
+        return lax.dynamic_update_slice_in_dim(x, piece, start, cut.dim)
+
+    return locally(config, local, leaf, 2)(stored, piece, start)
+
+
+def locally(config: Config, local: Any, leaf: Leaf, arrays: int) -> Any:
+    """`local(*arrays, start)` on each device's part."""
+    spec = leaf.manual_spec
+    return jax.shard_map(
+        local,
+        mesh=config.mesh,
+        in_specs=(*[spec] * arrays, PartitionSpec()),
+        out_specs=spec,
+        axis_names={config.axis},
+        check_vma=False,
+    )
+
+
+def cut_up(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut) -> list[Shaped[Array, "*piece"]]:
+    """All pieces of an array, in order."""
+    if len(cut.extents) == 1:
+        return [stored]
+    return [
+        take(config, stored, leaf, cut, start, length) for start, length in zip(cut.starts, cut.extents, strict=True)
+    ]
+
+
+def join(config: Config, pieces: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, cut: Cut) -> Shaped[Array, "*storage"]:
+    """The inverse of `cut_up`."""
+    if len(pieces) == 1:
+        return pieces[0]
+
+    def local(*pieces_and_start):
+        return lax.concatenate(pieces_and_start[:-1], cut.dim)
+
+    return locally(config, local, leaf, len(pieces))(*pieces, 0)
+
+
+def fetched(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
+    """The state with everything that waits in host memory joined on the device; all of it at once.
+
+    Raises:
+        TypeError: If a part is on disk, which a traced program cannot read.
+    """
+
+    def one(x, leaf: Leaf):
+        if not is_chunked(x):
+            return x
+        if x.store is not None:
+            raise TypeError(
+                "The optimizer state is on disk, which a jitted program cannot read. Update with the step of "
+                "tx.train_step, called as it is, outside of jax.jit."
+            )
+        pieces = [jax.device_put(piece, named(config, leaf)) for piece in x.pieces]
+        return join(config, pieces, leaf, x.cut)
+
+    leaves = jax.tree.leaves(state, is_leaf=is_chunked)
+    return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])
+
+
+def stowed(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
+    """The inverse of `fetched`."""
+
+    def one(x, leaf: Leaf, cut: Cut | None):
+        if cut is None:
+            return x
+        where = on_host(config.mesh, leaf.spec)
+        return Chunked(tuple(jax.device_put(piece, where) for piece in cut_up(config, x, leaf, cut)), leaf, cut)
+
+    leaves = jax.tree.leaves(state)
+    held = [one(x, leaf, cut) for x, leaf, cut in zip(leaves, plan.state, plan.cuts, strict=True)]
+    return jax.tree.unflatten(plan.state_def, held)
+
+
+def state_shardings(config: Config, plan: UpdatePlan) -> PyTree:
+    """Where the state lies: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
+
+    def one(leaf: Leaf, cut: Cut | None):
+        if cut is None:
+            return named(config, leaf)
+        return Chunked((on_host(config.mesh, leaf.spec),) * len(cut.extents), leaf, cut)
+
+    return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
+
+
+def state_shapes(config: Config, plan: UpdatePlan) -> PyTree:
+    """The state as shapes with their shardings; storage shapes."""
+
+    def one(leaf: Leaf, cut: Cut | None):
+        if cut is None:
+            return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+        where = on_host(config.mesh, leaf.spec)
+        shapes = [cut.piece_shape(leaf, n) for n in cut.extents]
+        return Chunked(tuple(jax.ShapeDtypeStruct(x, leaf.dtype, sharding=where) for x in shapes), leaf, cut)
+
+    return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])

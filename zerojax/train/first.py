@@ -1,0 +1,85 @@
+"""The optimizer's first state, laid out; what is offloaded is made task by task, never all of it on the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.core
+
+from .. import compat
+from ..config import Config
+from ..stages.master import transformed
+from ..stages.pieces import cut_up, state_shardings, stowed
+from ..stages.split import carve, inlined
+from ..stages.storage import cast, named, store, view
+from ..stages.update import UpdatePlan, offloaded_part
+from .streaming import Tier
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+
+def state_at_once(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
+    """The state in one program, which may be part of another; what is offloaded passes through the device together."""
+
+    def fresh(stored):
+        leaves = [
+            store(config, x, leaf) for x, leaf in zip(logical_state(config, plan, stored), plan.state, strict=True)
+        ]
+        return stowed(config, plan, jax.tree.unflatten(plan.state_def, leaves))
+
+    return jax.jit(fresh, out_shardings=state_shardings(config, plan))(list(stored))
+
+
+def state_by_tasks(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Array, "*storage"]], tier: Tier) -> PyTree:
+    """The state, one program for what stays on the device and one for each task.
+
+    Args:
+        config: The wrapped transformation.
+        plan: How everything lies.
+        stored: All parameters; storage shape.
+        tier: Takes what is offloaded.
+    """
+    seen = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
+    jaxpr, consts = compat.opened(jax.make_jaxpr(lambda *xs: logical_state(config, plan, xs))(*seen))
+    jaxpr, consts = compat.opened(jax.make_jaxpr(functools.partial(inlined, jaxpr, consts))(*seen))
+    given = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
+    makers = {var: e for e, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+
+    def made(leaves: Sequence[int]) -> list[list[Array]]:
+        """Some leaves of the state, each in its pieces, on the device."""
+        eqns, inputs = carve(makers, jaxpr, leaves, frozenset())
+        part = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], inputs, [jaxpr.outvars[k] for k in leaves])
+        cuts = [plan.cuts[k] for k in leaves]
+
+        def program(values):
+            found = jax.core.eval_jaxpr(part, (), *values)
+            laid = [store(config, x, plan.state[k]) for x, k in zip(found, leaves, strict=True)]
+            return [
+                [x] if cut is None else cut_up(config, x, plan.state[k], cut)
+                for x, k, cut in zip(laid, leaves, cuts, strict=True)
+            ]
+
+        where = [
+            [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents)) for k, cut in zip(leaves, cuts)
+        ]
+        return jax.jit(program, out_shardings=where)([given[var] for var in inputs])
+
+    here = [k for k, cut in enumerate(plan.cuts) if cut is None]
+    arrays = {k: x for k, (x,) in zip(here, made(here), strict=True)}
+    for task in offloaded_part(config, plan).split.tasks:
+        for n, piece in enumerate(zip(*made(task.state), strict=True)):
+            tier.settle(tier.stow(task, n, piece))
+        arrays |= dict(zip(task.state, tier.nodes(task), strict=True))
+    return jax.tree.unflatten(plan.state_def, [arrays[k] for k in range(len(plan.state))])
+
+
+def logical_state(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:
+    """The leaves of the wrapped transformation's first state; traced under jit."""
+    layout = plan.layout
+    params = [view(stored[i], layout.params[i]) for i in layout.trained]
+    wide = cast(params, [part.dtype for part in plan.parts])
+    return jax.tree.leaves(transformed(config, plan.trained).init(jax.tree.unflatten(plan.trained.treedef, wide)))
