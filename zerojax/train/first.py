@@ -59,12 +59,13 @@ def state_by_tasks(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Arr
             found = jax.core.eval_jaxpr(part, (), *values)
             laid = [store(config, x, plan.state[k]) for x, k in zip(found, leaves, strict=True)]
             return [
-                [x] if cut is None else cut_up(config, x, plan.state[k], cut)
+                [x] if cut is None else cut_up(config.mesh, x, plan.state[k], cut)
                 for x, k, cut in zip(laid, leaves, cuts, strict=True)
             ]
 
         where = [
-            [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents)) for k, cut in zip(leaves, cuts)
+            [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents))
+            for k, cut in zip(leaves, cuts, strict=True)
         ]
         return jax.jit(program, out_shardings=where)([given[var] for var in inputs])
 

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 
 from ..config import Config, check_count
 from ..layout.chunked import is_chunked
-from ..offload.host import host_kind
 from ..stages.batch import place_batch
 from ..stages.gradients import Gradients, loss_and_grads
 from ..stages.loss import Loss
 from ..stages.pieces import fetched, stowed
 from ..stages.storage import cast, in_storage, read
-from ..stages.update import advance, begin, check_params, check_state, divide, undivide
+from ..stages.update import advance, begin, check_params, check_state, chosen_update, divide, undivide
 from .guard import Guard, keep_old, next_guard, refuse
 from .state import ZeroState
 from .streaming import Begun, HostTier, Streamed
@@ -236,8 +235,9 @@ class Step:
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         here = [None if is_chunked(x) else x for x in leaves]
         new, metrics, begun = self._begun(state.replace(opt_state=here), rows, *args)
-        tier = HostTier(plan, host_kind(self._config.mesh), leaves)
-        params, held = self._streamed(plan, self._config.offload.update).run(begun, tier)
+        tier = HostTier(self._config, plan, leaves)
+        choice = plan.choice or chosen_update(self._config, plan)
+        params, held = self._streamed(plan, choice.update).run(begun, tier)
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 

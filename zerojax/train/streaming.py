@@ -21,9 +21,10 @@ import jax
 import numpy as np
 
 from ..config import Config
-from ..layout.chunked import Chunked, Cut, is_chunked
+from ..layout.chunked import Chunked, is_chunked
 from ..offload.host import host_kind, moved
 from ..stages.offloading import UNDER_WAY
+from ..stages.pieces import chunked
 from ..stages.split import CONST, GRAD, SHARED, Task
 from ..stages.update import UpdatePlan, offloaded_part
 from .tasks import Kind, Values, gathered, incoming, on_device, on_host, outgoing
@@ -191,10 +192,11 @@ class Streamed:
 class HostTier:
     """State in host memory, in `Chunked` nodes; those passed in are used up."""
 
-    def __init__(self, plan: UpdatePlan, kind: str, nodes: Sequence[Any] = ()):
-        """`kind` is the kind of host memory; `nodes` has one node a leaf of the state, none for a first state."""
+    def __init__(self, config: Config, plan: UpdatePlan, nodes: Sequence[Any] = ()):
+        """`nodes` has one node a leaf of the state; none for a first state."""
+        self._config = config
         self._plan = plan
-        self._kind = kind
+        self._kind = host_kind(config.mesh)
         self._old = {k: list(node.pieces) for k, node in enumerate(nodes) if is_chunked(node)}
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
@@ -223,5 +225,5 @@ class HostTier:
 
     def nodes(self, task: Task) -> list[Chunked]:
         """As `Tier`."""
-        plan = self._plan
-        return [Chunked(tuple(self._new.pop(k)), plan.state[k], plan.cuts[k] or Cut(0, ())) for k in task.state]
+        config, plan = self._config, self._plan
+        return [chunked(config, self._new.pop(k), plan.state[k], plan.cuts[k]) for k in task.state]
