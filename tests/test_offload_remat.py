@@ -67,6 +67,12 @@ def wrapping(policy):
     return functools.partial(jax.checkpoint, policy=policy)
 
 
+@functools.cache
+def plain_gradients(style):
+    params, batch, loss_of = problem(style)
+    return jax.jit(jax.value_and_grad(loss_of(lambda f: f)))(params, batch)
+
+
 def assert_same(found, expected):
     # Sums over rows in another order: float32 roundings of 6e-8, some hundred of them.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
@@ -107,9 +113,8 @@ def stacks(fn, *args):
 @pytest.mark.parametrize("style", STYLES)
 def test_offloading_leaves_gradients_alone(style):
     params, batch, loss_of = problem(style)
-    plain = jax.jit(jax.value_and_grad(loss_of(lambda f: f)))(params, batch)
-    for policy in (remat_policy("hidden"), remat_policy("input", "hidden", save=["kept"])):
-        assert_same(jax.jit(jax.value_and_grad(loss_of(wrapping(policy))))(params, batch), plain)
+    policy = remat_policy("input", "hidden", save=["kept"])
+    assert_same(jax.jit(jax.value_and_grad(loss_of(wrapping(policy))))(params, batch), plain_gradients(style))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -118,7 +123,7 @@ def test_offloading_leaves_the_gradients_of_every_stage_alone(engine, style, mes
     params, batch, loss_of = problem(style)
     tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, **ENGINES[engine])
     found = jax.jit(tx.value_and_grad(loss_of(wrapping(remat_policy("input", "hidden")))))(tx.shard(params), batch)
-    assert_same(found, jax.jit(jax.value_and_grad(loss_of(lambda f: f)))(params, batch))
+    assert_same(found, plain_gradients(style))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -137,6 +142,20 @@ def test_exactly_the_named_activations_go_to_the_host_and_come_back(engine, styl
         assert sent.count(HIDDEN) == LAYERS
     else:
         assert stacks(grad, params, batch) == {(WIDTH, True), (HIDDEN, True), (KEPT, False)}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefetch, mesh):
+    params, batch, loss_of = problem("unrolled")
+    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, stage=3, prefetch=prefetch)
+    grad = tx.value_and_grad(loss_of(wrapping(remat_policy("hidden"))))
+    order = list(equations(jax.make_jaxpr(grad)(tx.shard(params), batch).jaxpr))
+    back = next(i for i, e in enumerate(order) if e.primitive.name == "device_put" and on_host(e.invars[0]))
+    sent = [v for e in order[:back] if e.primitive.name == "device_put" for v in e.outvars]
+    barriers = [e.invars for e in order[:back] if e.primitive.name == "optimization_barrier"]
+    behind = [{v for v in operands if v in sent} for operands in barriers if any(v in sent for v in operands)]
+    assert len(behind) >= LAYERS - 1  # after the last layer comes only the loss
+    assert all(len(activations) == 1 for activations in behind)
 
 
 def test_flax_modules_take_the_policy():
@@ -360,25 +379,31 @@ def test_names_that_make_no_sense_are_refused(names, save, error, text):
 @pytest.mark.slow
 @pytest.mark.skipif(not installed(), reason="needs the extra aot")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the plugin does not count host memory before")
-@pytest.mark.parametrize("stage", [0, 3])
-def test_scanned_activations_leave_a_gpus_memory(stage):
+@pytest.mark.parametrize(("stage", "style"), [(0, "scan"), (3, "scan"), (3, "unrolled")])
+def test_activations_leave_a_gpus_memory(stage, style):
     """XLA:CPU has one memory: only a program compiled for a GPU shows what offloading saves."""
     mib, rows, width = 1 << 20, 8 * 2048, 512
-    shapes = jax.ShapeDtypeStruct((LAYERS, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
+    weight = jax.ShapeDtypeStruct((width, width), "float32")
+    params = jax.ShapeDtypeStruct((LAYERS, width, width), "float32") if style == "scan" else [weight] * LAYERS
 
     def layer(x, w):
         inner = checkpoint_name(jnp.tanh(checkpoint_name(x, "input") @ w), "inner")
         return jnp.sin(inner * inner) @ w.T, None
 
     def memory(policy):
-        loss = lambda w, x: jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0] ** 2)
+        wrapped = jax.checkpoint(layer, policy=policy)
+        scanned = lambda params, x: jax.lax.scan(wrapped, x, params)[0]
+        unrolled = lambda params, x: functools.reduce(lambda x, w: wrapped(x, w)[0], params, x)
+        run = scanned if style == "scan" else unrolled
         tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=absent_mesh("h200:8"), persist_below=16)
-        return jax.jit(tx.value_and_grad(loss)).lower(*shapes).compile().memory_analysis()
+        grad = tx.value_and_grad(lambda params, x: jnp.mean(run(params, x) ** 2))
+        return jax.jit(grad).lower(params, jax.ShapeDtypeStruct((rows, width), "float32")).compile().memory_analysis()
 
     kept = memory(jax.checkpoint_policies.save_only_these_names("input", "inner"))
     offloaded = memory(remat_policy("input", "inner"))
-    activations = 2 * LAYERS * (rows // 8) * width * 4
+    one = (rows // 8) * width * 4
+    activations = 2 * LAYERS * one
     assert kept.host_temp_size_in_bytes == 0
     assert offloaded.host_temp_size_in_bytes == activations
     # What is on its way, in or out, lies on the device too: two of either activation.
-    assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes >= activations - 4 * activations // (2 * LAYERS) - mib
+    assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes >= activations - 4 * one - mib
