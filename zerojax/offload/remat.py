@@ -176,9 +176,10 @@ def compare(gradients: Callable[[Callable[..., Any]], Sequence[np.ndarray]], pla
     kept = gradients(jax.checkpoint_policies.save_only_these_names(*names))
     offloaded = gradients(offloading(names))
     largest = max(float(np.max(np.abs(a))) for a in kept)
-    difference = max(float(np.max(np.abs(a - b))) for a, b in zip(kept, offloaded, strict=True))
+    # NumPy's maximum, not Python's, which may pass a NaN over.
+    difference = np.max([np.max(np.abs(a - b)) for a, b in zip(kept, offloaded, strict=True)])
     # Two compilations of the same few float32 operations may fuse them differently: some roundings of 1e-7 each.
-    # Activations of the wrong turn are off by tenths. Not `>`: a NaN must be refused.
+    # Activations of the wrong turn are off by tenths. Not `>`: a NaN is refused.
     if not difference <= 1e-5 * largest:
         raise RuntimeError(
             f"Activations cannot be offloaded with jaxlib {jaxlib.__version__} on the backend {platform!r}: in a small "
