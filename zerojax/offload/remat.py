@@ -3,8 +3,9 @@
 Between the forward and the backward pass an activation waits in pinned host memory. Inside
 a scan the compiler writes it into a stack, one turn a row, and reads the rows back from the
 last to the first; jaxlib 0.11.0 reads them from the first to the last on GPU, and says
-nothing. A version list would be out of date with the next such mistake, so the first policy
-in a process differentiates a small scan with and without offloading and compares.
+nothing. (What 0.10.2 compiles for a GPU holds the same wrong addresses; 0.11.2 and 0.12.0
+are right.) A version list would be out of date with the next such mistake, so the first
+policy in a process differentiates a small scan with and without offloading and compares.
 """
 
 import functools
@@ -37,7 +38,7 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     jaxlib 0.12.0) sends each activation only when it is due back, and saves nothing.
 
     The first call in a process runs the self-test: two small compilations on the first
-    local device. It may be called anywhere, while tracing too.
+    local device, with default compiler options. It may be called anywhere, while tracing too.
 
     Args:
         *names: Activations to offload to pinned host memory.
@@ -185,6 +186,6 @@ def compare(gradients: Callable[[Callable[..., Any]], Sequence[np.ndarray]], pla
             f"Activations cannot be offloaded with jaxlib {jaxlib.__version__} on the backend {platform!r}: in a small "
             f"scan the gradients with offloading differ from those without by up to {difference:.3g}, where the "
             f"largest is {largest:.3g}. A known cause: jaxlib 0.11.0 reads offloaded activations of a scan in the "
-            f"wrong order on GPU ({_ISSUE}). Install another jaxlib, or keep the activations on the device with "
-            "jax.checkpoint_policies.save_only_these_names."
+            f"wrong order on GPU ({_ISSUE}); 0.11.2 and 0.12.0 do not. Install another jaxlib, or keep the activations "
+            "on the device with jax.checkpoint_policies.save_only_these_names."
         )
