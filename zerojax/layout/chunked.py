@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .leaf import Leaf, replace_at
 
@@ -84,6 +84,13 @@ class Chunked:
     cut: Cut
     sharding: NamedSharding
     store: Any = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        mesh = self.sharding.mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from .update import UpdatePlan
 
 
+ON_DISK = (
+    "The optimizer state is on disk, which a jitted program cannot reach. Make it with tx.create(params), and update "
+    "it with the step of tx.train_step, both called as they are, outside of jax.jit."
+)
+
+
 def take(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*piece"]:
@@ -97,10 +103,7 @@ def fetched(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
         if not is_chunked(x):
             return x
         if x.store is not None:
-            raise TypeError(
-                "The optimizer state is on disk, which a jitted program cannot read. Update with the step of "
-                "tx.train_step, called as it is, outside of jax.jit."
-            )
+            raise TypeError(ON_DISK)
         pieces = [jax.device_put(piece, named(config, leaf)) for piece in x.pieces]
         return join(config.mesh, pieces, leaf, x.cut)
 
@@ -114,6 +117,8 @@ def stowed(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
     def one(x, leaf: Leaf, cut: Cut | None):
         if cut is None:
             return x
+        if config.offload is not None and config.offload.optimizer == "disk":
+            raise TypeError(ON_DISK)
         where = on_host(config.mesh, leaf.spec)
         return chunked(config, [jax.device_put(piece, where) for piece in cut_up(config.mesh, x, leaf, cut)], leaf, cut)
 
@@ -133,44 +138,29 @@ def state_shardings(config: Config, plan: UpdatePlan) -> PyTree:
     return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
 
 
-def state_shapes(config: Config, plan: UpdatePlan) -> PyTree:
-    """The state as shapes with their shardings; storage shapes."""
-
-    def one(leaf: Leaf, cut: Cut | None):
-        if cut is None:
-            return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
-        where = on_host(config.mesh, leaf.spec)
-        shapes = [cut.piece_shape(leaf, n) for n in cut.extents]
-        pieces = [jax.ShapeDtypeStruct(x, leaf.dtype, sharding=where) for x in shapes]
-        return chunked(config, pieces, leaf, cut)
-
-    return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
-
-
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """An offloaded leaf, whole on the devices."""
-    store = node.store
-    pieces = [moved(x, "device") for x in node.pieces] if store is None else store.load()
-    return joining(node.sharding, node.leaf, node.cut)(pieces)
+    pieces = [moved(x, "device") for x in node.pieces] if node.store is None else node.store.load()
+    return joining(node.mesh, node.sharding, node.leaf, node.cut)(pieces)
 
 
 def apart(x: Shaped[Array, "*storage"], node: Chunked) -> Chunked:
     """An array on the devices in the place of an offloaded leaf; live, or a shape."""
-    pieces = cutting(node.sharding, node.leaf, node.cut)(x)
+    pieces = cutting(node.mesh, node.sharding, node.leaf, node.cut)(x)
     if node.store is not None:
         node.store.save(pieces)
         return node
-    where = on_host(node.sharding.mesh, node.sharding.spec)
+    where = on_host(node.mesh, node.sharding.spec)
     return dataclasses.replace(node, pieces=tuple(jax.device_put(piece, where) for piece in pieces))
 
 
 @functools.lru_cache(maxsize=32)
-def joining(sharding: NamedSharding, leaf: Leaf, cut: Cut) -> Any:
+def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, cut: Cut) -> Any:
     """The program of `joined`."""
-    return jax.jit(lambda pieces: join(sharding.mesh, pieces, leaf, cut), out_shardings=sharding)
+    return jax.jit(lambda pieces: join(mesh, pieces, leaf, cut), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)
-def cutting(sharding: NamedSharding, leaf: Leaf, cut: Cut) -> Any:
+def cutting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, cut: Cut) -> Any:
     """The program of `apart`."""
-    return jax.jit(lambda x: cut_up(sharding.mesh, x, leaf, cut), out_shardings=sharding)
+    return jax.jit(lambda x: cut_up(mesh, x, leaf, cut), out_shardings=sharding)
