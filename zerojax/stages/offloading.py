@@ -63,9 +63,9 @@ def offloaded(
     shape = lambda x, leaf: jax.ShapeDtypeStruct(x, leaf.dtype)
 
     def traced(lengths: dict[int, int]) -> Traced:
-        seen = [cuts[i].piece_shape(p, lengths[i]) if i in lengths else p.shape for i, p in enumerate(parts)]
+        seen = [cuts[i].piece_shape(p, lengths[i]) if i in lengths else viewed(p) for i, p in enumerate(parts)]
         held = [
-            seen[i] if i is not None and leaf.shape == parts[i].shape else leaf.shape
+            seen[i] if i is not None and leaf.shape == parts[i].shape else viewed(leaf)
             for i, leaf in zip(owners, state, strict=True)
         ]
         grads = [shape(x, part) for x, part in zip(seen, parts, strict=True)]
@@ -83,6 +83,11 @@ def offloaded(
         for k in task.state:
             held[k] = task.cut or Cut(0, state[k].local_shape[:1])
     return Offloaded(tuple(held), found)
+
+
+def viewed(leaf: Leaf) -> tuple[int, ...]:
+    """The shape in which the update sees a leaf: logical, or flat as it is stored."""
+    return leaf.storage_shape if leaf.kind == "flat" else leaf.shape
 
 
 def advanced(config: Config, trained: Layout, state_def, grads: list, state: list, params: list, extra: list):

@@ -16,6 +16,7 @@ import functools
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ..config import Config
@@ -79,26 +80,18 @@ class Streamed:
                 kind = self._kind(t, length)
                 if kind in lowered:
                     continue
-                values = Values(
-                    params=self._shapes(task.params, [plan.trained.params[i].dtype for i in task.params]),
-                    grads=self._shapes(task.reading(GRAD), [plan.parts[i].dtype for i in task.reading(GRAD)]),
-                    state=[piece_shape(config, plan.state[k], task.cut, length) for k in task.state],
-                    resident=[piece_shape(config, plan.state[k], None, 0) for k in task.resident],
-                    shared=[shared[i] for i in task.reading(SHARED)],
-                    consts=[split.consts[i] for i in task.reading(CONST)],
+                typed = [dataclasses.replace(plan.parts[i], dtype=plan.trained.params[i].dtype) for i in task.params]
+                grads: list[Any] = [piece_shape(config, plan.parts[i], None, 0) for i in task.reading(GRAD)]
+                common: list[Any] = [shared[i] for i in task.reading(SHARED)]
+                lowered[kind] = self._program(on_device, kind).lower(
+                    [piece_shape(config, leaf, None, 0) for leaf in typed],
+                    [piece_shape(config, plan.state[k], task.cut, length) for k in task.state],
+                    [piece_shape(config, plan.state[k], None, 0) for k in task.resident],
+                    Values((), grads, (), (), common, [split.consts[i] for i in task.reading(CONST)]),
+                    np.int32(0),
+                    jax.ShapeDtypeStruct((), bool),
                 )
-                others = values._replace(params=(), state=(), resident=())
-                start, skipped = np.int32(0), jax.ShapeDtypeStruct((), bool)
-                program = self._program(on_device, kind)
-                lowered[kind] = program.lower(values.params, values.state, values.resident, others, start, skipped)
         return list(lowered.values())
-
-    def _shapes(self, indices: Sequence[int], dtypes: Sequence) -> list[jax.ShapeDtypeStruct]:
-        parts = [self._plan.parts[i] for i in indices]
-        return [
-            piece_shape(self._config, dataclasses.replace(part, dtype=dtype), None, 0)
-            for part, dtype in zip(parts, dtypes, strict=True)
-        ]
 
     def run(self, begun: Begun, tier: Tier) -> tuple[list, list]:
         """Update every piece.
