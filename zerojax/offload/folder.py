@@ -1,0 +1,111 @@
+"""The folder of a disk store: whether it can be had, who has it, and what an earlier run left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .chunks import DiskError
+
+LOCK = ".lock"
+PROBE = ".probe"
+WHOLE, TEMPORARY = ".safetensors", ".tmp"
+_OURS = re.compile(r"chunk_\d{5,}\.(safetensors|tmp)|\.probe|\.lock")
+
+
+def file_of(folder: Path, index: int) -> Path:
+    """The file of a chunk."""
+    return folder / f"chunk_{index:05d}{WHOLE}"
+
+
+def make(folder: Path) -> None:
+    """Make a folder, or see that all in it is ours.
+
+    Raises:
+        DiskError: If it is no folder, or holds anything else.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    leftovers(folder)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What an earlier run left.
+
+    Raises:
+        DiskError: If there is anything else.
+    """
+    names = sorted(os.listdir(folder))
+    # without the lock, which comes first, a name alone does not make a file ours
+    foreign = [name for name in names if LOCK not in names or not _OURS.fullmatch(name)]
+    if foreign:
+        raise DiskError(
+            f"{folder} holds {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which the disk tier did not "
+            f"write. Give it an empty folder, or one that it made; nothing was removed."
+        )
+    return [folder / name for name in names if name != LOCK]
+
+
+def lock(folder: Path) -> int:
+    """Take the right to use a folder, which goes with the process, however that ends; a handle of the lock file.
+
+    Raises:
+        DiskError: If another has it, naming its process.
+    """
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        return handle
+    except OSError as error:
+        holder = os.read(handle, 32).decode(errors="replace").strip()
+        os.close(handle)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise DiskError(
+            f"{folder} is in use by another run (process {holder or 'unknown'}). Give this one another folder, or end "
+            f"or close() that one first."
+        ) from error
+
+
+def check_space(folder: Path, sizes: Sequence[int], write_buffers: int, left: Sequence[Path]) -> None:
+    """Refuse a disk that the chunks, old and in flight, do not fit on.
+
+    Raises:
+        DiskError: If they do not.
+    """
+    needed = sum(sizes) + write_buffers * max(sizes)
+    available = free(folder) + sum(file.stat().st_blocks * 512 for file in left)
+    if available < needed:
+        raise DiskError(
+            f"The disk tier needs {needed} bytes in {folder}: {len(sizes)} chunks of {sum(sizes)} bytes together, and "
+            f"{write_buffers} in flight; {available} are available. Make room, or give a folder on another disk."
+        )
+
+
+def free(folder: Path) -> int:
+    """Bytes that this process may still write."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+def free_or_unknown(folder: Path) -> int | str:
+    """The same for a message about a disk that may be gone."""
+    with contextlib.suppress(OSError):
+        return free(folder)
+    return "an unknown number"
+
+
+def sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
