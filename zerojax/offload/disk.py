@@ -315,8 +315,8 @@ class DiskStore:
             failure = DiskError(
                 f"Writing chunk {label.index} ({label.spec.name!r}) of step {label.step} to {path} failed: "
                 f"{error.strerror}. It needs {size} bytes, and {folder.free_or_unknown(self.path)} are free; the "
-                f"chunk's older file is as it was. Make room or mend the disk, then write the chunk again or restore the run "
-                f"from its last checkpoint."
+                f"chunk's older file is as it was. Make room or mend the disk, then write the chunk again, or "
+                f"restore the run from its last checkpoint."
             )
             self._note(failure)
             raise failure from error
