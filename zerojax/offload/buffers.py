@@ -87,16 +87,18 @@ def takes_direct(probe: Path) -> bool:
 
 
 def write_file(path: Path, content: memoryview, *, direct: bool) -> None:
-    """Write a file anew and wait until its content is on the disk.
+    """Write a file and wait until its content is on the disk.
 
     Args:
-        path: Where; a file that is there loses what it held.
+        path: Where; what a file there held is written over.
         content: All of it; with `direct` a multiple of `BLOCK` bytes, from a page's start on.
         direct: Past the page cache.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     handle = os.open(path, flags | (_DIRECT if direct else 0), 0o644)
     try:
+        if os.fstat(handle).st_size > len(content):
+            os.ftruncate(handle, len(content))
         done = 0
         while done < len(content):
             done += os.pwritev(handle, [content[done:]], done)

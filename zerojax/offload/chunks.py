@@ -5,8 +5,10 @@ header    JSON, padded with spaces; its `__metadata__` says whose the chunk is, 
 arrays    "0", "1", …, each from a multiple of 64 bytes on; the gaps are named "0.pad", "1.pad", …, since the
           format leaves no byte without a name
 
-Header and file are multiples of 4096 bytes, as direct I/O wants them. The checksum is the CRC-32 of the whole
-file, its own eight digits read as zeros; they are the first thing in the header, so their place is known.
+Header and file are multiples of 4096 bytes, as direct I/O wants them. The checksum is taken over the whole file,
+its own eight digits read as zeros; they are the first thing in the header, so their place is known. It is the
+CRC-32 of the sums, modulo 2**64, of each sector's 64-bit words: a changed word, a sector of zeros or of another
+place changes it, and it takes a fifth of the time of the CRC-32 of all bytes, which is slower than a good disk.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -32,8 +34,9 @@ from .buffers import BLOCK
 FORMAT, VERSION = "zerojax.offload", 1
 ALIGNMENT = 64
 STEPS = 10**12
-_DIGITS = slice(start := 8 + len('{"__metadata__":{"crc32":"'), start + 8)
+_DIGITS = slice(start := 8 + len('{"__metadata__":{"checksum":"'), start + 8)
 _BLANK = b"00000000"
+_SECTOR = 512
 _LONGEST_HEADER = 100_000_000  # where safetensors draws the line
 # What safetensors has a name for; the rest lies there as bytes, and the metadata tells its type.
 _NAMES = {
@@ -148,7 +151,7 @@ def header(label: Label) -> bytes:
         if padded > end:
             table[f"{i}.pad"] = _entry("U8", [padded - end], end, padded)
     metadata = {
-        "crc32": _BLANK.decode(),
+        "checksum": _BLANK.decode(),
         "format": f"{FORMAT} {VERSION}",
         "owner": label.owner,
         "chunk": str(label.index),
@@ -200,15 +203,21 @@ def views(spec: ChunkSpec, data: memoryview) -> tuple[np.ndarray, ...]:
 
 
 def seal(content: memoryview) -> None:
-    """Enter the checksum into a file's content."""
-    content[_DIGITS] = b"%08x" % zlib.crc32(content)
+    """Enter the checksum into a file's content, whose place for it is blank."""
+    content[_DIGITS] = b"%08x" % _checksum(content)
 
 
 def unseal(content: memoryview) -> bool:
     """Blank the checksum of a file's content, and tell whether it was right."""
     digits = bytes(content[_DIGITS])
     content[_DIGITS] = _BLANK
-    return b"%08x" % zlib.crc32(content) == digits
+    return b"%08x" % _checksum(content) == digits
+
+
+def _checksum(sectors: memoryview | bytes, before: int = 0) -> int:
+    """The checksum of whole sectors, which go on from those whose checksum is `before`."""
+    words = np.frombuffer(sectors, "<u8").reshape(-1, _SECTOR // 8)
+    return zlib.crc32(words.sum(axis=1, dtype="<u8"), before)
 
 
 def identify(path: Path) -> Label:
@@ -229,9 +238,11 @@ def identify(path: Path) -> Label:
             label = _label(path, text, required)
             if size != (whole := file_bytes(label)):
                 raise DiskStateError(path, f"is torn: it has {size} bytes", f"its whole {whole}")
-            checksum = zlib.crc32(start[:8] + text[: _DIGITS.start - 8] + _BLANK + text[_DIGITS.stop - 8 :])
+            if 8 + len(text) != len(header(label)):
+                raise DiskStateError(path, f"is damaged: its header has {len(text)} bytes", f"{len(header(label)) - 8}")
+            checksum = _checksum(start[: _DIGITS.start] + _BLANK + text[_DIGITS.stop - 8 :])
             while piece := file.read(1 << 20):
-                checksum = zlib.crc32(piece, checksum)
+                checksum = _checksum(piece, checksum)
     except FileNotFoundError as error:
         raise DiskStateError(path, "is missing", required) from error
     except OSError as error:

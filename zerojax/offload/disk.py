@@ -2,11 +2,11 @@
 
 .lock                     held by the process that uses the folder
 chunk_00000.safetensors   a chunk, whole: the state of one step
-chunk_00000.tmp           its next state, being written
+spare_0.tmp               the next state of one, being written; or a file to write the next into
 
 A folder belongs to one process. A chunk's file is replaced by renaming once its next state is
 on the disk, so whatever moment a run dies at, each chunk is of the old step or of the new one,
-and tells which. The chunks together are a state only if all are of one step; nothing repairs
+and tells which. The file that was replaced is written over for another chunk. The chunks together are a state only if all are of one step; nothing repairs
 them otherwise: the run goes back to its checkpoint.
 """
 
@@ -95,6 +95,7 @@ class DiskStore:
         self._reading, self._writing = buffers.Pool(read_buffers, largest), buffers.Pool(write_buffers, largest)
         self.buffer_bytes = self._reading.bytes + self._writing.bytes
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
+        self._spares = folder.Spares(path)
         self._last: dict[int, Future[None]] = {}
         self._failures: list[BaseException] = []
         self._guard = threading.Lock()
@@ -304,14 +305,14 @@ class DiskStore:
         """Run by a thread; as `_fetch` it waits only for what was submitted before."""
         wait([before] if before else [])
         path, size = folder.file_of(self.path, label.index), self._sizes[label.index]
-        temporary = path.with_suffix(folder.TEMPORARY)
+        spare = self._spares.take()
         try:
             chunks.seal(buffer[:size])
-            buffers.write_file(temporary, buffer[:size], direct=self.direct)
-            os.rename(temporary, path)
+            buffers.write_file(spare, buffer[:size], direct=self.direct)
+            self._spares.replace(path, spare)
         except OSError as error:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                spare.unlink()
             failure = DiskError(
                 f"Writing chunk {label.index} ({label.spec.name!r}) of step {label.step} to {path} failed: "
                 f"{error.strerror}. It needs {size} bytes, and {folder.free_or_unknown(self.path)} are free; the "

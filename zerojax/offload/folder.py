@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +16,52 @@ from .chunks import DiskError
 
 LOCK = ".lock"
 PROBE = ".probe"
-WHOLE, TEMPORARY = ".safetensors", ".tmp"
-_OURS = re.compile(r"chunk_\d{5,}\.(safetensors|tmp)|\.probe|\.lock")
+WHOLE = ".safetensors"
+_OURS = re.compile(r"chunk_\d{5,}\.safetensors|spare_\d+\.tmp|\.probe|\.lock")
 
 
 def file_of(folder: Path, index: int) -> Path:
     """The file of a chunk."""
     return folder / f"chunk_{index:05d}{WHOLE}"
+
+
+class Spares:
+    """Files that chunks are written into before they get their names: those that were replaced, used again.
+
+    A disk takes less time to write over a file than to give its blocks back and find others, and does not run full.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._free: list[Path] = []
+        self._names = map("spare_{}.tmp".format, itertools.count())
+        self._guard = threading.Lock()
+
+    def take(self) -> Path:
+        """A file to write over, or the name of one to make."""
+        with self._guard:
+            return self._free.pop() if self._free else self._folder / next(self._names)
+
+    def replace(self, path: Path, spare: Path) -> None:
+        """Give a written spare the name of a chunk; the file that had it becomes a spare.
+
+        Raises:
+            OSError: If that cannot be done; the spare is there still.
+        """
+        with self._guard:
+            old = self._folder / next(self._names)
+        try:
+            os.link(path, old)
+        except FileNotFoundError:
+            old = None
+        os.rename(spare, path)
+        # Before the old file is written over: were power to fail, the chunk's name could still be its.
+        sync(self._folder)
+        if old and old.stat().st_nlink > 1:  # somebody keeps it by another name
+            old.unlink()
+        elif old:
+            with self._guard:
+                self._free.append(old)
 
 
 def make(folder: Path) -> None:
