@@ -6,8 +6,9 @@ spare_0.tmp               the next state of one, being written; or a file to wri
 
 A folder belongs to one process. A chunk's file is replaced by renaming once its next state is
 on the disk, so whatever moment a run dies at, each chunk is of the old step or of the new one,
-and tells which. The file that was replaced is written over for another chunk. The chunks together are a state only if all are of one step; nothing repairs
-them otherwise: the run goes back to its checkpoint.
+and tells which. The file that was replaced is written over for another chunk. The chunks
+together are a state only if all are of one step; nothing repairs them otherwise: the run goes
+back to its checkpoint.
 """
 
 from __future__ import annotations
@@ -270,8 +271,6 @@ class DiskStore:
         with self._guard:
             failures, self._failures = self._failures, []
         if failures:
-            for other in failures[1:]:
-                failures[0].add_note(f"Also: {other}")
             raise failures[0]
 
     def _fetch(self, label: Label, buffer: memoryview, before: Future[None] | None, future: Future[Lease]) -> None:
