@@ -19,6 +19,7 @@ import mmap
 import os
 import pathlib
 import platform
+import resource
 import shutil
 import statistics
 import tempfile
@@ -58,7 +59,7 @@ def main():
         print(f"{name:12s}{row['median']:10.3f}{spread:>16s}{row['GB/s']:8.2f}")
     share = result["store / plain"]
     print(f"\nstore / plain: {share['median']:.2f} ({share['least']:.2f}-{share['most']:.2f}, round by round)")
-    print(f"memory: {result['buffer_bytes'] >> 20} MiB of buffers")
+    print(f"memory: {result['buffer_bytes'] >> 20} MiB of buffers; the process's peak {result['peak_bytes'] >> 20} MiB")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -102,6 +103,7 @@ def measure(args, directory):
             "direct": store.direct,
             "threads": args.threads,
             "buffer_bytes": store.buffer_bytes,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "rounds": args.rounds,
             "seconds": {
                 name: {**spread(times), "GB/s": moved[name] * size / statistics.median(times) / 1e9}

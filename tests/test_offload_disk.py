@@ -129,6 +129,25 @@ def test_written_arrays_may_be_used_again_at_once(tmp_path):
                 assert (lease.arrays[0] == i).all()
 
 
+def test_the_last_of_several_writes_stays(tmp_path):
+    with DiskStore.create(tmp_path / "store", SAME, owner="me", write_buffers=8, threads=8) as store:
+        for step in range(200):
+            store.write(0, arrays_of(SAME[0], step), step=step)
+        with store.read(0, step=199).result(10) as lease:
+            assert lease.arrays[0].tobytes() == arrays_of(SAME[0], 199)[0].tobytes()
+
+
+def test_the_same_state_gives_the_same_file(tmp_path):
+    """Whatever the buffer held before."""
+    contents = []
+    with DiskStore.create(tmp_path / "store", SPECS, owner="me", write_buffers=1) as store:
+        for _ in range(2):
+            store.write(1, arrays_of(SPECS[1], 0), step=0).result(10)
+            contents.append(folder.file_of(store.path, 1).read_bytes())
+            store.write(0, arrays_of(SPECS[0], 0), step=0)
+    assert contents[0] == contents[1]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_smallest_store_does_not_block_itself(tmp_path, threads):
     """All reads are asked for at once, and writes come between them; of a chunk, operations keep their order."""
