@@ -95,7 +95,7 @@ def measure(args, directory):
             "numpy": np.__version__,
             "ml_dtypes": ml_dtypes.__version__,
             "python": platform.python_version(),
-            "kernel": platform.release(),
+            "linux": platform.release().split("-")[0],
             "processor": processor(),
             "cores": os.cpu_count(),
             "bytes": size,

@@ -385,6 +385,18 @@ def test_a_replaced_file_is_written_over_only_after_its_renaming_is_on_the_disk(
     assert len(list(store.path.glob("spare_*"))) <= threads
 
 
+def test_a_filesystem_without_hard_links_will_do(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with DiskStore.create(tmp_path / "store", SAME, owner="me") as store:
+        for step in range(3):
+            fill(store, SAME, step)
+        assert_holds(store, SAME, 2)
+        assert not list(store.path.glob("spare_*"))
+
+
 def test_a_file_that_has_another_name_too_is_not_written_over(filled):
     """Hard links keep a state."""
     kept = filled.parent / "kept"

@@ -112,7 +112,7 @@ class DiskStore:
         keep: bool = False,
         direct: bool = True,
         read_buffers: int = 4,
-        write_buffers: int = 3,
+        write_buffers: int = 4,
         threads: int = 4,
     ) -> DiskStore:
         """Take a folder, made if it is missing, and remove what an earlier run left in it.
@@ -172,7 +172,7 @@ class DiskStore:
         leases are held as there are read buffers, further ones wait until one is released.
 
         Args:
-            index: Which chunk; the file must not be asked to hold a later step before it was read.
+            index: Which chunk; its next state is to be written only when this is done.
             step: The step its state must be of.
 
         Returns:
@@ -286,11 +286,8 @@ class DiskStore:
             future.set_exception(error)
 
     def _read_now(self, label: Label, buffer: memoryview) -> tuple[np.ndarray, ...]:
-        path, content, head = (
-            folder.file_of(self.path, label.index),
-            buffer[: self._sizes[label.index]],
-            chunks.header(label),
-        )
+        path, head = folder.file_of(self.path, label.index), chunks.header(label)
+        content = buffer[: self._sizes[label.index]]
         try:
             whole = buffers.read_file(path, content, direct=self.direct) and chunks.unseal(content)
         except OSError as error:

@@ -52,7 +52,7 @@ class Spares:
             old = self._folder / next(self._names)
         try:
             os.link(path, old)
-        except FileNotFoundError:
+        except OSError:  # the chunk had no file, or the filesystem knows no second names
             old = None
         os.rename(spare, path)
         # Before the old file is written over: were power to fail, the chunk's name could still be its.
