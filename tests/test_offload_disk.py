@@ -487,7 +487,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(filled, monkeypa
 def test_a_disk_that_runs_full_spares_the_older_files(tmp_path):
     specs = [ChunkSpec(f"c{i}", (((50_000,), "float32"),)) for i in range(3)]
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as small:
-        store = DiskStore.create(small / "store", specs, owner="me")
+        store = DiskStore.create(small / "store", specs, owner="me", threads=1)
         fill(store, specs, 0)
         free = os.statvfs(small).f_bavail * 4096
         (small / "filler").write_bytes(bytes(free - 100_000))
@@ -503,7 +503,7 @@ def test_a_disk_that_runs_full_spares_the_older_files(tmp_path):
         (small / "filler").unlink()
         fill(store, specs, 1)
         (small / "filler").write_bytes(bytes(os.statvfs(small).f_bavail * 4096))
-        fill(store, specs, 2)  # what is on the disk needs no more of it
+        fill(store, specs, 2)  # into the files that were replaced
         assert_holds(store, specs, 2)
         store.close()
 
@@ -618,5 +618,5 @@ def test_a_killed_run_leaves_whole_chunks(tmp_path, kills):
     assert steps == sorted(steps)
     assert steps[-1] > kills
     assert complete + mixed == kills
-    assert mixed  # else the moments were not random
+    assert mixed or kills < 20  # a few may all come between two steps
     assert all(a < b for a, b in itertools.pairwise(steps))

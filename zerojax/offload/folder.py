@@ -28,7 +28,8 @@ def file_of(folder: Path, index: int) -> Path:
 class Spares:
     """Files that chunks are written into before they get their names: those that were replaced, used again.
 
-    A disk takes less time to write over a file than to give its blocks back and find others, and does not run full.
+    A disk takes less time to write over a file than to give its blocks back and find others. There are never more
+    than threads that write.
     """
 
     def __init__(self, folder: Path):
