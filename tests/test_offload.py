@@ -126,9 +126,7 @@ def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     before = held(state)
     state, metrics = step(state, jax.tree.map(lambda x: x * jnp.inf, other))
     assert bool(metrics["skipped"])
-    for a, b in zip(
-        jax.tree.leaves(before), jax.tree.leaves((logical(state), jax.device_get(tx.unshard(state.params))))
-    ):
+    for a, b in zip(jax.tree.leaves(before), held(state), strict=True):
         np.testing.assert_array_equal(a, b)
     state, metrics = step(state, other)
     assert not bool(metrics["skipped"])
@@ -172,7 +170,7 @@ def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path
         return max(x.addressable_shards[0].data.nbytes for x in found)
 
     state = tx.create(params)
-    assert len(chunks(state)) == 10  # five large leaves, two moments
+    assert len(chunks(state)) == 8  # four large leaves, two moments
     assert largest(state) <= CHUNK
     step, batch = tx.train_step(awkward_loss), awkward_batches(1)[0]
     mine = jax.tree.leaves(batch)
@@ -195,7 +193,7 @@ def test_memory_of_the_update_does_not_grow_with_depth():
     found = {}
     for depth in (4, 24, 96):
         tx = zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 3, offload=offload(chunk_bytes=512))
-        state = tx.create(jax.eval_shape(layers, depth))
+        state = tx.create(jax.eval_shape(functools.partial(layers, depth)))
         step = tx.train_step(lambda params, batch: batch.mean())
         programs = [lowered.compile() for lowered in step.lower_update(state)]
         sizes = [(m.argument_size_in_bytes, m.temp_size_in_bytes) for m in (p.memory_analysis() for p in programs)]
@@ -210,13 +208,13 @@ def test_memory_of_the_update_of_stacked_layers_is_their_pieces():
     """In one array of all layers, too, the update takes a piece at a time."""
     temps = {}
     for depth in (4, 96):
-        tx = zero(optax.adamw(1e-3), 3, offload=offload(chunk_bytes=512))
+        tx = zero(optax.adamw(1e-3), 3, offload=offload(chunk_bytes=2048))
         state = tx.create({"w": jax.ShapeDtypeStruct((depth, 64, 64), jnp.float32)})
         (program,) = tx.train_step(lambda params, batch: batch.mean()).lower_update(state)
         memory = program.compile().memory_analysis()
         temps[depth] = memory.temp_size_in_bytes
         assert memory.alias_size_in_bytes >= depth * 64 * 64 * 4 // 8  # the parameter is written in place
-    assert temps[96] <= temps[4] + 512
+    assert temps[96] <= temps[4] + 2048
 
 
 def test_few_pieces_are_under_way(monkeypatch):
@@ -242,7 +240,7 @@ def test_few_pieces_are_under_way(monkeypatch):
     monkeypatch.setattr("zerojax.train.step.tier_of", lambda config, plan, nodes: Counted(config, plan, nodes))
     step(state, awkward_batches(1)[0])
     assert not open_ones
-    assert len(most) > 10
+    assert len(most) >= 9
     assert 2 <= max(most) <= 2 * streaming.UNDER_WAY
 
 
@@ -254,8 +252,7 @@ def test_what_is_shared_is_computed_once():
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
     assert sums(split.first) > 0
     assert all(sums(part) == 0 for task in split.tasks for part in task.parts.values())
-    assert len(split.tasks) == 4 + 1
-    assert len({part.text for task in split.tasks for part in task.parts.values()}) <= 2  # the frozen leaf has no decay
+    assert len(split.tasks) == 4
 
 
 def test_parameters_that_need_each_others_state_are_one_task():
@@ -290,7 +287,7 @@ def test_a_fraction_stays_on_the_device(fraction):
     biggest = max(leaf.local_bytes for leaf in state.plan.state if leaf.kind == "cut")
     assert far <= fraction * large + 2 * biggest * (0 < fraction < 1)
     if 0 < fraction < 1:
-        assert 0 < len(chunks(state)) < 10
+        assert 0 < len(chunks(state)) < 8
         assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
 
 
@@ -305,9 +302,9 @@ def test_a_budget_decides_the_fraction():
 
     roomy, _ = held(10**9)
     assert not chunks(roomy)
-    some, bytes_there = held(parameters + 2600)
-    assert 0 < len(chunks(some)) < 10
-    assert bytes_there <= parameters + 2600
+    some, bytes_there = held(parameters + 1200)
+    assert 0 < len(chunks(some)) < 8
+    assert bytes_there <= parameters + 1200
     with pytest.raises(ValueError, match=r"chunks under way need \d+ bytes a device already"):
         held(parameters)
 
