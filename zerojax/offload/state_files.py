@@ -64,7 +64,13 @@ class StateFiles:
     @functools.cached_property
     def _store(self) -> DiskStore:
         folder = self.path.parent
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DiskError(
+                f"The disk tier cannot be kept in {folder}: {error.strerror}. Give a folder that this process can "
+                f"write to, in one that exists."
+            ) from error
         store = DiskStore.create(
             self.path,
             self._specs,
