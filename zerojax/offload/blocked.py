@@ -44,8 +44,8 @@ def in_blocks(
         block_bytes: Size of one block of the widest operand.
 
     Returns:
-        The outputs, in the shape of `wide`. They are those of `fn` on whole arrays, up to
-        the rounding of the multiply-adds that the compiler contracts.
+        The outputs, in the shape of `wide`, bit for bit those of `jax.jit(fn)` on whole arrays
+        as far as the compiler contracts no multiply-add in one form only; XLA:CPU does not.
 
     Raises:
         ValueError: If the shapes of `wide` differ, or `overwrites` does not fit the outputs.
@@ -97,14 +97,15 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
     """The blocks of flat operands, one after the other; the last one may overlap the one before."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
-    carry = tuple(jnp.zeros(size, d) if i is None else wide[i] for i, d in zip(overwrites, dtypes, strict=True))
+    fresh = lambda dtype: _beside(jnp.zeros(size, dtype), wide[0])
+    carry = tuple(fresh(d) if i is None else wide[i] for i, d in zip(overwrites, dtypes, strict=True))
 
     def compute(start, kept, carry):
         operands = [carry[overwrites.index(i)] if i in overwrites else kept[i] for i in range(len(wide))]
         return tuple(fn([_slice(x, start, block) for x in operands], list(scalars)))
 
     def skip(start, kept, carry):
-        return tuple(jnp.zeros(block, x.dtype) for x in carry)
+        return tuple(_slice(x, start, block) for x in carry)
 
     def body(i, carry):
         start = jnp.minimum(i * block, size - block)
@@ -112,7 +113,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
         # would read operands that another one overwrites, and XLA would copy whole arrays to allow it.
         outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
         if size % block:
-            done = start + jnp.arange(block) < i * block
+            done = _beside(start + jnp.arange(block) < i * block, wide[0])
             outputs = [jnp.where(done, _slice(x, start, block), new) for x, new in zip(carry, outputs, strict=True)]
         return tuple(lax.dynamic_update_slice(x, new, (start,)) for x, new in zip(carry, outputs, strict=True))
 
@@ -121,3 +122,9 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
 
 def _slice(x, start, block):
     return lax.dynamic_slice(x, (start,), (block,))
+
+
+def _beside(x, other):
+    """`x` in the memory `other` is in: a type tells host memory from the device's, and jax mixes no two."""
+    space = jax.typeof(other).memory_space
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
