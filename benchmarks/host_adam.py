@@ -8,7 +8,8 @@ Every round runs each way once, in turn, so that a slow moment of the machine fa
 of them; ratios are taken round by round, and their median is what counts. `floor` moves
 the 28 bytes a parameter that any AdamW must (it reads the gradient, the parameter and two
 moments, and writes all but the first): numpy negates as much in place, on as many threads. `processor` is
-the processor time a parameter of all threads, which a busy neighbour disturbs less.
+the processor time a parameter of all threads, which a busy neighbour disturbs less: beside
+one, torch's threads wait for each other, so look at its time on one thread too.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import concurrent.futures
 import datetime
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
@@ -41,6 +43,7 @@ def main():
 
     from zerojax.offload.blocked import loops_become_kernels
 
+    load = os.getloadavg()[0]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         ways = make_ways(args, pool)
         wall = {name: [] for name in ways}
@@ -54,11 +57,11 @@ def main():
                     wall[name].append(passed * 1e9 / (args.pieces * args.size))
                     processor[name].append(spent * 1e9 / (args.pieces * args.size))
     rows = {name: figures(name, wall, processor) for name in ways}
-    print(f"{'ns a parameter':30s}{'median':>8s}{'spread':>14s}{'processor':>11s}{'/ torch':>9s}{'/ floor':>8s}")
+    columns = ["median", "processor", "to floor", "to torch", "to torch on one thread"]
+    print(f"{'ns a parameter':26s}{'spread':>12s}" + "".join(f"{c:>{len(c) + 3}s}" for c in columns))
     for name, row in rows.items():
         spread = f"{row['least']:.2f}-{row['most']:.2f}"
-        to_torch = f"{row['to torch']:9.2f}" if "to torch" in row else f"{'-':>9s}"
-        print(f"{name:30s}{row['median']:8.2f}{spread:>14s}{row['processor']:11.2f}{to_torch}{row['to floor']:8.2f}")
+        print(f"{name:26s}{spread:>12s}" + "".join(f"{row.get(c, math.nan):{len(c) + 3}.2f}" for c in columns))
     result = {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -66,7 +69,7 @@ def main():
         "python": platform.python_version(),
         "processor": processor_name(),
         "cores": THREADS,
-        "load before": os.getloadavg()[0],
+        "load before": load,
         "loops become kernels": loops_become_kernels(),
         "pieces": [args.pieces, args.size],
         "rounds": args.rounds,
@@ -89,7 +92,11 @@ def figures(name, wall, processor):
         "to floor": ratio(wall, "floor"),
     }
     if "torch fused" in wall:
-        row |= {"to torch": ratio(wall, "torch fused"), "processor to torch": ratio(processor, "torch fused")}
+        row |= {
+            "to torch": ratio(wall, "torch fused"),
+            "to torch on one thread": ratio(wall, "torch fused, one thread"),
+            "processor to torch on one thread": ratio(processor, "torch fused, one thread"),
+        }
     return row
 
 
@@ -165,18 +172,24 @@ def make_ways(args, pool):
     if torch_version() is None:
         print("torch is not installed: its fused AdamW is left out")
     else:
-        ways["torch fused"] = torch_way(args)
+        ways["torch fused, one thread"] = torch_way(args, threads=1)
+        ways["torch fused"] = torch_way(args, threads=THREADS)
     return ways
 
 
-def torch_way(args):
+def torch_way(args, threads):
     import torch
 
-    torch.set_num_threads(THREADS)
     params = [torch.randn(args.size) for _ in range(args.pieces)]
     for param in params:
         param.grad = torch.randn(args.size)
-    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True).step
+    step = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True).step
+
+    def run():
+        torch.set_num_threads(threads)
+        step()
+
+    return run
 
 
 if __name__ == "__main__":

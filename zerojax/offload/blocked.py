@@ -32,12 +32,13 @@ def in_blocks(
     """Evaluate an elementwise function block by block, in the place of its operands.
 
     To be called inside `jax.jit`, with the overwritten operands donated: an operand that
-    is not is copied first. The loop runs on one thread.
+    is not is copied first. The loop runs on one thread: programs for several arrays,
+    started from as many Python threads, use as many cores.
 
     Args:
         fn: `fn(wide_blocks, scalars) -> outputs`, elementwise, every output as long as a
             block. It is traced for blocks of one dim.
-        wide: Arrays of one shape; dtypes may differ.
+        wide: Arrays of one shape on one device, in one memory; dtypes may differ.
         scalars: What every element sees, handed to `fn` as it is.
         overwrites: For each output, the index in `wide` of the operand whose buffer it
             takes, of the same dtype; None for a buffer of its own.
