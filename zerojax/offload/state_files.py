@@ -100,8 +100,10 @@ class StateFiles:
         shape = cut.piece_shape(leaf, cut.extents[piece])
         with reading.result() as lease:
             shards = [
-                # a copy: on CPU the array would share the buffer that is lent
-                jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
+                # on CPU the array would share the buffer that is lent, told not to (may_alias=) or not: jax 0.10.2
+                jax.device_put(
+                    data.copy() if device.platform == "cpu" else data, SingleDeviceSharding(device, memory_kind=kind)
+                )
                 for data, devices in zip(lease.arrays, parts_of(sharding, shape), strict=True)
                 for device in devices
             ]

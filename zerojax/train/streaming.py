@@ -27,7 +27,8 @@ from ..stages.offloading import UNDER_WAY
 from ..stages.split import CONST, GRAD, SHARED, Task
 from ..stages.storage import named
 from ..stages.update import UpdatePlan, chosen_update, offloaded_part
-from .tasks import Kind, Values, gathered, incoming, on_device, on_host, outgoing
+from .hosted import on_host
+from .tasks import Kind, Values, gathered, incoming, on_device, outgoing
 from .tiers import Tier
 
 if TYPE_CHECKING:
@@ -173,13 +174,9 @@ class Streamed:
     ) -> tuple[list, list]:
         """Gradients go to the host, and new parameters come back."""
         params, grads = self._program(outgoing, kind)(others._replace(params=held), start)
-        there = others._replace(
-            params=[moved(x, self._host) for x in params],
-            grads=[moved(x, self._host) for x in grads],
-            shared=shared,
-            consts=[moved(x, self._host) for x in others.consts],
-        )
-        new, state = self._program(on_host, kind)(state, there, skipped_there)
+        beside = [moved(x, self._host) for x in others.consts]
+        there = [[moved(x, self._host) for x in arrays] for arrays in (params, grads)]
+        new, state = self._program(on_host, kind)(*there, state, shared, beside, skipped_there)
         back = [moved(x, DEVICE) for x in new]
         return self._program(incoming, kind)(held, back, start, skipped), state
 

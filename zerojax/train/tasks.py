@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from ..config import Config
 from ..layout.chunked import Cut
 from ..layout.leaf import Leaf
-from ..offload.host import on_host as host_layout
 from ..stages.pieces import put, take
 from ..stages.split import CONST, GRAD, PARAM, SHARED, STATE, Part, Task
 from ..stages.storage import constrain, gather, store, view
@@ -175,17 +174,6 @@ def outgoing(config: Config, kind: Kind) -> Callable:
         return (pieces.params if kind.reads_params else []), pieces.grads
 
     return jax.jit(run)
-
-
-def on_host(config: Config, kind: Kind) -> Callable:
-    """`f(values, skipped) -> (params, state)`: a piece's update in host memory; the state is donated."""
-    where = [host_layout(config.mesh, leaf.spec) for leaf in (*kind.params, *kind.state)]
-
-    def run(state, others: Values, skipped):
-        moved, state, _ = computed(config, kind, others._replace(state=state), skipped)
-        return [x.astype(dtype) for x, dtype in zip(moved, kind.stored, strict=True)], state
-
-    return jax.jit(run, donate_argnums=0, out_shardings=(where[: len(kind.params)], where[len(kind.params) :]))
 
 
 def incoming(config: Config, kind: Kind) -> Callable:

@@ -1,0 +1,105 @@
+"""The update of a piece in host memory: every device's part by itself, in one pass where that can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import compat
+from ..config import Config
+from ..offload.blocked import in_blocks
+from ..offload.host import on_host as in_host_memory
+from ..stages.elementwise import ELEMENTWISE
+from ..stages.split import CONST, GRAD, PARAM, SHARED, STATE
+from .tasks import Kind
+
+
+def on_host(config: Config, kind: Kind) -> Callable:
+    """`f(params, grads, state, shared, consts, skipped) -> (params, state)`, all in host memory.
+
+    Pieces are given and come back, in the place of those given where they can be. Of the state the old comes
+    back, bit for bit, if the step is skipped. New parameters are in the type they are stored in.
+    """
+    leaves = [*kind.params, *kind.state]
+    where = [in_host_memory(config.mesh, leaf.spec) for leaf in leaves]
+    part, whole = kind.params[0].manual_spec, PartitionSpec()
+    compute = in_one_pass if blockable(kind) else at_once
+
+    def run(params, grads, state, shared, consts, skipped):
+        # each device's part by itself: as one array over all devices, a block would be cut across them
+        local = jax.shard_map(
+            lambda *given: compute(kind, *given),
+            mesh=config.mesh,
+            in_specs=(part, part, part, whole, whole, whole),
+            out_specs=part,
+            axis_names={config.axis},
+            check_vma=False,
+        )
+        new = local(params, grads, state, shared, consts, skipped)
+        return new[: len(kind.params)], new[len(kind.params) :]
+
+    # new parameters take the place of the old ones, or of gradients, if either is there in the type they are stored in
+    taken = 0 if kind.reads_params else 1
+    donated = (taken, 2) if all(x.dtype == y for x, y in zip(kind.params, kind.stored, strict=True)) else 2
+    return jax.jit(run, donate_argnums=donated, out_shardings=(where[: len(kind.params)], where[len(kind.params) :]))
+
+
+def at_once(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list, skipped: Any) -> list:
+    """The update of a piece as the compiler arranges it."""
+    held = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
+    values = [typed(kind, name, i, held[name][i]) for name, i in kind.reads]
+    shape = (params or grads or state)[0].shape
+    new = evaluated(kind, values, shape)
+    moved = [x.astype(dtype) for x, dtype in zip(new, kind.stored, strict=False)]
+    old = [jnp.where(skipped, x, y.astype(x.dtype)) for x, y in zip(state, new[len(moved) :], strict=True)]
+    return [*moved, *old]
+
+
+def in_one_pass(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list, skipped: Any) -> list:
+    """The same, block by block, each output in the place of an operand where there is one of its type."""
+    wide = [*params, *grads, *state]
+    ends = len(params), len(params) + len(grads)
+
+    def block(wide: list, scalars: list) -> list:
+        *shared, skipped = scalars
+        return at_once(kind, wide[: ends[0]], wide[ends[0] : ends[1]], wide[ends[1] :], shared, consts, skipped)
+
+    places = [0 if wide[0].dtype == dtype else None for dtype in kind.stored]
+    overwrites = [*places, *range(ends[1], len(wide))]
+    return in_blocks(block, wide, [*shared, skipped], overwrites=overwrites)
+
+
+def typed(kind: Kind, name: str, i: int, x: Any) -> Any:
+    """A value in the type in which the update sees it."""
+    leaves = {PARAM: kind.params, GRAD: kind.grads, STATE: kind.state}
+    return x.astype(leaves[name][i].dtype) if name in leaves else x
+
+
+def evaluated(kind: Kind, values: Sequence, shape: tuple[int, ...]) -> list:
+    """The equations, on arrays of another shape than they were traced with."""
+    jaxpr = kind.part.jaxpr
+    env = dict(zip(jaxpr.invars, values, strict=True))
+    read = lambda atom: atom.val if compat.is_literal(atom) else env[atom]
+    for eqn in jaxpr.eqns:
+        given = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim":
+            results = [jnp.broadcast_to(given[0], shape)]
+        else:
+            results = compat.evaluate_one(jaxpr, eqn, given)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [jnp.broadcast_to(read(atom), shape) for atom in jaxpr.outvars]
+
+
+def blockable(kind: Kind) -> bool:
+    """Whether the equations are known to do the same to a block as to the whole piece."""
+    simple = all(eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} for eqn in kind.part.jaxpr.eqns)
+    scalars = all(
+        var.aval.shape == ()
+        for var, (name, _) in zip(kind.part.jaxpr.invars, kind.reads, strict=True)
+        if name in (SHARED, CONST)
+    )
+    return simple and scalars and not any(any(leaf.others) for leaf in (*kind.params, *kind.state))
