@@ -1,0 +1,194 @@
+"""Offloaded state in checkpoints: into any other way of offloading, and through kills."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from models import awkward_batches, awkward_loss, awkward_params
+
+from zerojax import Offload, Precision, zero_shard
+from zerojax.checkpoint import Checkpointer, export
+from zerojax.checkpoint.canonical import logical, slots_of
+from zerojax.layout.chunked import is_chunked
+from zerojax.offload.chunks import DiskError, DiskStateError
+from zerojax.offload.disk import inspect
+from zerojax.stages.pieces import joined
+
+CHILD = Path(__file__).parent / "offload_child.py"
+PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
+
+
+def transformation(way, folder, stage=3, count=8, precision=None):
+    offload = None
+    if way != "none":
+        path = folder / f"{way}{random.random()}" if way == "disk" else None
+        offload = Offload(optimizer=way, path=path, chunk_bytes=200, update="device")
+    mesh = mesh_of(count)
+    return zero_shard(optax.adamw(1e-2), stage=stage, mesh=mesh, persist_below=20, offload=offload, precision=precision)
+
+
+def trained(tx):
+    state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
+    state, metrics = step(state, awkward_batches(1)[0])
+    float(metrics["loss"])
+    return state, step
+
+
+def leaves_of(state):
+    """Every logical leaf on the host, by name."""
+    arrays = {n: (joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for n, s in slots_of(state).items()}
+    return {name: np.asarray(logical(x, leaf)) for name, (x, leaf) in arrays.items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].tobytes() == x.tobytes(), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["disk", pytest.param("none", marks=pytest.mark.slow), pytest.param("host", marks=pytest.mark.slow)]
+)
+def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_path):
+    state, _ = trained(transformation(way, tmp_path, precision=PRECISIONS[precision]))
+    expected = leaves_of(state)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        for other, other_stage, other_count in (("none", 0, 2), ("host", 1, 3), ("disk", 2, 8), ("host", 3, 1)):
+            like = transformation(other, tmp_path, other_stage, other_count, PRECISIONS[precision])
+            found = checkpoints.restore(like.create(awkward_params())).state
+            assert any(map(is_chunked, jax.tree.leaves(found.opt_state, is_leaf=is_chunked))) == (other != "none")
+            assert_same(leaves_of(found), expected)
+            if other == "disk":
+                shapes = like.create(jax.eval_shape(awkward_params))
+                del found
+                assert_same(leaves_of(checkpoints.restore(shapes).state), expected)
+
+
+def test_what_is_saved_is_the_state_at_the_call_while_training_goes_on(tmp_path):
+    tx = transformation("host", tmp_path)
+    state, step = trained(tx)
+    expected = leaves_of(state)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state, step=1)
+        for batch in awkward_batches(3):
+            state, metrics = step(state, batch)
+            float(metrics["loss"])
+        assert_same(leaves_of(checkpoints.restore(tx.create(awkward_params())).state), expected)
+
+
+def test_stock_orbax_lists_and_reads_what_was_offloaded(tmp_path):
+    import orbax.checkpoint as ocp
+
+    state, _ = trained(transformation("disk", tmp_path))
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state, step=1)
+    name = "opt_state.0.mu.tied"
+    found = ocp.PyTreeCheckpointer().restore(
+        tmp_path / "checkpoints" / "step_00000001" / "arrays",
+        args=ocp.args.PyTreeRestore(
+            item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+        ),
+    )
+    expected = leaves_of(state)["opt_state[0].mu['tied']"]
+    np.testing.assert_array_equal(np.asarray(found[name])[:24, :13], expected)
+
+
+def test_master_weights_on_disk_are_exported(tmp_path):
+    from safetensors.numpy import load_file
+
+    state, _ = trained(transformation("disk", tmp_path, precision=Precision.bf16()))
+    (file,) = export(state, tmp_path / "parameters")
+    expected = leaves_of(state)["params['tied']"]
+    assert expected.dtype == np.float32
+    np.testing.assert_array_equal(load_file(file)["tied"], expected)
+
+
+def run(folder, steps, where="disk", kill_after=None):
+    """Run the child, to its end or until it is killed; its output."""
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    folder.mkdir(exist_ok=True)
+    child = subprocess.Popen(
+        [sys.executable, CHILD, folder, str(steps), where],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    if kill_after is not None:
+        if child.stdout.readline():
+            time.sleep(kill_after)
+        child.send_signal(signal.SIGKILL)
+    out, err = child.communicate()
+    assert kill_after is not None or not child.returncode, err[-3000:]
+    return out
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_a_state_that_is_whole_or_refused_and_goes_on_bit_for_bit(tmp_path):
+    steps, moments, verdicts = 120, random.Random(0), set()
+    for _ in range(20):
+        run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
+        try:
+            found = inspect(tmp_path / "killed" / "state" / "process_0")
+            assert found.chunks
+            verdicts.add("whole")
+        except DiskStateError as error:
+            verdicts.add("refused" if "chunk_" in str(error) else str(error))
+    assert verdicts <= {"whole", "refused"}
+    run(tmp_path / "killed", steps)
+    run(tmp_path / "straight", steps)
+    for name in ("parameters/model.safetensors", "moments.npy"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def chunk_files(state):
+    files = next(x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked) if is_chunked(x)).store.files
+    files.flush()
+    return sorted(files.path.glob("chunk_*"))
+
+
+def test_a_torn_file_is_named_and_the_checkpoint_mends_it(tmp_path):
+    tx = transformation("disk", tmp_path)
+    state, step = trained(tx)
+    expected = leaves_of(state)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        torn = chunk_files(state)[3]
+        torn.write_bytes(torn.read_bytes()[:-512])
+        with pytest.raises(DiskStateError, match=torn.name):
+            step(state, awkward_batches(1)[0])
+        like = tx.create(jax.eval_shape(awkward_params))
+        del state
+        assert_same(leaves_of(checkpoints.restore(like).state), expected)
+
+
+def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path):
+    def create(path):
+        offload = Offload(optimizer="disk", path=path, chunk_bytes=200)
+        return zero_shard(optax.adamw(1e-2), stage=3, mesh=mesh_of(8), persist_below=20, offload=offload).create(
+            awkward_params()
+        )
+
+    with pytest.raises(DiskError, match="one that exists"):
+        create(tmp_path / "no" / "folder")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="cannot be kept in"):
+        create(tmp_path / "file")
+    kept = create(tmp_path / "state")
+    with pytest.raises(DiskError, match="is in use by another run"):
+        create(tmp_path / "state")
+    del kept
