@@ -405,6 +405,11 @@ class Config:
         return self.stage < 3 or self.offload is not None
 
     @property
+    def hosts_params(self) -> bool:
+        """Whether parameters that are cut wait in host memory."""
+        return self.offload is not None and self.offload.params == "host"
+
+    @property
     def keeps_master(self) -> bool:
         """Whether parameters are a copy of master weights that lie in the optimizer state."""
         wide = self.precision

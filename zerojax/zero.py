@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 from .comm.mesh import replicated, resolve_mesh
 from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Offload, Paths, Precision, check_count
 from .layout.padded import is_padded
-from .offload.host import check_host_memory, host_kind
+from .offload.host import arrived, check_host_memory, host_kind
 from .stages.batch import place_batch
 from .stages.birth import birth_programs
 from .stages.loss import Loss
 from .stages.pieces import state_shapes, state_shardings
-from .stages.placing import as_stored, cast_placed, place, placed
+from .stages.placing import as_stored, cast_placed, check_room, place, placed
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
 from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms
 from .stages.update import UpdatePlan, plan_update
@@ -97,6 +97,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             `init` take from it, and `shard` a copy to compute with.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
+        check_room(self.config, layout)
         born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
         return in_storage(cast_placed(self.config, layout, born, like=layout.parts), layout)
 
@@ -126,7 +127,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The tree the user gave to `shard` or `init_params` would have made without zerojax.
         """
         logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
-        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(params)
+        here = jax.tree.map(lambda x: arrived(x) if isinstance(x, jax.Array) else x, params)
+        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(here)
 
     def value_and_grad(
         self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False, accumulate: int = 1

@@ -22,9 +22,10 @@ import numpy as np
 
 from ..config import Config
 from ..layout.chunked import Chunked, Cut, is_chunked
-from ..offload.host import host_kind, moved
+from ..offload.host import arrived, host_kind, moved, waits
 from ..stages.offloading import UNDER_WAY
 from ..stages.split import CONST, GRAD, SHARED, Task
+from ..stages.storage import homed
 from ..stages.update import UpdatePlan, offloaded_part
 from .tasks import Kind, Values, gathered, incoming, on_device, on_host, outgoing
 
@@ -101,8 +102,9 @@ class Streamed:
         Returns:
             `(params, state)`: one array a parameter, as stored, and one node a leaf of the state.
         """
-        tasks = self.split.tasks
+        tasks, leaves = self.split.tasks, self._plan.trained.params
         params, state = list(begun.params), list(begun.state)
+        leaving: list[Array] = []
         last = {i: t for t, task in enumerate(tasks) for i in task.reading(GRAD)}
         there = self._shared_on_host(begun)
         coming, going = collections.deque(), collections.deque()
@@ -114,7 +116,7 @@ class Streamed:
 
         fetch(UNDER_WAY - 1)
         for t, task in enumerate(tasks):
-            held = [begun.divided.pop(i) for i in task.params]
+            held = [arrived(begun.divided.pop(i)) for i in task.params]
             kept = [state[k] for k in task.resident]
             others = Values(
                 params=(),
@@ -144,8 +146,14 @@ class Streamed:
                 state[k] = x
             for k, node in zip(task.state, tier.nodes(task), strict=True):
                 state[k] = node
-            for i, x in zip(task.params, self._whole(task, held), strict=True):
+            # Parameters pass through the device where the update runs on the host too, as their gradients do.
+            home = homed(self._config, dict(zip(task.params, self._whole(task, held), strict=True)), leaves)
+            for i, x in home.items():
                 params[self._plan.layout.trained[i]] = x
+            # The device holds the shards of two tasks: one arrives and is updated while the other leaves.
+            jax.block_until_ready(leaving)
+            leaving = [x for x in home.values() if waits(x)]
+            del held, home
         while going:
             tier.settle(going.popleft())
         return params, state
