@@ -318,7 +318,10 @@ def zero_shard(
             all the same. `tx` sees holes in their place, as under `optax.masked`.
         offload: What waits in host memory or on disk, such as `Offload(optimizer="host")`.
             `train_step` streams it piece by piece; `update`, which may be part of another
-            program, brings all of it to the device at once.
+            program, brings all of it to the device at once. JAX adds nothing to an array in
+            host memory: with `params="host"`, a loop of your own moves the parameters with
+            `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`,
+            and the result back with `jax.device_put(result, tx.shardings(params).params)`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.

@@ -181,6 +181,8 @@ def _slice(value, eqn, indices):
     starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     if (dim := _cut_dim(value, eqn)) >= 0:
         starts[dim], limits[dim] = 0, value.shape[dim]
+    if any(stride != 1 for stride in eqn.params["strides"] or ()):
+        value = arrived(value)  # of host memory XLA moves what lies together; else it copies there first
     return lax.slice(value, starts, limits, eqn.params["strides"])
 
 
