@@ -11,16 +11,19 @@ PARTS = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer"}
 
 
 class Memory(NamedTuple):
-    """Bytes per device of each of `PARTS`."""
+    """Bytes per device of each of `PARTS`; and of what waits in host memory or on disk."""
 
     found: dict[str, int]
     paper: dict[str, float]
+    waiting: int = 0
 
 
 def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) -> Memory:
     """What each device would hold, laid out from the parameters' shapes alone."""
     plan, stage = tx.create(shapes).plan, tx.config.stage
     compute = plan.layout.compute
+
+    held = list(zip(plan.state, plan.cuts, strict=True))
 
     def gradient(part, narrow) -> int:
         # Sums are in the type of the master weights. Stage 1 holds what the backward pass gives until it is divided,
@@ -33,10 +36,11 @@ def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) ->
         "params": sum(leaf.local_bytes for leaf in plan.layout.params),
         # Gradients live within a step only: of them the layout is all there is to ask for.
         "grads": sum(gradient(part, narrow) for part, narrow in zip(plan.parts, compute, strict=True)),
-        "opt_state": sum(leaf.local_bytes for leaf in plan.state),
+        "opt_state": sum(leaf.local_bytes for leaf, cut in held if cut is None),
     }
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    return Memory(found, paper_formula(count, stage, tx.config.shards, width=max(x.itemsize for x in compute)))
+    paper = paper_formula(count, stage, tx.config.shards, width=max(x.itemsize for x in compute))
+    return Memory(found, paper, sum(leaf.local_bytes for leaf, cut in held if cut is not None))
 
 
 def paper_formula(count: int, stage: int, devices: int, *, width: int) -> dict[str, float]:

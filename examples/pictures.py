@@ -56,21 +56,28 @@ MIXED = (
 )
 
 
+OFFLOADED = " What is offloaded waits in host memory or on disk, of which the formula knows nothing."
+
+
 def show_memory(memory: Sequence[Memory], *, trained: int, devices: int, mixed: bool) -> None:
     """Print bytes per device at every stage, found beside expected."""
     table = Table(
         title=f"Memory per device, devices: {devices} (found | the paper's formula)",
         caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
         "the rest off the layouts; gradients are those that the training step holds. What is found beyond the formula "
-        "are small leaves that stay whole, and padding where the devices do not divide a leaf." + MIXED * mixed,
+        "are small leaves that stay whole, and padding where the devices do not divide a leaf."
+        + MIXED * mixed
+        + OFFLOADED * any(m.waiting for m in memory),
     )
     table.add_column("stage")
-    for name in (*PARTS.values(), "all"):
+    waits = any(m.waiting for m in memory)
+    for name in (*PARTS.values(), "all", *["offloaded"] * waits):
         table.add_column(name, justify="right")
-    for stage, (found, paper) in enumerate(memory):
+    for stage, (found, paper, waiting) in enumerate(memory):
         cells = [f"{found[p] / 1e3:,.0f} | {paper[p] / 1e3:,.0f}" for p in PARTS]
         total = f"{sum(found[p] for p in PARTS) / 1e3:,.0f} | {sum(paper.values()) / 1e3:,.0f}"
-        table.add_row(f"{stage}", *cells, total, style="bold" if stage == trained else "")
+        offloaded = [f"{waiting / 1e3:,.0f}"] * waits
+        table.add_row(f"{stage}", *cells, total, *offloaded, style="bold" if stage == trained else "")
     Console().print(table)
 
 

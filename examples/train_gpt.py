@@ -4,6 +4,7 @@
     python examples/train_gpt.py --stage 1 --devices 2     another stage, another number of devices
     python examples/train_gpt.py --precision bf16          compute in bfloat16, master weights in float32
     python examples/train_gpt.py --batch 64 --accumulate 4 each device's rows in four microbatches
+    python examples/train_gpt.py --offload host            optimizer state in host memory; or disk
     python examples/train_gpt.py --data book.txt           text of your own
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
 
@@ -33,12 +34,13 @@ from pictures import draw_loss, draw_memory, progress_bar, show_memory
 from rich.console import Console
 from text import Corpus, even_windows, load, random_windows
 
-from zerojax import Precision, ZeroState, ZeroTransformation, report, zero_shard
+from zerojax import Offload, Precision, ZeroState, ZeroTransformation, report, zero_shard
 from zerojax.checkpoint import Checkpointer, on_preemption
 
 SIMULATED_DEVICES = 8
 EVALUATIONS = 5
 HELD_OUT_BYTES = 2**16
+WAITS = {"host": "in host memory", "disk": "on disk"}
 PRECISIONS = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
 
 
@@ -55,9 +57,12 @@ def main() -> None:
     optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
     init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
-    shard = functools.partial(zero_shard, optimizer, mesh=mesh, precision=PRECISIONS[args.precision]())
-    tx = shard(stage=args.stage)
+    shard = functools.partial(transformation, args, optimizer, mesh)
+    tx = shard(args.stage)
+    args.out.mkdir(parents=True, exist_ok=True)
     state = tx.create(tx.init_params(init))
+    if state.plan.choice:
+        print(f"Optimizer state waits {WAITS[args.offload]}; update on the {report(state).update}")
     if args.fresh:
         shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
     with Checkpointer(args.out / "checkpoints", keep=2, every=args.save_every) as checkpoints:
@@ -83,13 +88,20 @@ def main() -> None:
         return
 
     shapes = jax.eval_shape(init)
-    memory = [stage_memory(shard(stage=stage), shapes, accumulate=args.accumulate) for stage in range(4)]
+    memory = [stage_memory(shard(stage), shapes, accumulate=args.accumulate) for stage in range(4)]
     memory[args.stage].found.update(report(state).bytes)
-    args.out.mkdir(parents=True, exist_ok=True)
     show_memory(memory, trained=args.stage, devices=mesh.size, mixed=args.precision != "fp32")
     draw_memory(memory, args.out / "memory.png", devices=mesh.size)
     draw_loss(curve.train, curve.held_out, args.out / "loss.png")
     print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. Pictures: {args.out}/loss.png, memory.png")
+
+
+def transformation(args: argparse.Namespace, optimizer, mesh: jax.sharding.Mesh, stage: int) -> ZeroTransformation:
+    """The optimizer at a stage; stage 0 has nothing to offload."""
+    offload = None
+    if args.offload and stage:
+        offload = Offload(optimizer=args.offload, path=args.out / "state" if args.offload == "disk" else None)
+    return zero_shard(optimizer, stage=stage, mesh=mesh, precision=PRECISIONS[args.precision](), offload=offload)
 
 
 class Curve(NamedTuple):
@@ -193,6 +205,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="fp32", choices=PRECISIONS, help="the type to compute in (default: %(default)s)"
     )
+    parser.add_argument("--offload", choices=("host", "disk"), help="where optimizer state waits (default: the device)")
     parser.add_argument("--seq", type=positive, default=128, help="bytes a window (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
     parser.add_argument("--layers", type=positive, default=4, help="(default: %(default)s)")
@@ -208,6 +221,8 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="remove the checkpoints in --out and begin anew")
     args = parser.parse_args()
+    if args.offload and not args.stage:
+        parser.error("--offload needs --stage 1, 2 or 3: stage 0 divides nothing")
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
     if args.data and not args.data.is_file():

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpoint
+    from . import checkpoint, offload
     from .config import DynamicScale, Offload, Precision
     from .layout.padded import Padded
     from .memory.report import Report, report
@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "checkpoint",
     "collectives",
+    "offload",
     "report",
     "zero_shard",
 ]
@@ -56,8 +57,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import what a name stands for."""
-    if name == "checkpoint":
-        return import_module(".checkpoint", __name__)
+    if name in ("checkpoint", "offload"):
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     thing = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -129,6 +129,25 @@ def evaluate_one(jaxpr, eqn, values: Sequence) -> list:
     return [None if is_dropped(var) else next(results) for var in eqn.outvars]
 
 
+def in_host_memory(aval) -> bool:
+    """Whether values of a type lie in pinned host memory."""
+    from jax._src.core import MemorySpace
+
+    return getattr(aval, "memory_space", None) == MemorySpace.Host
+
+
+def host_buffer(shape: Sequence[int], dtype) -> Any:
+    """An array in host memory that is to be overwritten; for use while tracing.
+
+    What `jax.lax.scan` itself makes for results in host memory. By public means an array gets there
+    from the device alone, where it would have to be made first.
+    """
+    from jax._src.core import MemorySpace
+    from jax._src.lax import lax
+
+    return lax.broadcast(lax.empty2(dtype, memory_space=MemorySpace.Host), tuple(shape))
+
+
 def coordination_client() -> Any:
     """The client of jax's coordination service: what several processes agree through, without devices."""
     from jax._src import distributed

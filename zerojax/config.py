@@ -403,7 +403,7 @@ class Config:
 
     @property
     def narrows(self) -> bool:
-        """Whether parameters that are cut are stored in the type they are computed in: not where stage 3 updates them."""
+        """Whether parameters are stored in the type they are computed in: not where stage 3 updates its shards."""
         return self.stage < 3 or self.offload is not None
 
     @property

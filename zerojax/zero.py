@@ -15,20 +15,20 @@ from jax.sharding import Mesh
 from .comm.mesh import replicated, resolve_mesh
 from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Offload, Paths, Precision, check_count
 from .layout.padded import is_padded
-from .offload.host import arrived, check_host_memory, host_kind
+from .offload.host import arrived, check_host_memory
 from .stages.batch import place_batch
 from .stages.birth import birth_programs
 from .stages.loss import Loss
-from .stages.pieces import state_shapes, state_shardings
+from .stages.pieces import state_shardings
 from .stages.placing import as_stored, cast_placed, check_room, place, placed
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
 from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms
-from .stages.update import UpdatePlan, plan_update
-from .train.first import state_at_once, state_by_tasks
+from .stages.update import UpdatePlan, chosen_update, plan_update
+from .train.first import shapes_of_state, state_at_once, state_by_tasks
 from .train.guard import new_guard
 from .train.state import ZeroState
 from .train.step import Step, StepOptions
-from .train.streaming import HostTier
+from .train.tiers import tier_of
 
 if TYPE_CHECKING:
     from .plan.check import Check
@@ -193,7 +193,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             shape = lambda x, where: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
             step, guard, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
-            return ZeroState(step, self.shard(params), state_shapes(self.config, plan), guard, mutable, plan)
+            return ZeroState(step, self.shard(params), shapes_of_state(self.config, plan), guard, mutable, plan)
+        plan = dataclasses.replace(plan, choice=chosen_update(self.config, plan))
         layout = plan.layout
         wide = placed(self.config, layout, params)
         opt_state = _init(self.config, in_storage(wide, layout))
@@ -413,9 +414,10 @@ def _init(config: Config, params: Any) -> Any:
     stored = as_stored(params, layout)
     if not any(plan.cuts) or any(isinstance(x, jax.core.Tracer) for x in stored):
         return state_at_once(config, plan, stored)
-    held = sum(leaf.local_bytes for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is not None)
-    check_host_memory(config.mesh, held, "The offloaded optimizer state")
-    return state_by_tasks(config, plan, stored, HostTier(plan, host_kind(config.mesh)))
+    if config.offload is not None and config.offload.optimizer == "host":
+        held = sum(leaf.local_bytes for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is not None)
+        check_host_memory(config.mesh, held, "The offloaded optimizer state")
+    return state_by_tasks(config, plan, stored, tier_of(config, plan))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

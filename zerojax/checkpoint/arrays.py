@@ -7,6 +7,7 @@ leaf); stock orbax reads it too.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,21 @@ class Wanted(NamedTuple):
     key: str | None = None
 
 
-def write(directory: Path, arrays: dict[str, jax.Array]) -> Callable[[], None]:
+class Far(NamedTuple):
+    """An array that waits outside the devices' memory.
+
+    Attributes:
+        folder: Where it is written.
+        load: Brings it onto the devices.
+        at_once: Whether to have it written before the next one is loaded: the host may not hold all.
+    """
+
+    folder: str
+    load: Callable[[], jax.Array]
+    at_once: bool
+
+
+def write(directory: Path, arrays: dict[str, jax.Array], far: Sequence[Far] = ()) -> Callable[[], None]:
     """Begin to write arrays into a folder that is there and empty.
 
     What is written is what the arrays hold now: they are copied to the host before this
@@ -51,6 +66,7 @@ def write(directory: Path, arrays: dict[str, jax.Array]) -> Callable[[], None]:
     Args:
         directory: The same on all processes.
         arrays: By folder; no PRNG keys, and none without elements.
+        far: More arrays, brought onto the devices one by one.
 
     Returns:
         `finish()`, which waits until this process' part is on the disk.
@@ -60,13 +76,52 @@ def write(directory: Path, arrays: dict[str, jax.Array]) -> Callable[[], None]:
 
     handler = orbax_handler()
     target = epath.Path(directory)
-    pending: Any = run(handler.async_save(target, args=ocp.args.PyTreeSave(dict(arrays))))
+    pending: list[Any] = list(run(handler.async_save(target, args=ocp.args.PyTreeSave(dict(arrays)))) or ())
+    for one in far:
+        writing = run(orbax_arrays().serialize([one.load()], [param_info(directory, one.folder)], [ocp.SaveArgs()]))
+        if one.at_once:
+            wait_for(writing)
+        else:
+            pending += writing
 
     def finish() -> None:
-        for future in pending or ():
-            future.result()
+        wait_for(pending)
+        if far and jax.process_index() == 0:
+            list_too(directory, [one.folder for one in far])
 
     return finish
+
+
+def wait_for(futures: Sequence[Any]) -> None:
+    """Wait until everything is on the disk."""
+    for future in futures:
+        future.result()
+
+
+def list_too(directory: Path, folders: Sequence[str]) -> None:
+    """Enter folders that were written by themselves into orbax's list of what there is."""
+    path = directory / "_METADATA"
+    listed = json.loads(path.read_text())
+    (*_, like) = listed["tree_metadata"].values()
+    for folder in folders:
+        keys = [{**like["key_metadata"][0], "key": folder}]
+        listed["tree_metadata"][str((folder,))] = {**like, "key_metadata": keys}
+    path.write_text(json.dumps(listed))
+
+
+def param_info(directory: Path, folder: str) -> Any:
+    """How orbax finds an array."""
+    from etils import epath
+    from orbax.checkpoint import type_handlers
+
+    return type_handlers.ParamInfo(
+        name=folder,
+        parent_dir=epath.Path(directory),
+        is_ocdbt_checkpoint=False,
+        use_zarr3=False,
+        use_compression=False,
+        ts_context=type_handlers.get_ts_context(use_ocdbt=False),
+    )
 
 
 def read(directory: Path, wanted: Sequence[Wanted]) -> list[Any]:
@@ -80,26 +135,17 @@ def read(directory: Path, wanted: Sequence[Wanted]) -> list[Any]:
         One array each.
     """
     import orbax.checkpoint as ocp
-    from etils import epath
-    from orbax.checkpoint import type_handlers
 
-    reader, context = orbax_arrays(), type_handlers.get_ts_context(use_ocdbt=False)
-
-    def info(one: Wanted):
-        return type_handlers.ParamInfo(
-            name=one.folder,
-            parent_dir=epath.Path(directory),
-            is_ocdbt_checkpoint=False,
-            use_zarr3=False,
-            ts_context=context,
-        )
+    reader = orbax_arrays()
 
     def how(one: Wanted):
         return ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False)
 
     found: list[Any] = []
     for group in groups(wanted):
-        found += run(reader.deserialize([info(one) for one in group], [how(one) for one in group]))
+        found += run(
+            reader.deserialize([param_info(directory, one.folder) for one in group], [how(one) for one in group])
+        )
     return [
         x if one.key is None else jax.device_put(jax.random.wrap_key_data(x, impl=one.key), one.sharding)
         for x, one in zip(found, wanted, strict=True)

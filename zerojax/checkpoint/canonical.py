@@ -17,10 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..comm.collectives import flatten, unflatten
 from ..config import path_of
+from ..layout.chunked import is_chunked
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded, pad
 from ..layout.tree import best_dim
 from ..stages.master import MasterState
+from ..stages.pieces import joined
 from ..stages.storage import leaves_of, view
 from ..train.state import ZeroState
 
@@ -73,7 +75,7 @@ def slots_of(state: ZeroState) -> dict[str, Slot]:
         where, array = masters.get(i, (leaf, x))
         narrow = i not in masters and leaf.dtype != plan.layout.parts[i].dtype
         found.append(slot("params", path, where, array, narrow))
-    arrays = jax.tree.leaves(inner)
+    arrays = jax.tree.leaves(inner, is_leaf=is_chunked)
     for path, x, leaf in zip(key_paths(inner), arrays, plan.state, strict=False):
         found.append(slot("opt_state", path, leaf, x))
     found += whole_slots("mutable", state.mutable, plan.layout.rules)
@@ -85,13 +87,13 @@ def taken_apart(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
-    masters, count = jax.tree.leaves(master), len(jax.tree.leaves(inner))
+    masters, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
     owners = [
         plan.layout.trained[k]
         for k, (leaf, part) in enumerate(zip(plan.trained.params, plan.trained.parts, strict=True))
         if leaf.dtype != part.dtype
     ]
-    return inner, dict(zip(owners, zip(plan.state[count:], masters, strict=True), strict=True))
+    return inner, dict(zip(owners, zip(plan.state[len(others) :], masters, strict=True), strict=True))
 
 
 def put_together(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
@@ -109,15 +111,19 @@ def put_together(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     inner, masters = taken_apart(like)
     paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(plan.layout.params))))
     params = [arrays[name_of("params", path)] for path in paths]
-    opt_state = jax.tree.unflatten(
-        jax.tree.structure(inner), [arrays[name_of("opt_state", p)] for p in key_paths(inner)]
-    )
+    structure = lambda tree: jax.tree.structure(tree, is_leaf=is_chunked)
+    opt_state = jax.tree.unflatten(structure(inner), [arrays[name_of("opt_state", p)] for p in key_paths(inner)])
     if masters:
         wide = [params[i] for i in masters]
-        opt_state = MasterState(opt_state, jax.tree.unflatten(jax.tree.structure(like.opt_state.master), wide))
-        moves = [(masters[i][0], plan.layout.params[i], leaves_of(like.params)[i].sharding) for i in masters]
-        for i, x in zip(masters, convert(wide, moves), strict=True):
-            params[i] = x
+        opt_state = MasterState(opt_state, jax.tree.unflatten(structure(like.opt_state.master), wide))
+        where = [x.sharding for x in jax.tree.leaves(like.params)]
+        moves = {i: (masters[i][0], plan.layout.params[i], where[i]) for i in masters}
+        far = [i for i in masters if is_chunked(params[i])]
+        near = [i for i in masters if i not in far]
+        narrow = dict(zip(near, convert([params[i] for i in near], [moves[i] for i in near]), strict=True))
+        for i in far:  # one by one: the devices may not hold all
+            (narrow[i],) = convert([joined(params[i])], [moves[i]])
+        params = [narrow.get(i, x) for i, x in enumerate(params)]
     fields = {field: filled(field, getattr(like, field), arrays) for field in ("step", "guard", "mutable")}
     stored = jax.tree.unflatten(jax.tree.structure(like.params), params)
     return like.replace(params=stored, opt_state=opt_state, **fields)
@@ -148,7 +154,7 @@ def name_of(field: str, path: tuple) -> str:
 
 def key_paths(tree: PyTree) -> list[tuple]:
     """The key paths of a tree's leaves."""
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_chunked)[0]]
 
 
 def logical(x: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:

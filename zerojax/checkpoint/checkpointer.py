@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..layout.chunked import is_chunked
+from ..stages.pieces import joined
 from ..train.state import ZeroState
 from . import arrays as disk
 from . import files, position
@@ -134,7 +136,13 @@ class Checkpointer:
         """Copy the state off the devices, and leave the rest to a thread."""
         slots = slots_of(state)
         manifest = Manifest(step, records_of(slots), {}, made_by(self._peers.count))
-        held = {r.folder: disk.raw(slots[r.name].array) for r in manifest.leaves if r.folder}
+        found = {r.folder: slots[r.name].array for r in manifest.leaves if r.folder}
+        held = {folder: disk.raw(x) for folder, x in found.items() if not is_chunked(x)}
+        far = [
+            disk.Far(folder, functools.partial(joined, x), x.store is not None)
+            for folder, x in found.items()
+            if is_chunked(x)
+        ]
         name = files.temporary_name(step)
         self._temporary = temporary = self.directory / name
         try:
@@ -143,7 +151,7 @@ class Checkpointer:
         except CheckpointError as error:
             raise self._failed(step, error) from error
         try:
-            finish = disk.write(temporary / ARRAYS, held)
+            finish = disk.write(temporary / ARRAYS, held, far)
         except Exception as error:  # the others hear of it in the thread, as of any error there
             finish = functools.partial(throw, error)
         work = functools.partial(self._finish, manifest, finish, data, temporary)

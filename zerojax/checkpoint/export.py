@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config import path_of
+from ..layout.chunked import is_chunked
 from ..layout.leaf import Leaf
 from ..layout.padded import Padded, is_padded
+from ..stages.pieces import joined
 from ..train.state import ZeroState
 from . import arrays as disk
 from .canonical import key_paths, logical, slots_of
@@ -221,6 +223,7 @@ def tensor_of(name: str, shape: tuple[int, ...], saved: Any, wanted: Any, fetch:
 
 def fetched(x: Any, leaf: Leaf) -> np.ndarray:
     """One leaf, whole and logical, on the host; all processes take part."""
+    x = joined(x) if is_chunked(x) else x
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     where = x.sharding

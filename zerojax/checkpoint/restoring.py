@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..layout.chunked import is_chunked
+from ..stages.pieces import apart, joined
 from ..train.state import ZeroState
 from . import arrays as disk
 from . import position
@@ -156,9 +158,9 @@ def restore_step(
     arrays = read_leaves(folder, matched.pairs)
     for name in matched.missing:
         array = slots[name].array
-        if isinstance(array, jax.ShapeDtypeStruct):
+        if isinstance(array.pieces[0] if is_chunked(array) and array.pieces else array, jax.ShapeDtypeStruct):
             raise ValueError(f"{name} was not saved, and like= has only its shape: give live arrays to keep the rest.")
-        arrays[name] = jnp.copy(array)
+        arrays[name] = apart(joined(array), array) if is_chunked(array) else jnp.copy(array)
     if matched.cast:
         log.info("Rounded to the type this stage keeps them in: %s.", ", ".join(matched.cast))
     return Restored(
@@ -173,6 +175,15 @@ def restore_step(
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[Record, Slot]]) -> dict[str, Any]:
     """The leaves as they are wanted, by name; storage shape."""
+    arrays: dict[str, Any] = {}
+    for pair in (pair for pair in pairs if is_chunked(pair[1].array)):  # one by one: the devices may not hold all
+        ((name, x),) = read_near(folder, [pair]).items()
+        arrays[name] = apart(x, pair[1].array)
+    return arrays | read_near(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
+
+
+def read_near(folder: Path, pairs: Sequence[tuple[Record, Slot]]) -> dict[str, Any]:
+    """Leaves on the devices, by name; storage shape."""
     arrays = {
         slot.name: disk.zeros(tuple(slot.array.shape), slot.array.dtype, slot.array.sharding)
         for record, slot in pairs

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from .leaf import Leaf, replace_at
 
@@ -59,7 +60,9 @@ def cut(leaf: Leaf, chunk_bytes: int) -> Cut:
     return Cut(dim, (extent,) * (count - 1) + (local[dim] - extent * (count - 1),))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["leaf", "cut", "store"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["leaf", "cut", "sharding", "store"]
+)
 @dataclasses.dataclass(frozen=True)
 class Chunked:
     """A leaf of the optimizer's state that waits in host memory or on disk, in pieces.
@@ -72,13 +75,22 @@ class Chunked:
         pieces: Arrays in host memory; none where the leaf is on disk.
         leaf: How the whole array lies.
         cut: How it is cut into pieces.
+        sharding: How the whole array would lie on the devices.
         store: Where its pieces are on disk; None in host memory.
     """
 
     pieces: tuple[Shaped[Array, "*piece"], ...]
     leaf: Leaf
     cut: Cut
+    sharding: NamedSharding
     store: Any = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        mesh = self.sharding.mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
+from ..layout.chunked import Chunked, is_chunked
 from ..layout.padded import Padded, is_padded
 
 
@@ -20,7 +20,8 @@ class Row:
         path: Its path within the part.
         shape: Logical shape where it is known, else storage shape.
         dtype: Element type.
-        bytes: Bytes on the device that holds most of it, padding included.
+        place: `"device"`, `"host"` or `"disk"`.
+        bytes: Bytes of the device that has most of it in that place, padding included.
         total: Bytes of one copy in storage, over all devices.
         where: The `PartitionSpec` and memory kind, or what else is known.
         note: Why it is not divided, or how it is padded; empty where it is plainly cut.
@@ -30,6 +31,7 @@ class Row:
     path: str
     shape: tuple[int, ...]
     dtype: Any
+    place: str
     bytes: int
     total: int
     where: str
@@ -44,11 +46,17 @@ class Report:
         bytes: For each part, the bytes on the device that holds most of it.
         per_device: For each device, the bytes of all parts.
         rows: One row a leaf.
+        host: For each part that waits in host memory, the bytes there of the device that has most.
+        disk: As `host`, on disk.
+        update: Where the update of what is offloaded runs, and why; empty if nothing is.
     """
 
     bytes: dict[str, int]
     per_device: dict[jax.Device, int]
     rows: tuple[Row, ...]
+    host: dict[str, int] = dataclasses.field(default_factory=dict)
+    disk: dict[str, int] = dataclasses.field(default_factory=dict)
+    update: str = ""
 
     @property
     def total(self) -> int:
@@ -58,7 +66,14 @@ class Report:
     def __str__(self) -> str:
         """A table: the parts, then a line for every leaf."""
         lines = [f"{part:12s} {size:>14,d} bytes/device" for part, size in self.bytes.items()]
-        lines += [f"{'all':12s} {self.total:>14,d} bytes on the fullest of {len(self.per_device)} devices", ""]
+        lines += [f"{'all':12s} {self.total:>14,d} bytes on the fullest of {len(self.per_device)} devices"]
+        for place in ("host", "disk"):
+            for part, size in getattr(self, place).items():
+                lines.append(
+                    f"{part:12s} {size:>14,d} bytes/device in {place} {'memory' if place == 'host' else 'files'}"
+                )
+        lines += [f"update on the {self.update}"] if self.update else []
+        lines.append("")
         for row in self.rows:
             text = f"{row.part}{row.path}  {row.dtype}{list(row.shape)}  {row.bytes:,d} bytes/device  {row.where}"
             lines.append(f"{text}  ({row.note})" if row.note else text)
@@ -83,30 +98,44 @@ def report(state: Any) -> Report:
     reasons = known_reasons(state)
     rows: list[Row] = []
     per_device: dict[jax.Device, int] = {}
-    by_part: dict[str, dict[jax.Device, int]] = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_padded)[0]:
+    places: dict[str, dict[str, dict[jax.Device, int]]] = {"device": {}, "host": {}, "disk": {}}
+    for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: is_padded(x) or is_chunked(x))[0]:
         array = x.storage if isinstance(x, Padded) else x
         part = name_of(path[0]) if path else "array"
         inner = jax.tree_util.keystr(path[1:])
         if isinstance(array, bool | int | float | complex):
             continue  # a TrainState counts its steps in Python
-        if not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array | Chunked):
             raise TypeError(f"{part}{inner} is a {type(array).__name__}; report measures live jax.Arrays.")
-        held = bytes_by_device(array)
+        place, held = place_of(array), bytes_by_device(array)
+        devices = places[place].setdefault(part, {})
         for device, size in held.items():
-            per_device[device] = per_device.get(device, 0) + size
-            devices = by_part.setdefault(part, {})
+            per_device[device] = per_device.get(device, 0) + (size if place == "device" else 0)
             devices[device] = devices.get(device, 0) + size
-        reason = reasons.get((part, inner)) or found_note(x, array, held)
-        where = describe(array.sharding)
-        rows.append(
-            Row(part, inner, tuple(x.shape), x.dtype, max(held.values(), default=0), whole_bytes(array), where, reason)
-        )
-    return Report({part: max(sizes.values()) for part, sizes in by_part.items()}, per_device, tuple(rows))
+        shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
+        most, reason = max(held.values(), default=0), reasons.get((part, inner)) or found_note(x, array, held)
+        rows.append(Row(part, inner, shape, x.dtype, place, most, whole_bytes(array), describe(array), reason))
+    device, host, disk = ({part: max(sizes.values()) for part, sizes in found.items()} for found in places.values())
+    return Report(device, per_device, tuple(rows), host, disk, updated(state))
 
 
-def bytes_by_device(array: jax.Array) -> dict[jax.Device, int]:
-    """Bytes of an array on each device of this process that holds some of it."""
+def place_of(array: jax.Array | Chunked) -> str:
+    """Where an array is: `"device"`, `"host"` or `"disk"`."""
+    if isinstance(array, Chunked):
+        return "host" if array.store is None else "disk"
+    return "device" if array.sharding.memory_kind in (None, "device") else "host"
+
+
+def updated(state: Any) -> str:
+    """Where the update of what a state offloads runs, and why; empty if it offloads nothing."""
+    choice = getattr(getattr(state, "plan", None), "choice", None)
+    return f"{choice.update}: {choice.why}" if choice else ""
+
+
+def bytes_by_device(array: jax.Array | Chunked) -> dict[jax.Device, int]:
+    """Bytes of an array for each device of this process that has some of it."""
+    if isinstance(array, Chunked):
+        return dict.fromkeys(array.sharding.addressable_devices, array.leaf.local_bytes)
     width = itemsize(array)
     held: dict[jax.Device, int] = {}
     for shard in array.addressable_shards:
@@ -114,14 +143,14 @@ def bytes_by_device(array: jax.Array) -> dict[jax.Device, int]:
     return held
 
 
-def whole_bytes(array: jax.Array) -> int:
+def whole_bytes(array: jax.Array | Chunked) -> int:
     """Bytes of one copy of an array."""
     return math.prod(array.shape) * itemsize(array)
 
 
-def itemsize(array: jax.Array) -> int:
+def itemsize(array: jax.Array | Chunked) -> int:
     """Bytes of one element; of a PRNG key, of the words behind it."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(array)
         return math.prod(words.shape[array.ndim :]) * words.dtype.itemsize
     return np.dtype(array.dtype).itemsize
@@ -145,17 +174,23 @@ def leaf_note(leaf) -> str:
     return f"{said}; {padding}" if padding else said
 
 
-def found_note(x: Any, array: jax.Array, held: dict) -> str:
+def found_note(x: Any, array: jax.Array | Chunked, held: dict) -> str:
     """What can be said of a leaf whose layout is not known."""
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
+    if isinstance(array, Chunked):
+        return ""
     alone = held and max(held.values()) == whole_bytes(array)
     return "whole on each of its devices" if alone else ""
 
 
-def describe(sharding: Sharding) -> str:
-    """A sharding in a few words."""
+def describe(array: jax.Array | Chunked) -> str:
+    """Where an array lies, in a few words."""
+    sharding = array.sharding
     spec = getattr(sharding, "spec", None)
+    if isinstance(array, Chunked):
+        where = "on disk" if array.store is not None else "in host memory"
+        return f"{spec} {where}, {len(array.cut.extents)} piece{'s' * (len(array.cut.extents) > 1)}"
     kind = sharding.memory_kind
     text = f"{spec}" if spec is not None else type(sharding).__name__
     return text if kind in (None, "device") else f"{text} in {kind}"

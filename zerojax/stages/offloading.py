@@ -63,9 +63,11 @@ def offloaded(
     shape = lambda x, leaf: jax.ShapeDtypeStruct(x, leaf.dtype)
 
     def traced(lengths: dict[int, int]) -> Traced:
-        seen = [cuts[i].piece_shape(p, lengths[i]) if i in lengths else p.shape for i, p in enumerate(parts)]
-        same = [i is not None and i in lengths and leaf.shape == parts[i].shape for i, leaf in zip(owners, state)]
-        held = [seen[i] if on else leaf.shape for on, i, leaf in zip(same, owners, state, strict=True)]
+        seen = [cuts[i].piece_shape(p, lengths[i]) if i in lengths else viewed(p) for i, p in enumerate(parts)]
+        held = [
+            seen[i] if i is not None and leaf.shape == parts[i].shape else viewed(leaf)
+            for i, leaf in zip(owners, state, strict=True)
+        ]
         grads = [shape(x, part) for x, part in zip(seen, parts, strict=True)]
         return trace(
             functools.partial(advanced, config, trained, state_def),
@@ -81,6 +83,11 @@ def offloaded(
         for k in task.state:
             held[k] = task.cut or Cut(0, state[k].local_shape[:1])
     return Offloaded(tuple(held), found)
+
+
+def viewed(leaf: Leaf) -> tuple[int, ...]:
+    """The shape in which the update sees a leaf: logical, or flat as it is stored."""
+    return leaf.storage_shape if leaf.kind == "flat" else leaf.shape
 
 
 def advanced(config: Config, trained: Layout, state_def, grads: list, state: list, params: list, extra: list):
@@ -177,19 +184,18 @@ def piecewise(
     owners: Sequence[int | None],
     far: dict[int, int | None],
 ) -> dict[int, Cut]:
-    """How parameters with offloaded state are cut that take more than one piece and are updated element by element."""
+    """How parameters with offloaded state are cut, those that are updated element by element."""
     cuts = {}
     for i in {owner for owner in far.values() if owner is not None}:
         widest = max((state[k].dtype.itemsize for k, owner in far.items() if owner == i), default=4)
         found = cut(parts[i], offload.chunk_bytes * parts[i].dtype.itemsize // max(widest, parts[i].dtype.itemsize))
-        if len(found.extents) > 1:
-            cuts[i] = found
-    params = jax.tree.unflatten(trained.treedef, shapes(parts))
+        cuts[i] = found
+    if not cuts:
+        return {}
+    params, tx = jax.tree.unflatten(trained.treedef, shapes(parts)), transformed(config, trained)
     changed = {i: found.piece_shape(parts[i], found.extents[0]) for i, found in cuts.items()}
     try:
-        refused = (
-            refused_leaves(transformed(config, trained), params, parts, tuple(owners), changed) if changed else set()
-        )
+        refused = refused_leaves(tx, params, parts, tuple(owners), changed)
     except Exception:  # it needs more arguments, or does not take the pieces: the leaves travel whole
         return {}
     return {i: found for i, found in cuts.items() if i not in refused}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..config import Config
 from ..layout.chunked import Chunked, Cut, is_chunked
 from ..layout.leaf import Leaf
-from ..offload.host import on_host
+from ..offload.host import moved, on_host
 from .storage import named
 
 if TYPE_CHECKING:
@@ -21,19 +23,25 @@ if TYPE_CHECKING:
     from .update import UpdatePlan
 
 
+ON_DISK = (
+    "The optimizer state is on disk, which a jitted program cannot reach. Make it with tx.create(params), and update "
+    "it with the step of tx.train_step, both called as they are, outside of jax.jit."
+)
+
+
 def take(
-    config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut, start: Int[Array, ""] | int, length: int
+    mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*piece"]:
     """The piece of every device's part that begins at `start`."""
 
     def local(x, start):
         return lax.dynamic_slice_in_dim(x, start, length, cut.dim)
 
-    return locally(config, local, leaf, 1)(stored, start)
+    return locally(mesh, local, leaf, 1)(stored, start)
 
 
 def put(
-    config: Config,
+    mesh: Mesh,
     stored: Shaped[Array, "*storage"],
     piece: Shaped[Array, "*piece"],
     leaf: Leaf,
@@ -45,32 +53,30 @@ def put(
     def local(x, piece, start):
         return lax.dynamic_update_slice_in_dim(x, piece, start, cut.dim)
 
-    return locally(config, local, leaf, 2)(stored, piece, start)
+    return locally(mesh, local, leaf, 2)(stored, piece, start)
 
 
-def locally(config: Config, local: Any, leaf: Leaf, arrays: int) -> Any:
+def locally(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
     """`local(*arrays, start)` on each device's part."""
     spec = leaf.manual_spec
     return jax.shard_map(
         local,
-        mesh=config.mesh,
+        mesh=mesh,
         in_specs=(*[spec] * arrays, PartitionSpec()),
         out_specs=spec,
-        axis_names={config.axis},
+        axis_names={leaf.axis},
         check_vma=False,
     )
 
 
-def cut_up(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut) -> list[Shaped[Array, "*piece"]]:
+def cut_up(mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Cut) -> list[Shaped[Array, "*piece"]]:
     """All pieces of an array, in order."""
     if len(cut.extents) == 1:
         return [stored]
-    return [
-        take(config, stored, leaf, cut, start, length) for start, length in zip(cut.starts, cut.extents, strict=True)
-    ]
+    return [take(mesh, stored, leaf, cut, start, length) for start, length in zip(cut.starts, cut.extents, strict=True)]
 
 
-def join(config: Config, pieces: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, cut: Cut) -> Shaped[Array, "*storage"]:
+def join(mesh: Mesh, pieces: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, cut: Cut) -> Shaped[Array, "*storage"]:
     """The inverse of `cut_up`."""
     if len(pieces) == 1:
         return pieces[0]
@@ -78,7 +84,12 @@ def join(config: Config, pieces: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, 
     def local(*pieces_and_start):
         return lax.concatenate(pieces_and_start[:-1], cut.dim)
 
-    return locally(config, local, leaf, len(pieces))(*pieces, 0)
+    return locally(mesh, local, leaf, len(pieces))(*pieces, 0)
+
+
+def chunked(config: Config, pieces: Sequence[Any], leaf: Leaf, cut: Cut) -> Chunked:
+    """The node of a leaf in host memory."""
+    return Chunked(tuple(pieces), leaf, cut, named(config, leaf))
 
 
 def fetched(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
@@ -92,12 +103,9 @@ def fetched(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
         if not is_chunked(x):
             return x
         if x.store is not None:
-            raise TypeError(
-                "The optimizer state is on disk, which a jitted program cannot read. Update with the step of "
-                "tx.train_step, called as it is, outside of jax.jit."
-            )
+            raise TypeError(ON_DISK)
         pieces = [jax.device_put(piece, named(config, leaf)) for piece in x.pieces]
-        return join(config, pieces, leaf, x.cut)
+        return join(config.mesh, pieces, leaf, x.cut)
 
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
     return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])
@@ -109,8 +117,10 @@ def stowed(config: Config, plan: UpdatePlan, state: PyTree) -> PyTree:
     def one(x, leaf: Leaf, cut: Cut | None):
         if cut is None:
             return x
+        if config.offload is not None and config.offload.optimizer == "disk":
+            raise TypeError(ON_DISK)
         where = on_host(config.mesh, leaf.spec)
-        return Chunked(tuple(jax.device_put(piece, where) for piece in cut_up(config, x, leaf, cut)), leaf, cut)
+        return chunked(config, [jax.device_put(piece, where) for piece in cut_up(config.mesh, x, leaf, cut)], leaf, cut)
 
     leaves = jax.tree.leaves(state)
     held = [one(x, leaf, cut) for x, leaf, cut in zip(leaves, plan.state, plan.cuts, strict=True)]
@@ -123,19 +133,34 @@ def state_shardings(config: Config, plan: UpdatePlan) -> PyTree:
     def one(leaf: Leaf, cut: Cut | None):
         if cut is None:
             return named(config, leaf)
-        return Chunked((on_host(config.mesh, leaf.spec),) * len(cut.extents), leaf, cut)
+        return chunked(config, [on_host(config.mesh, leaf.spec)] * len(cut.extents), leaf, cut)
 
     return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
 
 
-def state_shapes(config: Config, plan: UpdatePlan) -> PyTree:
-    """The state as shapes with their shardings; storage shapes."""
+def joined(node: Chunked) -> Shaped[Array, "*storage"]:
+    """An offloaded leaf, whole on the devices."""
+    pieces = [moved(x, "device") for x in node.pieces] if node.store is None else node.store.load()
+    return joining(node.mesh, node.sharding, node.leaf, node.cut)(pieces)
 
-    def one(leaf: Leaf, cut: Cut | None):
-        if cut is None:
-            return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
-        where = on_host(config.mesh, leaf.spec)
-        shapes = [cut.piece_shape(leaf, n) for n in cut.extents]
-        return Chunked(tuple(jax.ShapeDtypeStruct(x, leaf.dtype, sharding=where) for x in shapes), leaf, cut)
 
-    return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
+def apart(x: Shaped[Array, "*storage"], node: Chunked) -> Chunked:
+    """An array on the devices in the place of an offloaded leaf; live, or a shape."""
+    pieces = cutting(node.mesh, node.sharding, node.leaf, node.cut)(x)
+    if node.store is not None:
+        node.store.save(pieces)
+        return node
+    where = on_host(node.mesh, node.sharding.spec)
+    return dataclasses.replace(node, pieces=tuple(jax.device_put(piece, where) for piece in pieces))
+
+
+@functools.lru_cache(maxsize=32)
+def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, cut: Cut) -> Any:
+    """The program of `joined`."""
+    return jax.jit(lambda pieces: join(mesh, pieces, leaf, cut), out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=32)
+def cutting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, cut: Cut) -> Any:
+    """The program of `apart`."""
+    return jax.jit(lambda x: cut_up(mesh, x, leaf, cut), out_shardings=sharding)

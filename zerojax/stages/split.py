@@ -237,29 +237,23 @@ class Known:
     def of(cls, whole: Traced, offloaded: dict[int, int | None]) -> Known:
         """Follow the equations once."""
         makers, early = {}, set()
-        needs = {
-            v: frozenset((unit(offloaded, k),)) for v, (kind, k) in whole.reads.items() if is_far(kind, k, offloaded)
-        }
+        far = {v: k for v, (kind, k) in whole.reads.items() if kind == STATE and k in offloaded}
+        needs = {v: frozenset((unit(offloaded, k),)) for v, k in far.items()}
         touches = {v: frozenset((i,)) for v, (kind, i) in whole.reads.items() if kind == PARAM}
         none = frozenset()
         for e, eqn in enumerate(whole.jaxpr.eqns):
             read = [v for v in eqn.invars if not compat.is_literal(v)]
-            far, near = (none.union(*(known.get(v, none) for v in read)) for known in (needs, touches))
+            distant, near = (none.union(*(known.get(v, none) for v in read)) for known in (needs, touches))
             for var in eqn.outvars:
                 makers[var] = e
-                if far:
-                    needs[var] = far
+                if distant:
+                    needs[var] = distant
                 elif var.aval.shape == ():
                     early.add(var)
                     continue
                 if near:
                     touches[var] = near
         return cls(makers, needs, touches, frozenset(early))
-
-
-def is_far(kind: str, index: int, offloaded: dict[int, int | None]) -> bool:
-    """Whether an input is an offloaded array."""
-    return kind == STATE and index in offloaded
 
 
 def unit(offloaded: dict[int, int | None], k: int) -> Any:

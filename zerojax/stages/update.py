@@ -25,6 +25,7 @@ from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import HashedOnce, Layout, match_state, owners_of
 from ..offload.host import arrived, waits
+from ..offload.measure import Choice, choose, measure
 from .elementwise import elementwise_leaves
 from .master import transformed
 from .offloading import Offloaded, offloaded
@@ -49,6 +50,7 @@ class UpdatePlan(HashedOnce):
         owners: For each leaf of the state, the trained parameter it belongs to, or None.
         cuts: For each leaf of the state, how it is cut into pieces that wait outside the
             device's memory; None: it is on the device.
+        choice: Where the update of what is offloaded runs; None until live arrays ask for it.
     """
 
     layout: Layout
@@ -58,6 +60,7 @@ class UpdatePlan(HashedOnce):
     state_def: jax.tree_util.PyTreeDef
     owners: tuple[int | None, ...]
     cuts: tuple[Cut | None, ...]
+    choice: Choice | None = None
 
 
 def plan_update(config: Config, layout: Layout) -> UpdatePlan:
@@ -80,6 +83,17 @@ def plan_update(config: Config, layout: Layout) -> UpdatePlan:
     if config.offload is not None:
         cuts = offloaded(config, trained, parts, matched, structure, owners).cuts
     return UpdatePlan(layout, trained, parts, matched, structure, owners, cuts)
+
+
+def chosen_update(config: Config, plan: UpdatePlan) -> Choice | None:
+    """Where the update of what is offloaded runs; measured, if that is to decide it. None if nothing is offloaded."""
+    if config.offload is None or not any(plan.cuts):
+        return None
+    if config.offload.update != "auto":
+        return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
+    far = [(leaf, i) for leaf, cut, i in zip(plan.state, plan.cuts, plan.owners, strict=True) if cut is not None]
+    elements = sum(plan.parts[i].size for i in {i for _, i in far if i is not None})
+    return choose(measure(config.mesh, config.axis), sum(leaf.bytes for leaf, _ in far) / max(elements, 1))
 
 
 def offloaded_part(config: Config, plan: UpdatePlan) -> Offloaded:
@@ -203,7 +217,7 @@ class First(NamedTuple):
 
 
 def begin(config: Config, plan: UpdatePlan, grads: Sequence, state: Sequence, params: Sequence, value: Array) -> First:
-    """The part of the update that reads nothing offloaded; as `update`, with holes for offloaded leaves of the state."""
+    """The part of an update that reads nothing offloaded; as `update`, with holes where the state is offloaded."""
     split = offloaded_part(config, plan).split
     looks = {
         GRAD: lambda i: view(grads[i], plan.parts[i]),
@@ -231,12 +245,10 @@ def check_state(config: Config, plan: UpdatePlan, state: PyTree) -> None:
         what = tree_difference(found, plan.state)
         raise ValueError(f"The optimizer state does not belong to these parameters: it {what}. {remedy}")
     for (_, x), leaf, cut in zip(found, plan.state, plan.cuts, strict=True):
-        if is_chunked(x) != (cut is not None) or (is_chunked(x) and x.cut != cut):
-            raise ValueError(
-                f"opt_state{leaf.path} is {'offloaded in' if is_chunked(x) else 'on the device, not in'} "
-                f"{len((x.cut if is_chunked(x) else cut).extents)} pieces, and this transformation's offload= keeps it "
-                f"otherwise. {remedy}"
-            )
+        if (x.cut if is_chunked(x) else None) != cut:
+            where = f"offloaded in {len(x.cut.extents)} pieces" if is_chunked(x) else "on the device"
+            wanted = f"offloaded in {len(cut.extents)} pieces" if cut else "on the device"
+            raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
         # optax turns the integer moments of an integer parameter to floats at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
         if tuple(x.shape) != leaf.storage_shape or changed:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
 
 from .. import compat
 from ..config import Config
-from ..offload.host import arrived
+from ..layout.chunked import Cut, piece_shapes
+from ..layout.leaf import Leaf
+from ..offload.host import arrived, on_host
 from ..stages.master import transformed
-from ..stages.pieces import cut_up, state_shardings, stowed
+from ..stages.pieces import chunked, cut_up, state_shardings, stowed
 from ..stages.split import carve, inlined
 from ..stages.storage import cast, named, store, view
 from ..stages.update import UpdatePlan, offloaded_part
-from .streaming import Tier
+from .tiers import Tier, disk_nodes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -59,12 +61,13 @@ def state_by_tasks(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Arr
             found = jax.core.eval_jaxpr(part, (), *values)
             laid = [store(config, x, plan.state[k]) for x, k in zip(found, leaves, strict=True)]
             return [
-                [x] if cut is None else cut_up(config, x, plan.state[k], cut)
+                [x] if cut is None else cut_up(config.mesh, x, plan.state[k], cut)
                 for x, k, cut in zip(laid, leaves, cuts, strict=True)
             ]
 
         where = [
-            [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents)) for k, cut in zip(leaves, cuts)
+            [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents))
+            for k, cut in zip(leaves, cuts, strict=True)
         ]
         return jax.jit(program, out_shardings=where)([arrived(given[var]) for var in inputs])
 
@@ -75,6 +78,22 @@ def state_by_tasks(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Arr
             tier.settle(tier.stow(task, n, piece))
         arrays |= dict(zip(task.state, tier.nodes(task), strict=True))
     return jax.tree.unflatten(plan.state_def, [arrays[k] for k in range(len(plan.state))])
+
+
+def shapes_of_state(config: Config, plan: UpdatePlan) -> PyTree:
+    """The state as shapes with their shardings; storage shapes. What is on disk is where it would be written."""
+    on_disk = config.offload is not None and config.offload.optimizer == "disk" and any(plan.cuts)
+    nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if on_disk else {}
+
+    def one(leaf: Leaf, cut: Cut | None):
+        if cut is None:
+            return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+        where = on_host(config.mesh, leaf.spec)
+        pieces = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where) for shape in piece_shapes(leaf, cut)]
+        return chunked(config, pieces, leaf, cut)
+
+    leaves = enumerate(zip(plan.state, plan.cuts, strict=True))
+    return jax.tree.unflatten(plan.state_def, [nodes.get(k) or one(leaf, cut) for k, (leaf, cut) in leaves])
 
 
 def logical_state(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:

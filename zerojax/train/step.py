@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..config import Config, check_count
 from ..layout.chunked import is_chunked
-from ..offload.host import arrived, host_kind
+from ..offload.host import arrived
 from ..stages.batch import place_batch
 from ..stages.gradients import Gradients, loss_and_grads
 from ..stages.loss import Loss
@@ -19,7 +19,8 @@ from ..stages.storage import cast, homed, in_storage, read
 from ..stages.update import advance, begin, check_params, check_state, divide, undivide
 from .guard import Guard, keep_old, next_guard, refuse
 from .state import ZeroState
-from .streaming import Begun, HostTier, Streamed
+from .streaming import Begun, Streamed
+from .tiers import tier_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +181,11 @@ def guarded(config: Config, options: StepOptions, loss: Loss) -> bool:
     return skips_nonfinite(config, options) or loss.weighted
 
 
+def here_of(state: ZeroState) -> list:
+    """The leaves of the optimizer's state that are on the device, with holes for the others."""
+    return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
+
+
 class Step:
     """A jitted training step: `step(state, batch, *args) -> (state, metrics)`.
 
@@ -236,17 +242,33 @@ class Step:
         plan = state.plan
         check_state(self._config, plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        here = [None if is_chunked(x) else x for x in leaves]
-        new, metrics, begun = self._begun(state.replace(opt_state=here), rows, *args)
-        tier = HostTier(plan, host_kind(self._config.mesh), leaves)
-        params, held = self._streamed(plan, self._config.offload.update).run(begun, tier)
+        new, metrics, begun = self._begun(state.replace(opt_state=here_of(state)), rows, *args)
+        params, held = self._streamed(plan).run(begun, tier_of(self._config, plan, leaves))
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 
     def lower(self, state: ZeroState, batch: Any, *args: Any):
-        """Lower without running, as `jax.jit(...).lower` does; shapes are enough."""
+        """Lower without running, as `jax.jit(...).lower` does; shapes are enough.
+
+        With offloaded state this is the program up to the gradients; `lower_update` has the rest.
+        """
         self._check(state)
-        return self._jitted.lower(state, place_batch(self._config, batch, self._options.accumulate), *args)
+        rows = place_batch(self._config, batch, self._options.accumulate)
+        if not any(state.plan.cuts):
+            return self._jitted.lower(state, rows, *args)
+        return self._begun.lower(state.replace(opt_state=here_of(state)), rows, *args)
+
+    def lower_update(self, state: ZeroState) -> list[Any]:
+        """The programs that update offloaded pieces on the device, lowered; one for each kind of piece.
+
+        Args:
+            state: From `create`; shapes are enough.
+
+        Returns:
+            What `jax.jit(...).lower` gives; empty if nothing is offloaded.
+        """
+        self._check(state)
+        return self._streamed(state.plan).lower() if any(state.plan.cuts) else []
 
     def _check(self, state: ZeroState) -> None:
         if not isinstance(state, ZeroState):

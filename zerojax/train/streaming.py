@@ -14,23 +14,24 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ..config import Config
-from ..layout.chunked import Chunked, Cut, is_chunked
+from ..layout.chunked import Cut
+from ..layout.leaf import Leaf
 from ..offload.host import arrived, host_kind, moved, waits
 from ..stages.offloading import UNDER_WAY
 from ..stages.split import CONST, GRAD, SHARED, Task
-from ..stages.storage import homed
-from ..stages.update import UpdatePlan, offloaded_part
+from ..stages.storage import homed, named
+from ..stages.update import UpdatePlan, chosen_update, offloaded_part
 from .tasks import Kind, Values, gathered, incoming, on_device, on_host, outgoing
+from .tiers import Tier
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree
+    from jaxtyping import Array, Bool
 
 DEVICE = "device"
 
@@ -55,42 +56,42 @@ class Begun(NamedTuple):
     skipped: Bool[Array, ""]
 
 
-class Tier(Protocol):
-    """Where offloaded state waits."""
-
-    def fetch(self, task: Task, piece: int, kind: str) -> Any:
-        """Begin to bring the state of a task's piece into a kind of memory."""
-        ...
-
-    def receive(self, ticket: Any) -> list[Array]:
-        """What `fetch` brings, one array a leaf."""
-        ...
-
-    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> Any:
-        """Begin to put the new state of a piece away."""
-        ...
-
-    def settle(self, ticket: Any) -> None:
-        """Wait until what `stow` began is done."""
-        ...
-
-    def nodes(self, task: Task) -> list[PyTree]:
-        """The new nodes of the state's tree, one a leaf of the task."""
-        ...
-
-
 class Streamed:
     """The streamed update of one transformation: its programs, compiled when they are first needed."""
 
-    def __init__(self, config: Config, plan: UpdatePlan, update: str):
-        """Nothing is compiled yet; `update` is `"device"` or `"host"`."""
+    def __init__(self, config: Config, plan: UpdatePlan):
+        """Nothing is compiled yet."""
         self._config = config
         self._plan = plan
-        self._update = update
+        choice = plan.choice or chosen_update(config, plan)
+        self._update = choice and choice.update
         self._host = host_kind(config.mesh)
         self.split = offloaded_part(config, plan).split
         self._program = functools.cache(lambda make, *given: make(config, *given))
         self._kind = functools.cache(lambda t, length: Kind.of(plan, self.split.tasks[t], length))
+
+    def lower(self) -> list[Any]:
+        """The programs that update a piece on the device, one a kind, lowered as `jax.jit(...).lower` does."""
+        config, plan, split = self._config, self._plan, self.split
+        shared = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in split.first.jaxpr.outvars[-split.shared :]]
+        lowered: dict[Kind, Any] = {}
+        for t, task in enumerate(split.tasks):
+            for length in task.parts:
+                kind = self._kind(t, length)
+                if kind in lowered:
+                    continue
+                typed = [dataclasses.replace(plan.parts[i], dtype=plan.trained.params[i].dtype) for i in task.params]
+                grads: list[Any] = [piece_shape(config, plan.parts[i], None, 0) for i in task.reading(GRAD)]
+                common: list[Any] = [shared[i] for i in task.reading(SHARED)]
+                lowered[kind] = self._program(on_device, kind).lower(
+                    [piece_shape(config, leaf, None, 0) for leaf in typed],
+                    [piece_shape(config, plan.state[k], task.cut, length) for k in task.state],
+                    [piece_shape(config, plan.state[k], None, 0) for k in task.resident],
+                    Values((), grads, (), (), common, [split.consts[i] for i in task.reading(CONST)]),
+                    np.int32(0),
+                    jax.ShapeDtypeStruct((), bool),
+                )
+        return list(lowered.values())
 
     def run(self, begun: Begun, tier: Tier) -> tuple[list, list]:
         """Update every piece.
@@ -102,6 +103,13 @@ class Streamed:
         Returns:
             `(params, state)`: one array a parameter, as stored, and one node a leaf of the state.
         """
+        try:
+            return self._run(begun, tier)
+        except BaseException:
+            tier.abandon()
+            raise
+
+    def _run(self, begun: Begun, tier: Tier) -> tuple[list, list]:
         tasks, leaves = self.split.tasks, self._plan.trained.params
         params, state = list(begun.params), list(begun.state)
         leaving: list[Array] = []
@@ -196,40 +204,7 @@ class Streamed:
         return [found.get(j, x) for j, x in enumerate(held)]
 
 
-class HostTier:
-    """State in host memory, in `Chunked` nodes; those passed in are used up."""
-
-    def __init__(self, plan: UpdatePlan, kind: str, nodes: Sequence[Any] = ()):
-        """`kind` is the kind of host memory; `nodes` has one node a leaf of the state, none for a first state."""
-        self._plan = plan
-        self._kind = kind
-        self._old = {k: list(node.pieces) for k, node in enumerate(nodes) if is_chunked(node)}
-        self._new: dict[int, list[Array]] = collections.defaultdict(list)
-
-    def fetch(self, task: Task, piece: int, kind: str) -> list[Array]:
-        """As `Tier`."""
-        return [moved(self._old[k][piece], kind) for k in task.state]
-
-    def receive(self, ticket: list[Array]) -> list[Array]:
-        """As `Tier`."""
-        return ticket
-
-    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> tuple[list, list]:
-        """As `Tier`."""
-        new = [moved(x, self._kind) for x in arrays]
-        for k, x in zip(task.state, new, strict=True):
-            self._new[k].append(x)
-        return new, [self._old[k][piece] for k in task.state if k in self._old]
-
-    def settle(self, ticket: tuple[list, list]) -> None:
-        """As `Tier`; the old pieces are given back, as those of a donated array are."""
-        new, old = ticket
-        jax.block_until_ready(new)
-        for x in old:
-            if not x.is_deleted():
-                x.delete()
-
-    def nodes(self, task: Task) -> list[Chunked]:
-        """As `Tier`."""
-        plan = self._plan
-        return [Chunked(tuple(self._new.pop(k)), plan.state[k], plan.cuts[k] or Cut(0, ())) for k in task.state]
+def piece_shape(config: Config, leaf: Leaf, cut: Cut | None, length: int) -> jax.ShapeDtypeStruct:
+    """The shape of a piece, or of the whole, on the devices; storage shape."""
+    shape = leaf.storage_shape if cut is None else cut.piece_shape(leaf, length)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named(config, leaf))

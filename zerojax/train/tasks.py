@@ -100,7 +100,10 @@ class Kind:
 
 
 def on_device(config: Config, kind: Kind) -> Callable:
-    """`f(values, start, skipped) -> (params, state, resident)`: a piece's update on the device; `values` are donated."""
+    """A piece's update on the device: `f(params, state, resident, others, start, skipped)` gives the first three anew.
+
+    They are donated.
+    """
 
     def run(params, state, resident, others: Values, start, skipped):
         values = others._replace(params=params, state=state, resident=resident)
@@ -114,7 +117,7 @@ def pieces_of(config: Config, kind: Kind, values: Values, start: Int[Array, ""])
     """The values with parameters and gradients as pieces, in the types they are stored in."""
 
     def one(x, leaf: Leaf):
-        return x if kind.dim is None else take(config, x, leaf, Cut(kind.dim, ()), start, kind.length)
+        return x if kind.dim is None else take(config.mesh, x, leaf, Cut(kind.dim, ()), start, kind.length)
 
     params = [one(x, leaf) for x, leaf in zip(values.params, kind.params, strict=True)]
     return values._replace(
@@ -123,7 +126,7 @@ def pieces_of(config: Config, kind: Kind, values: Values, start: Int[Array, ""])
 
 
 def computed(config: Config, kind: Kind, values: Values, skipped: Bool[Array, ""]) -> tuple[list, list, list]:
-    """New parameters, offloaded state and resident state; of the state the old, bit for bit, where the step is skipped."""
+    """New parameters, offloaded and resident state; of the state the old, bit for bit, if the step is skipped."""
     whole = kind.dim is None
 
     def seen(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
@@ -158,8 +161,8 @@ def written(
     cut = Cut(kind.dim, ())
 
     def one(x, piece, leaf: Leaf):
-        old = take(config, x, leaf, cut, start, kind.length)
-        return put(config, x, jnp.where(skipped, old, piece), leaf, cut, start)
+        old = take(config.mesh, x, leaf, cut, start, kind.length)
+        return put(config.mesh, x, jnp.where(skipped, old, piece), leaf, cut, start)
 
     return [one(x, piece, leaf) for x, piece, leaf in zip(params, moved, kind.params, strict=True)]
 

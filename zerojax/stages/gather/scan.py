@@ -188,8 +188,9 @@ def forward(
         stacks = jax.tree.map(lambda s, r: lax.dynamic_update_index_in_dim(s, r, loop.at(number), 0), stacks, rows)
         return carry, following if ahead else [], stacks
 
-    shapes = jax.eval_shape(lambda c, w: rows_of(0, c, w)[1], carry, whole)
-    state = carry, whole if ahead else [], jax.tree.map(lambda s: _empty(s, length), shapes)
+    closed, shapes = jax.make_jaxpr(lambda c, w: rows_of(0, c, w)[1], return_shape=True)(carry, whole)
+    stacks = [_empty(var.aval, length) for var in compat.opened(closed)[0].outvars]
+    state = carry, whole if ahead else [], jax.tree.unflatten(jax.tree.structure(shapes), stacks)
     body = lambda state, number: (turn(state, number, fetch=ahead, inside=True), None)
     begun = int(ahead and length > 2)
     if begun:  # outside the loop the gathers of the first turn can hide behind its own products
@@ -239,8 +240,10 @@ def _forward_turn(loop: Loop, two: Passes | None, fixed, consts, slices, options
     return results[: loop.carry], (results[loop.carry :], saved, carried, needed)
 
 
-def _empty(shape, length: int) -> jax.Array:
-    """A stack to be written in turns."""
-    if jnp.issubdtype(shape.dtype, jax.dtypes.extended):
-        return jax.vmap(lambda _: jax.random.key(0, impl=shape.dtype._impl), axis_size=length)(None)
-    return jnp.zeros((length, *shape.shape), shape.dtype)
+def _empty(row, length: int) -> jax.Array:
+    """A stack to be written in turns, in the memory that the rows are in."""
+    if jnp.issubdtype(row.dtype, jax.dtypes.extended):
+        return jax.vmap(lambda _: jax.random.key(0, impl=row.dtype._impl), axis_size=length)(None)
+    if compat.in_host_memory(row):
+        return compat.host_buffer((length, *row.shape), row.dtype)
+    return jnp.zeros((length, *row.shape), row.dtype)

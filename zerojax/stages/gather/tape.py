@@ -5,6 +5,7 @@ can the backward pass gather each parameter again at a time of our choosing, and
 the gather for the next segment while this one computes.
 """
 
+import dataclasses
 from collections.abc import Mapping, MutableMapping, Sequence, Set
 
 import jax
@@ -48,9 +49,24 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
             anchors = [v for v in segment.others if v not in program.invars][-1:]
             results, keep = forward(segment, env, anchors, moving, gathers, position, last)
             results = gathers.finish(position, results)
+        if kept and kept[-1] is not None:
+            results, kept[-1] = _once_offloaded(results, kept[-1])
         env.update(zip(segment.results, results, strict=True))
         kept.append(keep)
     return [env[a] if isinstance(a, Whole) or not compat.is_literal(a) else a.val for a in program.outs], kept
+
+
+def _once_offloaded(results: Sequence, keep: Kept) -> tuple[list, Kept]:
+    """The results of a segment, once what the segment before it offloads to the host has left the device.
+
+    A scheduler puts the transfer off else until it is due back, and nothing is saved.
+    """
+    leaves, tree = jax.tree.flatten(keep.arrays)
+    hosted = [i for i, x in enumerate(leaves) if compat.in_host_memory(jax.typeof(x))]
+    results, (sent,) = collectives.tie(results, [leaves[i] for i in hosted])
+    for i, x in zip(hosted, sent, strict=True):
+        leaves[i] = x
+    return results, dataclasses.replace(keep, arrays=jax.tree.unflatten(tree, leaves))
 
 
 def _run(segment: Segment, env: Mapping) -> list:

@@ -1,0 +1,136 @@
+"""Blocks change where an update is computed, never what comes out, and its buffers stay where they are."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compute_on import compute_on
+from jax.sharding import SingleDeviceSharding
+
+from zerojax.offload import blocked
+from zerojax.offload.blocked import in_blocks, loops_become_kernels
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2, weight_decay=0.1),
+    "lion": optax.lion(1e-2),
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "nesterov": optax.chain(optax.clip(0.5), optax.sgd(1e-2, momentum=0.9, nesterov=True)),
+}
+SIZES = [(1,), (127,), (128,), (129,), (1000,), (4096,), (3, 5, 67), ()]
+
+
+@pytest.fixture(params=[True, False], ids=["loop", "whole"])
+def either_form(request, monkeypatch):
+    """Both forms on every version of XLA: what is computed does not depend on which one is faster."""
+    monkeypatch.setattr(blocked, "loops_become_kernels", lambda: request.param)
+
+
+def operands(shape, tx):
+    """`(wide, tree, step)`: gradient, parameter and the state's arrays; `step(wide, scalars)` is the update."""
+    draw = np.random.default_rng(0)
+    some = lambda: jnp.asarray(draw.standard_normal(shape), jnp.float32)
+    param = some()
+    leaves, tree = jax.tree.flatten(tx.init(param))
+    lanes = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def step(wide, scalars):
+        grad, param, *state = wide
+        scale, count = scalars
+        filled = [state[lanes.index(i)] if i in lanes else count for i in range(len(leaves))]
+        update, after = tx.update(grad * scale, jax.tree.unflatten(tree, filled), param)
+        after = jax.tree.leaves(after)
+        return [optax.apply_updates(param, update), *[after[i] for i in lanes]]
+
+    return [some(), param, *[jnp.abs(some()) for _ in lanes]], step
+
+
+def scalars():
+    return [jnp.float32(0.3), jnp.int32(7)]
+
+
+@pytest.mark.usefixtures("either_form")
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_numbers_are_those_of_whole_arrays(name, shape):
+    wide, step = operands(shape, OPTIMIZERS[name])
+    places = tuple(range(1, len(wide)))
+    cut = jax.jit(lambda wide, scalars: in_blocks(step, wide, scalars, overwrites=places))(wide, scalars())
+    for ours, theirs in zip(cut, jax.jit(step)(wide, scalars()), strict=True):
+        assert ours.shape == shape
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("either_form")
+def test_an_output_of_another_dtype_has_a_buffer_of_its_own():
+    wide, step = operands((1000,), OPTIMIZERS["adamw"])
+    rounded = lambda wide, scalars: (lambda p, *state: [p.astype(jnp.bfloat16), p, *state])(*step(wide, scalars))
+    cut = jax.jit(lambda wide, s: in_blocks(rounded, wide, s, overwrites=(None, 1, 2, 3)))(wide, scalars())
+    assert cut[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(cut[0], cut[1].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(cut[1], jax.jit(step)(wide, scalars())[0])
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) - 3])
+def test_the_update_is_in_place_without_room_for_arrays(size):
+    wide, step = operands((size,), OPTIMIZERS["adamw"])
+    update = lambda grad, state, scalars: in_blocks(step, [grad, *state], scalars, overwrites=(1, 2, 3))
+    compiled = jax.jit(update, donate_argnums=1).lower(wide[0], wide[1:], scalars()).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 3 * 4 * size
+    assert memory.temp_size_in_bytes < 32 << 10  # the first cache
+    text = compiled.as_text()
+    assert not re.search(rf"f32\[{size}\]\S* copy\(", text)
+    if loops_become_kernels():
+        assert 'xla_cpu_small_call="true"' in text
+        assert " conditional(" in text  # folded away, it would no longer keep the outputs from the update in place
+
+
+def on_the_host(fn, outputs):
+    """`fn` under `compute_on`, which is a context manager in jax 0.10 and takes the function in 0.12."""
+    if "out_memory_spaces" in inspect.signature(compute_on).parameters:
+        spaces = [jax.memory.Space.Host] * outputs
+        return compute_on(fn, compute_type="device_host", out_memory_spaces=spaces)
+
+    def within(*args):
+        with compute_on("device_host"):
+            return fn(*args)
+
+    return within
+
+
+@pytest.mark.parametrize("wrap", [lambda fn, _: fn, on_the_host], ids=["plain", "compute_on"])
+@pytest.mark.parametrize("kind", ["device", "pinned_host", "unpinned_host"])
+@pytest.mark.parametrize("size", [1 << 14, (1 << 14) - 3])
+def test_host_memory_is_updated_where_it_is(size, kind, wrap):
+    wide, step = operands((size,), OPTIMIZERS["adamw"])
+    there = SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    rounded = lambda wide, scalars: (lambda p, *state: [p.astype(jnp.bfloat16), p, *state])(*step(wide, scalars))
+    update = lambda grad, state, s: in_blocks(rounded, [grad, *state], s, overwrites=(None, 1, 2, 3))
+    expected = jax.jit(step)(wide, scalars())
+    grad, *state = jax.device_put(wide, there)
+    places = [x.unsafe_buffer_pointer() for x in state]
+    jitted = jax.jit(wrap(update, 4), donate_argnums=1, out_shardings=there)
+    compiled = jitted.lower(grad, state, scalars()).compile()
+    assert not re.search(rf"f32\[{size}\]\S* copy\(", compiled.as_text())
+    assert ('xla_cpu_small_call="true"' in compiled.as_text()) == loops_become_kernels()
+    after = compiled(grad, state, scalars())
+    assert [x.sharding.memory_kind for x in after] == [kind] * 4
+    assert [x.unsafe_buffer_pointer() for x in after[1:]] == places
+    for ours, theirs in zip(after[1:], expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_operands_are_checked():
+    x, y = jnp.ones(4), jnp.ones(5)
+    with pytest.raises(ValueError, match="different shapes"):
+        in_blocks(lambda w, s: [w[0]], [x, y], overwrites=(0,))
+    with pytest.raises(ValueError, match="each of the 2 outputs"):
+        in_blocks(lambda w, s: [w[0], w[0]], [x], overwrites=(0,))
+    with pytest.raises(ValueError, match="no operand twice"):
+        in_blocks(lambda w, s: [w[0], w[0]], [x], overwrites=(0, 0))
+    with pytest.raises(ValueError, match="Output 0 is bfloat16"):
+        in_blocks(lambda w, s: [w[0].astype(jnp.bfloat16)], [x], overwrites=(0,))

@@ -1,0 +1,412 @@
+"""Offloaded activations reach the host and come back in order, or the policy refuses."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from zerojax import compat, zero_shard
+from zerojax.offload import remat
+from zerojax.offload.remat import remat_policy
+from zerojax.plan.topology import absent_mesh, installed
+
+LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
+PROBE = ["zerojax_probe_input", "zerojax_probe_inner"]
+STYLES = ["scan", "unrolled"]
+# Stage 3 stacks residuals itself, in loops that differ with and without prefetch.
+ENGINES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 3": {"stage": 3},
+    "stage 3, no prefetch": {"stage": 3, "prefetch": 0},
+}
+
+
+def layer(x, w):
+    """Three named activations of three widths, by which they are told apart."""
+    x = checkpoint_name(x, "input")
+    hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "hidden")
+    kept = checkpoint_name(jnp.sin(hidden @ w["middle"]), "kept")
+    return x + jnp.cos(kept) @ w["down"]
+
+
+def stack_of_weights():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"up": (WIDTH, HIDDEN), "middle": (HIDDEN, KEPT), "down": (KEPT, WIDTH)}
+    return {n: jax.random.normal(k, (LAYERS, *s)) / s[0] ** 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+
+def problem(style):
+    """`(params, batch, loss_of)`; `loss_of` takes what wraps a layer."""
+    stack, batch = stack_of_weights(), jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+
+    def scanned(params, x, wrap):
+        return jax.lax.scan(lambda x, w: (wrap(layer)(x, w), None), x, params)[0]
+
+    def unrolled(params, x, wrap):
+        for w in params:
+            x = wrap(layer)(x, w)
+        return x
+
+    run = scanned if style == "scan" else unrolled
+    params = stack if style == "scan" else [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(LAYERS)]
+    return params, batch, lambda wrap: lambda params, x: jnp.mean(run(params, x, wrap) ** 2)
+
+
+def wrapping(policy):
+    return functools.partial(jax.checkpoint, policy=policy)
+
+
+@functools.cache
+def plain_gradients(style):
+    params, batch, loss_of = problem(style)
+    return jax.jit(jax.value_and_grad(loss_of(lambda f: f)))(params, batch)
+
+
+def assert_same(found, expected):
+    # Sums over rows in another order: float32 roundings of 6e-8, some hundred of them.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in compat.inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+def on_host(atom):
+    return "<host>" in str(atom.aval)
+
+
+def transfers(fn, *args):
+    """`(widths sent to the host, widths brought back)`, of every transfer in the traced program."""
+    sent, back = [], []
+    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
+        if eqn.primitive.name == "device_put":
+            (source,), (target,) = eqn.invars, eqn.outvars
+            if on_host(target) and not on_host(source):
+                sent.append(target.aval.shape[-1])
+            elif on_host(source) and not on_host(target):
+                back.append(target.aval.shape[-1])
+    return sent, back
+
+
+def stacks(fn, *args):
+    """`(width, whether on the host)` of everything stacked over the layers that a loop hands on."""
+    loops = [e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name == "scan"]
+    rows = {ROWS, ROWS // 8}
+    found = [v for loop in loops for v in loop.outvars if v.aval.shape[:1] == (LAYERS,) and v.aval.shape[1] in rows]
+    return {(v.aval.shape[-1], on_host(v)) for v in found}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_offloading_leaves_gradients_alone(style):
+    params, batch, loss_of = problem(style)
+    policy = remat_policy("input", "hidden", save=["kept"])
+    assert_same(jax.jit(jax.value_and_grad(loss_of(wrapping(policy))))(params, batch), plain_gradients(style))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_offloading_leaves_the_gradients_of_every_stage_alone(engine, style, mesh):
+    params, batch, loss_of = problem(style)
+    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, **ENGINES[engine])
+    found = jax.jit(tx.value_and_grad(loss_of(wrapping(remat_policy("input", "hidden")))))(tx.shard(params), batch)
+    assert_same(found, plain_gradients(style))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("engine", ["plain", *ENGINES])
+def test_exactly_the_named_activations_go_to_the_host_and_come_back(engine, style, mesh):
+    params, batch, loss_of = problem(style)
+    loss = loss_of(wrapping(remat_policy("input", "hidden", save=["kept"])))
+    if engine == "plain":
+        grad = jax.grad(loss)
+    else:
+        tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, **ENGINES[engine])
+        params, grad = tx.shard(params), tx.value_and_grad(loss)
+    sent, back = transfers(grad, params, batch)
+    assert set(sent) == set(back) == {WIDTH, HIDDEN}
+    if style == "unrolled":
+        assert sent.count(HIDDEN) == LAYERS
+    else:
+        assert stacks(grad, params, batch) == {(WIDTH, True), (HIDDEN, True), (KEPT, False)}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefetch, mesh):
+    params, batch, loss_of = problem("unrolled")
+    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, stage=3, prefetch=prefetch)
+    grad = tx.value_and_grad(loss_of(wrapping(remat_policy("hidden"))))
+    order = list(equations(jax.make_jaxpr(grad)(tx.shard(params), batch).jaxpr))
+    back = next(i for i, e in enumerate(order) if e.primitive.name == "device_put" and on_host(e.invars[0]))
+    sent = [v for e in order[:back] if e.primitive.name == "device_put" for v in e.outvars]
+    barriers = [e.invars for e in order[:back] if e.primitive.name == "optimization_barrier"]
+    behind = [{v for v in operands if v in sent} for operands in barriers if any(v in sent for v in operands)]
+    assert len(behind) >= LAYERS - 1  # after the last layer comes only the loss
+    assert all(len(activations) == 1 for activations in behind)
+
+
+def test_flax_modules_take_the_policy():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(WIDTH)(checkpoint_name(jnp.tanh(nn.Dense(HIDDEN)(x)), "hidden")), None
+
+    def model(block):
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)()
+
+    x = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    params = model(Block).init(jax.random.key(0), x, None)
+    grad_of = lambda block: jax.grad(lambda p: jnp.mean(model(block).apply(p, x, None)[0] ** 2))
+    offloaded = grad_of(nn.remat(Block, policy=remat_policy("hidden"), prevent_cse=False))
+    assert_same(jax.jit(offloaded)(params), jax.jit(grad_of(Block))(params))
+    assert transfers(offloaded, params) == ([HIDDEN], [HIDDEN])
+
+
+def offloads(policy):
+    """Whether a policy is one that offloads: it says so of a named value."""
+    named = jax.make_jaxpr(lambda x: checkpoint_name(x, PROBE[0]))(1.0).eqns[0]
+    return "Offloadable" in str(policy(named.primitive, *(v.aval for v in named.invars), **named.params))
+
+
+def gradients_by_hand(row_of):
+    """What `probe_gradients` is, with the turn whose activations the backward pass reads as a choice."""
+
+    def gradients(policy):
+        weights, x = remat.probe_inputs()
+        inputs, turns = [], len(weights)
+        for w in weights:
+            inputs.append(x)
+            x = np.sin(x * w) + 0.5 * x
+        cotangent, found = 2 * x, np.zeros_like(weights)
+        for turn in reversed(range(turns)):
+            row = row_of(turn, turns) if offloads(policy) else turn
+            inner = np.cos(inputs[row] * weights[row]) * cotangent
+            found[turn] = inner * inputs[row]
+            cotangent = inner * weights[turn] + 0.5 * cotangent
+        return [found, cotangent]
+
+    return gradients
+
+
+RIGHT = gradients_by_hand(lambda turn, turns: turn)
+
+
+def test_the_probe_is_differentiated_right():
+    for found, expected in zip(
+        remat.probe_gradients(remat.offloading(PROBE)), RIGHT(remat.offloading(PROBE)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)  # NumPy's sine and XLA's, six times over
+
+
+def test_the_probe_offloads_all_that_a_turn_hands_on():
+    offloaded = functools.partial(remat.probe_gradients, remat.offloading(PROBE))
+    kept = functools.partial(remat.probe_gradients, jax.checkpoint_policies.save_only_these_names(*PROBE))
+    assert host_results_of_scans(offloaded) == 2
+    assert host_results_of_scans(kept) == 0
+
+
+def host_results_of_scans(run):
+    """How many stacks the forward loop of a jitted function, found by lowering it, leaves on the host."""
+    found = []
+
+    def lower_only(fn):
+        def call(*args):
+            found.extend(equations(jax.make_jaxpr(fn)(*args).jaxpr))
+            return [np.zeros(1)]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", lower_only)
+        run()
+    forward = next(e for e in found if e.primitive.name == "scan")
+    return sum(on_host(v) for v in forward.outvars)
+
+
+WRONG = {
+    "reversed": lambda turn, turns: turns - 1 - turn,  # jaxlib 0.11.0 on GPU
+    "one late": lambda turn, turns: max(turn - 1, 0),
+    "always the last": lambda turn, turns: turns - 1,
+    "two swapped": lambda turn, turns: {2: 3, 3: 2}.get(turn, turn),
+}
+
+
+@pytest.mark.parametrize("row_of", WRONG.values(), ids=WRONG)
+def test_activations_of_another_turn_are_refused(row_of):
+    remat.compare(RIGHT, "cuda")
+    with pytest.raises(RuntimeError) as refusal:
+        remat.compare(gradients_by_hand(row_of), "cuda")
+    text = str(refusal.value)
+    assert all(part in text for part in (jaxlib.__version__, "'cuda'", "openxla/xla#46231", "save_only_these_names"))
+    kept, offloaded = (
+        gradients_by_hand(row_of)(p) for p in (jax.checkpoint_policies.nothing_saveable, remat.offloading(PROBE))
+    )
+    difference = max(np.max(np.abs(a - b)) for a, b in zip(kept, offloaded, strict=True))
+    assert f"by up to {difference:.3g}" in text
+    assert difference > 0.05
+
+
+@pytest.mark.parametrize("wrong", [1.0 + 1e-4, np.nan, np.inf])
+def test_any_gradient_that_is_off_by_more_than_rounding_is_refused(wrong):
+    """The second of two as well: a NaN compares with nothing."""
+    second = lambda value: lambda policy: [np.ones(2), np.full(2, value if offloads(policy) else 1.0)]
+    remat.compare(second(1.0 + 1e-6), "cuda")
+    with pytest.raises(RuntimeError, match="differ"):
+        remat.compare(second(wrong), "cuda")
+
+
+@pytest.fixture
+def untested():
+    """No self-test has been run, and none of this test's is remembered."""
+    remat._test_once.cache_clear()
+    yield
+    remat._test_once.cache_clear()
+
+
+@pytest.mark.usefixtures("untested")
+def test_a_backend_that_fails_is_refused_every_time(monkeypatch):
+    right = remat.probe_gradients
+    late = lambda g: np.concatenate([g[1:], g[:1]])
+    wrong = lambda policy, **where: [late(g) if offloads(policy) else g for g in right(policy, **where)]
+    monkeypatch.setattr(remat, "probe_gradients", wrong)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape("openxla/xla#46231")):
+            remat_policy("hidden")
+
+
+@pytest.mark.usefixtures("untested")
+def test_the_self_test_runs_once(monkeypatch):
+    policies, right = [], remat.probe_gradients
+
+    def counted(policy, **where):
+        policies.append(policy)
+        return right(policy, **where)
+
+    monkeypatch.setattr(remat, "probe_gradients", counted)
+    for name in ("a", "b"):
+        remat_policy(name)
+    assert [offloads(policy) for policy in policies] == [False, True]
+
+
+def in_explicit_mesh(fn, x):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        return jax.jit(fn)(x)
+
+
+def under_strict_settings(fn, x):
+    """Settings of the process, which a thread has too; those of a `with` end with the caller's thread."""
+    strict = {"jax_transfer_guard": "disallow", "jax_numpy_rank_promotion": "raise", "jax_enable_x64": True}
+    strict |= {"jax_numpy_dtype_promotion": "strict", "jax_debug_nans": True}
+    usual = {name: getattr(jax.config, name) for name in strict}
+    for name, value in strict.items():
+        jax.config.update(name, value)
+    try:
+        return fn(x)
+    finally:
+        for name, value in usual.items():
+            jax.config.update(name, value)
+
+
+PLACES = {
+    "jit": lambda fn, x: jax.jit(fn)(x),
+    "grad": lambda fn, x: jax.grad(lambda x: fn(x).sum())(x),
+    "vmap": lambda fn, x: jax.vmap(fn)(x),
+    "scan": lambda fn, x: jax.lax.scan(lambda c, x: (c, fn(x)), 0, x)[1],
+    "shapes": lambda fn, x: jax.eval_shape(fn, x),
+    "shard_map": lambda fn, x: jax.jit(jax.shard_map(fn, mesh=mesh_of(8), in_specs=P("data"), out_specs=P("data")))(x),
+    "mesh": in_explicit_mesh,
+    "strict settings": under_strict_settings,
+}
+
+
+@pytest.mark.usefixtures("untested")
+@pytest.mark.parametrize("place", PLACES)
+def test_the_self_test_runs_wherever_it_is_called(place):
+    runs = []
+
+    def fn(x):
+        remat_policy("hidden")
+        runs.append(remat._test_once.cache_info().misses)
+        return x + x
+
+    found = PLACES[place](fn, jnp.arange(8.0))
+    assert runs[0] == 1
+    assert found.shape == (8,)
+
+
+def test_a_backend_without_pinned_host_memory_is_refused():
+    def device(*kinds):
+        memories = [SimpleNamespace(kind=kind) for kind in kinds]
+        return SimpleNamespace(platform="other", addressable_memories=lambda: memories)
+
+    remat.require_pinned_host(device("device", "pinned_host"))
+    with pytest.raises(RuntimeError, match=r"'other'.* device, unpinned_host, not pinned_host.*save_only_these_names"):
+        remat.require_pinned_host(device("device", "unpinned_host"))
+    with pytest.raises(RuntimeError, match=r"memory kinds none, not pinned_host\. Keep"):
+        remat.require_pinned_host(device())
+
+
+@pytest.mark.parametrize(
+    ("names", "save", "error", "text"),
+    [
+        ((), (), ValueError, "no name to offload"),
+        ((), ("a",), ValueError, "no name to offload"),
+        (("",), (), ValueError, "empty"),
+        (("a",), ("",), ValueError, "empty"),
+        ((3,), (), TypeError, r"not 3 \(int\)"),
+        ((["a", "b"],), (), TypeError, "spread a list with a star"),
+        (("a",), (None,), TypeError, r"not None \(NoneType\)"),
+        (("a",), "kept", TypeError, r"save=\['kept'\]"),
+        (("b", "c", "a"), ("a", "b"), ValueError, "'a', 'b' cannot be offloaded and saved"),
+    ],
+)
+def test_names_that_make_no_sense_are_refused(names, save, error, text):
+    with pytest.raises(error, match=text):
+        remat_policy(*names, save=save)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed(), reason="needs the extra aot")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="held against the newest jax")
+@pytest.mark.parametrize(("stage", "style"), [(0, "scan"), (3, "scan"), (3, "unrolled")])
+def test_activations_leave_a_gpus_memory(stage, style):
+    """XLA:CPU has one memory: only a program compiled for a GPU shows what offloading saves."""
+    mib, rows, width = 1 << 20, 8 * 2048, 512
+    weight = jax.ShapeDtypeStruct((width, width), "float32")
+    params = jax.ShapeDtypeStruct((LAYERS, width, width), "float32") if style == "scan" else [weight] * LAYERS
+
+    def layer(x, w):
+        inner = checkpoint_name(jnp.tanh(checkpoint_name(x, "input") @ w), "inner")
+        return jnp.sin(inner * inner) @ w.T, None
+
+    def memory(policy):
+        wrapped = jax.checkpoint(layer, policy=policy)
+        scanned = lambda params, x: jax.lax.scan(wrapped, x, params)[0]
+        unrolled = lambda params, x: functools.reduce(lambda x, w: wrapped(x, w)[0], params, x)
+        run = scanned if style == "scan" else unrolled
+        tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=absent_mesh("h200:8"), persist_below=16)
+        grad = tx.value_and_grad(lambda params, x: jnp.mean(run(params, x) ** 2))
+        return jax.jit(grad).lower(params, jax.ShapeDtypeStruct((rows, width), "float32")).compile().memory_analysis()
+
+    kept = memory(jax.checkpoint_policies.save_only_these_names("input", "inner"))
+    offloaded = memory(remat_policy("input", "inner"))
+    one = (rows // 8) * width * 4
+    activations = 2 * LAYERS * one
+    assert kept.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes == activations
+    # What is on its way, in or out, lies on the device too: two of either activation.
+    assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes >= activations - 4 * one - mib

@@ -1,0 +1,131 @@
+"""Elementwise updates on the host in one pass over memory.
+
+XLA:CPU writes each output of an elementwise program in a loop of its own, and each loop
+reads its operands from memory again: AdamW moves 40 bytes a parameter where 28 would do.
+Here one loop goes over blocks so small that everything about a block stays in the first
+cache, and the newer XLA:CPU makes one kernel of that loop, whose unrolled blocks overlap
+their arithmetic with the next block's memory. An older one runs the loop's body as many
+small kernels, which costs more than it saves: there the function is left as it is.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+BLOCK_BYTES = 512
+
+
+def in_blocks(
+    fn: Callable[[list, list], Sequence[Any]],
+    wide: Sequence[Shaped[Array, "..."]],
+    scalars: Sequence[Any] = (),
+    *,
+    overwrites: Sequence[int | None],
+    block_bytes: int = BLOCK_BYTES,
+) -> list[Shaped[Array, "..."]]:
+    """Evaluate an elementwise function block by block, in the place of its operands.
+
+    To be called inside `jax.jit`, with the overwritten operands donated: an operand that
+    is not is copied first. The loop runs on one thread: programs for several arrays,
+    started from as many Python threads, use as many cores.
+
+    Args:
+        fn: `fn(wide_blocks, scalars) -> outputs`, elementwise, every output as long as a
+            block. It is traced for blocks of one dim.
+        wide: Arrays of one shape on one device, in one memory; dtypes may differ.
+        scalars: What every element sees, handed to `fn` as it is.
+        overwrites: For each output, the index in `wide` of the operand whose buffer it
+            takes, of the same dtype; None for a buffer of its own.
+        block_bytes: Size of one block of the widest operand.
+
+    Returns:
+        The outputs, in the shape of `wide`, bit for bit those of `jax.jit(fn)` on whole arrays
+        as far as the compiler contracts no multiply-add in one form only; XLA:CPU does not.
+
+    Raises:
+        ValueError: If the shapes of `wide` differ, or `overwrites` does not fit the outputs.
+    """
+    shape = wide[0].shape
+    if any(x.shape != shape for x in wide):
+        raise ValueError(f"Cannot cut arrays of different shapes into blocks: {[x.shape for x in wide]}.")
+    whole = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
+    dtypes = [x.dtype for x in jax.eval_shape(lambda *xs: list(fn(list(xs), list(scalars))), *whole)]
+    _check(overwrites, wide, dtypes)
+    block = max(1, block_bytes // max(x.dtype.itemsize for x in wide))
+    if math.prod(shape) <= block or not loops_become_kernels():
+        return list(fn(list(wide), list(scalars)))
+    outputs = _loop(fn, [x.reshape(-1) for x in wide], scalars, tuple(overwrites), dtypes, block)
+    return [x.reshape(shape) for x in outputs]
+
+
+@functools.cache
+def loops_become_kernels() -> bool:
+    """Whether this XLA:CPU makes one kernel of the loop; found by compiling a small one."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # no CPU backend: nothing will run on it
+        return False
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    probe = lambda x: _loop(lambda xs, _: [xs[0] + 1], [x], (), (0,), [x.dtype], 128)
+    with jax.default_device(device), jax.ensure_compile_time_eval():
+        text = jax.jit(probe).lower(x).compile().as_text()
+    return "xla_cpu_small_call" in (text or "")
+
+
+def _check(overwrites, wide, dtypes) -> None:
+    """Refuse a place that is no operand's, another output's, or of another dtype."""
+    places = [i for i in overwrites if i is not None]
+    if len(overwrites) != len(dtypes) or len(set(places)) != len(places):
+        raise ValueError(
+            f"overwrites= must name one operand, or None, for each of the {len(dtypes)} outputs, "
+            f"and no operand twice, not {tuple(overwrites)}."
+        )
+    for k, (i, dtype) in enumerate(zip(overwrites, dtypes, strict=True)):
+        if i is not None and not (0 <= i < len(wide) and wide[i].dtype == dtype):
+            raise ValueError(
+                f"Output {k} is {dtype} and cannot take the place of operand {i} of {len(wide)}: "
+                f"{wide[i].dtype if 0 <= i < len(wide) else 'there is none'}. Give None for a buffer of its own."
+            )
+
+
+def _loop(fn, wide, scalars, overwrites, dtypes, block):
+    """The blocks of flat operands, one after the other; the last one may overlap the one before."""
+    size = wide[0].size
+    kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
+    fresh = lambda dtype: _beside(jnp.zeros(size, dtype), wide[0])
+    carry = tuple(fresh(d) if i is None else wide[i] for i, d in zip(overwrites, dtypes, strict=True))
+
+    def compute(start, kept, carry):
+        operands = [carry[overwrites.index(i)] if i in overwrites else kept[i] for i in range(len(wide))]
+        return tuple(fn([_slice(x, start, block) for x in operands], list(scalars)))
+
+    def skip(start, kept, carry):
+        return tuple(_slice(x, start, block) for x in carry)
+
+    def body(i, carry):
+        start = jnp.minimum(i * block, size - block)
+        # Always taken. It keeps the outputs apart from the update in place: fused with it, each
+        # would read operands that another one overwrites, and XLA would copy whole arrays to allow it.
+        outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
+        if size % block:
+            done = _beside(start + jnp.arange(block) < i * block, wide[0])
+            outputs = [jnp.where(done, _slice(x, start, block), new) for x, new in zip(carry, outputs, strict=True)]
+        return tuple(lax.dynamic_update_slice(x, new, (start,)) for x, new in zip(carry, outputs, strict=True))
+
+    return lax.fori_loop(0, -(-size // block), body, carry)
+
+
+def _slice(x, start, block):
+    return lax.dynamic_slice(x, (start,), (block,))
+
+
+def _beside(x, other):
+    """`x` in the memory `other` is in: a type tells host memory from the device's, and jax mixes no two."""
+    space = jax.typeof(other).memory_space
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

@@ -1,0 +1,103 @@
+"""How fast the link and the host's memory are here, and which way of updating that favours."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from .host import host_kind, moved, on_host
+
+ELEMENTS = 4 << 20
+ROUNDS = 5
+# What the update of one float32 parameter moves beside its state: gradient and parameter in, parameter out.
+BESIDE_BYTES = 12
+GRADIENT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What one device of a mesh gets while all of them ask at once.
+
+    Attributes:
+        link: Bytes per second each way between host and device, both ways at once.
+        host: Bytes per second that an update in host memory reads and writes.
+    """
+
+    link: float
+    host: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Where the update runs.
+
+    Attributes:
+        update: `"device"` or `"host"`.
+        why: In words, for the report.
+    """
+
+    update: str
+    why: str
+
+
+def choose(speed: Speed, state_bytes: float) -> Choice:
+    """The faster way to update.
+
+    Args:
+        speed: As measured.
+        state_bytes: Bytes of offloaded state per parameter.
+    """
+    device = state_bytes / speed.link
+    host = max((2 * state_bytes + BESIDE_BYTES) / speed.host, GRADIENT_BYTES / speed.link)
+    faster = "device" if device <= host else "host"
+    return Choice(
+        faster,
+        f"measured: the device takes {device * 1e9:.2f} ns a parameter ({state_bytes:.1f} bytes of state each way at "
+        f"{speed.link / 1e9:.1f} GB/s), the host {host * 1e9:.2f} ns ({speed.host / 1e9:.1f} GB/s of host memory)",
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def measure(mesh: Mesh, axis: str) -> Speed:
+    """Time transfers and an update in host memory, all devices at once; takes about a second, once.
+
+    With several processes the first one's figures are taken by all.
+    """
+    spec, count = PartitionSpec(axis), mesh.shape[axis]
+    host = on_host(mesh, spec)
+    there = jax.device_put(jnp.zeros(ELEMENTS * count, jnp.float32), host)
+    here = moved(there, "device")
+    both = timed(lambda: (moved(there, "device"), moved(here, host_kind(mesh))))
+    sweep = jax.jit(lambda m, g: 0.9 * m + 0.1 * g, donate_argnums=0, out_shardings=host)
+    held = [moved(here, host_kind(mesh))]
+
+    def once() -> Any:
+        held[0] = sweep(held[0], there)
+        return held[0]
+
+    figures = Speed(link=4 * ELEMENTS / both, host=12 * ELEMENTS / timed(once))
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        told = multihost_utils.broadcast_one_to_all(jnp.asarray([figures.link, figures.host]))
+        return Speed(float(told[0]), float(told[1]))
+    return figures
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Median seconds of some work, after a first time that does not count."""
+    jax.block_until_ready(work())
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        jax.block_until_ready(work())
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)

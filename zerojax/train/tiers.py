@@ -1,0 +1,161 @@
+"""Where offloaded state waits: fetched and put away piece by piece."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+
+from ..config import Config
+from ..layout.chunked import Chunked, Cut, is_chunked
+from ..offload.host import host_kind, moved
+from ..offload.state_files import StateFiles, Stored
+from ..stages.offloading import UNDER_WAY
+from ..stages.pieces import chunked
+from ..stages.split import Task
+from ..stages.storage import named
+from ..stages.update import UpdatePlan, offloaded_part
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+
+class Tier(Protocol):
+    """Where offloaded state waits."""
+
+    def fetch(self, task: Task, piece: int, kind: str) -> Any:
+        """Begin to bring the state of a task's piece into a kind of memory."""
+        ...
+
+    def receive(self, ticket: Any) -> list[Array]:
+        """What `fetch` brings, one array a leaf."""
+        ...
+
+    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> Any:
+        """Begin to put the new state of a piece away."""
+        ...
+
+    def settle(self, ticket: Any) -> None:
+        """Wait until what `stow` began is done."""
+        ...
+
+    def nodes(self, task: Task) -> list[PyTree]:
+        """The new nodes of the state's tree, one a leaf of the task."""
+        ...
+
+    def abandon(self) -> None:
+        """Something failed: what was stowed will not be used."""
+        ...
+
+
+class HostTier:
+    """State in host memory, in `Chunked` nodes; those passed in are used up."""
+
+    def __init__(self, config: Config, plan: UpdatePlan, nodes: Sequence[Any] = ()):
+        """`nodes` has one node a leaf of the state; none for a first state."""
+        self._config = config
+        self._plan = plan
+        self._kind = host_kind(config.mesh)
+        self._old = {k: list(node.pieces) for k, node in enumerate(nodes) if is_chunked(node)}
+        self._new: dict[int, list[Array]] = collections.defaultdict(list)
+
+    def fetch(self, task: Task, piece: int, kind: str) -> list[Array]:
+        """As `Tier`."""
+        return [moved(self._old[k][piece], kind) for k in task.state]
+
+    def receive(self, ticket: list[Array]) -> list[Array]:
+        """As `Tier`."""
+        return ticket
+
+    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> tuple[list, list]:
+        """As `Tier`."""
+        new = [moved(x, self._kind) for x in arrays]
+        for k, x in zip(task.state, new, strict=True):
+            self._new[k].append(x)
+        return new, [self._old[k][piece] for k in task.state if k in self._old]
+
+    def settle(self, ticket: tuple[list, list]) -> None:
+        """As `Tier`; the old pieces are given back, as those of a donated array are."""
+        new, old = ticket
+        jax.block_until_ready(new)
+        for x in old:
+            if not x.is_deleted():
+                x.delete()
+
+    def nodes(self, task: Task) -> list[Chunked]:
+        """As `Tier`."""
+        config, plan = self._config, self._plan
+        held = [(k, plan.cuts[k] or Cut(0, ())) for k in task.state]
+        return [chunked(config, self._new.pop(k), plan.state[k], cut) for k, cut in held]
+
+    def abandon(self) -> None:
+        """As `Tier`."""
+
+
+class DiskTier:
+    """State in files, in `Chunked` nodes without arrays."""
+
+    def __init__(self, files: StateFiles, nodes: dict[int, Chunked]):
+        """`nodes` are those of the offloaded leaves, by index."""
+        self._files = files
+        self._nodes = nodes
+
+    def fetch(self, task: Task, piece: int, kind: str) -> list:
+        """As `Tier`."""
+        return [(k, piece, self._files.read(k, piece), kind) for k in task.state]
+
+    def receive(self, ticket: list) -> list[Array]:
+        """As `Tier`."""
+        return [self._files.received(*reading) for reading in ticket]
+
+    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> list:
+        """As `Tier`."""
+        for x in arrays:
+            x.copy_to_host_async()
+        return [(k, piece, x) for k, x in zip(task.state, arrays, strict=True)]
+
+    def settle(self, ticket: list) -> None:
+        """As `Tier`: the state is in a buffer that is being written."""
+        for writing in ticket:
+            self._files.write(*writing)
+
+    def nodes(self, task: Task) -> list[Chunked]:
+        """As `Tier`; what they hold has changed."""
+        return [self._nodes[k] for k in task.state]
+
+    def abandon(self) -> None:
+        """As `Tier`."""
+        self._files.abandon()
+
+
+def tier_of(config: Config, plan: UpdatePlan, nodes: Sequence[Any] | None = None) -> Tier:
+    """Where the offloaded part of a state waits.
+
+    Args:
+        config: Says whether that is host memory or the disk.
+        plan: How everything lies.
+        nodes: One node a leaf of the state that is there; None to make a first one.
+    """
+    assert config.offload is not None
+    if config.offload.optimizer == "host":
+        return HostTier(config, plan, nodes or ())
+    there = disk_nodes(config, plan) if nodes is None else {k: x for k, x in enumerate(nodes) if is_chunked(x)}
+    return DiskTier(next(iter(there.values())).store.files, there)
+
+
+def disk_nodes(config: Config, plan: UpdatePlan) -> dict[int, Chunked]:
+    """Nodes for the offloaded leaves of a state whose files are not there yet."""
+    leaves = {
+        k: (leaf, cut, named(config, leaf))
+        for k, (leaf, cut) in enumerate(zip(plan.state, plan.cuts, strict=True))
+        if cut is not None
+    }
+    most = max(len(task.state) for task in offloaded_part(config, plan).split.tasks)
+    assert config.offload is not None
+    assert config.offload.path is not None
+    files = StateFiles(config.offload.path, leaves, under_way=UNDER_WAY * most)
+    return {
+        k: Chunked((), leaf, cut, where, Stored(files, k, len(cut.extents))) for k, (leaf, cut, where) in leaves.items()
+    }
