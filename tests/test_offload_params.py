@@ -13,7 +13,8 @@ from zerojax import Offload, Precision, zero_shard
 from zerojax.layout.chunked import is_chunked
 
 LAYERS = 3
-BOTH = Offload(optimizer="host", params="host")
+BOTH = Offload(optimizer="host", params="host", update="device")
+STATE = dataclasses.replace(BOTH, params=None)
 
 
 def model_params():
@@ -138,8 +139,8 @@ def test_every_model_and_precision_trains_the_same(name, precision, devices):
 
 SETTINGS = {
     "microbatches": {"accumulate": 2},
-    "pieces": {"offload": Offload(optimizer="host", params="host", chunk_bytes=128)},
-    "update on the host": {"offload": Offload(optimizer="host", params="host", update="host", chunk_bytes=128)},
+    "pieces": {"offload": dataclasses.replace(BOTH, chunk_bytes=128)},
+    "update on the host": {"offload": dataclasses.replace(BOTH, update="host", chunk_bytes=128)},
     "no prefetch": {"prefetch": 0},
     "far prefetch": {"prefetch": 2},
     "each leaf alone": {"bucket_bytes": 0},
@@ -161,7 +162,7 @@ def test_every_setting_trains_the_same(setting, name):
 @pytest.mark.slow
 def test_part_of_the_state_on_the_device():
     """Parameters whose state stays move in the first program, and go back to the host from there."""
-    assert_training_is_the_same(scanned, offload=Offload(optimizer="host", params="host", fraction=0.4))
+    assert_training_is_the_same(scanned, offload=dataclasses.replace(BOTH, fraction=0.4))
 
 
 def test_parameters_wait_in_host_memory_however_they_are_made():
@@ -203,7 +204,7 @@ def test_what_is_frozen_stays_where_and_as_it_is():
     assert_waiting(state.params)
     found, params = tx.unshard(state.params), model_params()
     assert_same(found["layers"]["w"], params["layers"]["w"])
-    near, _ = trained(sharded(Offload(optimizer="host"), trainable=frozen), scanned)
+    near, _ = trained(sharded(STATE, trainable=frozen), scanned)
     assert_same(found, tx.unshard(near.params))
     assert (found["embed"] != params["embed"]).any()
 
@@ -234,7 +235,7 @@ def test_a_loop_of_ones_own():
 
     far = run(sharded(BOTH))
     assert_waiting(far)
-    assert_same(jax.tree.map(np.asarray, far), jax.tree.map(np.asarray, run(sharded(Offload(optimizer="host")))))
+    assert_same(jax.tree.map(np.asarray, far), jax.tree.map(np.asarray, run(sharded(STATE))))
 
 
 @pytest.mark.slow
@@ -309,6 +310,6 @@ def test_parameters_alone_are_refused():
 
 
 def test_a_state_of_parameters_on_the_device_is_refused():
-    state = sharded(Offload(optimizer="host")).create(model_params())
+    state = sharded(STATE).create(model_params())
     with pytest.raises(ValueError, match=r"\(persist_below=64\), and the step .*=64, parameters on the host\)"):
         sharded(BOTH).train_step(scanned)(state, batch_of())
