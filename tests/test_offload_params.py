@@ -10,6 +10,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, Precision, zero_shard
+from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.layout.chunked import is_chunked
 
 LAYERS = 3
@@ -246,6 +247,27 @@ def test_master_weights_in_a_loop_of_ones_own():
     updates, _ = tx.update(grads, state, params)
     found = optax.apply_updates(jax.device_put(params, jax.memory.Space.Device), updates)
     assert_same(tx.unshard(found), tx.unshard(trained(tx, unrolled, steps=1)[0].params))
+
+
+@pytest.mark.slow
+def test_checkpoints_and_exports_go_from_host_memory_to_host_memory(tmp_path):
+    """Also into another number of devices, which pads otherwise, and another type."""
+    tx, other = sharded(BOTH), sharded(BOTH, devices=3, precision=Precision.bf16())
+    state, _ = trained(tx, scanned, steps=1)
+    shapes = jax.eval_shape(model_params)
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        saved.wait()
+        same, narrow = (saved.restore(one.create(shapes)).state for one in (tx, other))
+    assert_waiting(same.params)
+    assert_waiting(narrow.params)
+    assert_same(same.params, state.params)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.unshard(state.params))
+    assert_same(other.unshard(narrow.params), cast)
+    export(state, tmp_path / "exported")
+    read = import_params(tmp_path / "exported", tx.shard(shapes))
+    assert_waiting(read)
+    assert_same(read, state.params)
 
 
 def transfers(jaxpr, loops=0):
