@@ -180,7 +180,9 @@ class Offload:
     Attributes:
         optimizer: `"host"`: pinned host memory. `"disk"`: files under `path`. None: the device.
         params: `"host"`: at stage 3, shards of parameters wait in host memory and are
-            fetched where they are gathered. None: the device.
+            fetched where they are gathered, in each pass anew, and for their update: the
+            device holds those of a few uses or of two updates. Gradients, and leaves below
+            `persist_below`, are on the device. None: the device.
         update: Where the optax update runs. `"device"`: the state travels through the
             device. `"host"`: gradients travel to the host, and new parameters back.
             `"auto"`: link and host memory are measured once, and the faster way is taken.
@@ -403,6 +405,11 @@ class Config:
     def narrows(self) -> bool:
         """Whether parameters are stored in the type they are computed in: not where stage 3 updates its shards."""
         return self.stage < 3 or self.offload is not None
+
+    @property
+    def hosts_params(self) -> bool:
+        """Whether parameters that are cut wait in host memory."""
+        return self.offload is not None and self.offload.params == "host"
 
     @property
     def keeps_master(self) -> bool:

@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 from .comm.mesh import replicated, resolve_mesh
 from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Offload, Paths, Precision, check_count
 from .layout.padded import is_padded
-from .offload.host import check_host_memory
+from .offload.host import arrived, check_host_memory
 from .stages.batch import place_batch
 from .stages.birth import birth_programs
 from .stages.loss import Loss
 from .stages.pieces import state_shardings
-from .stages.placing import as_stored, cast_placed, place, placed
+from .stages.placing import as_stored, cast_placed, check_room, place, placed
 from .stages.publics import grad_parts, update_tree, value_and_grad_tree
 from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms
 from .stages.update import UpdatePlan, chosen_update, plan_update
@@ -97,6 +97,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             `init` take from it, and `shard` a copy to compute with.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
+        check_room(self.config, layout)
         born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
         return in_storage(cast_placed(self.config, layout, born, like=layout.parts), layout)
 
@@ -126,7 +127,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The tree the user gave to `shard` or `init_params` would have made without zerojax.
         """
         logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
-        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(params)
+        here = jax.tree.map(lambda x: arrived(x) if isinstance(x, jax.Array) else x, params)
+        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(here)
 
     def value_and_grad(
         self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False, accumulate: int = 1
@@ -317,7 +319,10 @@ def zero_shard(
             all the same. `tx` sees holes in their place, as under `optax.masked`.
         offload: What waits in host memory or on disk, such as `Offload(optimizer="host")`.
             `train_step` streams it piece by piece; `update`, which may be part of another
-            program, brings all of it to the device at once.
+            program, brings all of it to the device at once. JAX adds nothing to an array in
+            host memory: with `params="host"`, a loop of your own moves the parameters with
+            `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`,
+            and the result back with `jax.device_put(result, tx.shardings(params).params)`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.

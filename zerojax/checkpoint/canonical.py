@@ -21,6 +21,7 @@ from ..layout.chunked import is_chunked
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded, pad
 from ..layout.tree import best_dim
+from ..offload.host import arrived
 from ..stages.master import MasterState
 from ..stages.pieces import joined
 from ..stages.storage import leaves_of, view
@@ -185,7 +186,7 @@ def converter(moves: tuple[tuple[Leaf, Leaf, Sharding], ...]):
 
     def program(arrays):
         return [
-            laid_out(logical(x, source), target).astype(target.dtype)
+            laid_out(logical(arrived(x), source), target).astype(target.dtype)
             for x, (source, target, _) in zip(arrays, moves, strict=True)
         ]
 

@@ -18,6 +18,7 @@ from ..config import path_of
 from ..layout.chunked import is_chunked
 from ..layout.leaf import Leaf
 from ..layout.padded import Padded, is_padded
+from ..offload.host import arrived
 from ..stages.pieces import joined
 from ..train.state import ZeroState
 from . import arrays as disk
@@ -228,7 +229,7 @@ def fetched(x: Any, leaf: Leaf) -> np.ndarray:
         return np.asarray(x)
     where = x.sharding
     whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
-    return np.asarray(jax.jit(logical, static_argnums=1, out_shardings=whole)(x, leaf).addressable_data(0))
+    return np.asarray(jax.jit(logical, static_argnums=1, out_shardings=whole)(arrived(x), leaf).addressable_data(0))
 
 
 def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit: int) -> list[Path]:

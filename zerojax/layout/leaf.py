@@ -59,6 +59,7 @@ class Leaf:
         others: For each dim, the other mesh axes it is divided over already (tensor
             parallel), which stay as they are.
         reason: Why the leaf is whole or flat, for the report; empty for a cut leaf.
+        host: Whether it waits in host memory.
     """
 
     path: str
@@ -70,6 +71,7 @@ class Leaf:
     dim: int | None = None
     others: tuple = ()
     reason: str = ""
+    host: bool = False
 
     @property
     def size(self) -> int:

@@ -27,6 +27,7 @@ class Rules:
         axes: Names of all axes of the mesh.
         persist_below: A leaf of fewer elements is not cut by dim.
         narrows: Whether parameters are stored in the type they are computed in.
+        host: Whether parameters that are cut wait in host memory.
     """
 
     stage: int
@@ -35,6 +36,7 @@ class Rules:
     axes: tuple[str, ...]
     persist_below: int
     narrows: bool = True
+    host: bool = False
 
 
 class HashedOnce:
@@ -197,7 +199,7 @@ def stored(leaf: Leaf, rules: Rules, compute: Any) -> Leaf:
     """How the parameter itself is stored, given how its gradient is divided, and the type it is used in."""
     leaf = dataclasses.replace(leaf, dtype=compute if rules.narrows else leaf.dtype)
     if rules.stage == 3 and leaf.kind == "cut":
-        return leaf
+        return dataclasses.replace(leaf, host=rules.host)
     reason = leaf.reason if rules.stage in (0, 3) else f"stage {rules.stage} keeps parameters whole"
     return dataclasses.replace(leaf, kind="whole", dim=None, reason=reason)
 

@@ -28,8 +28,9 @@ from ..comm import collectives
 from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.tree import Layout
+from ..offload.host import waits
 from .batch import check_args, check_batch, fold_keys
-from .gather import gather_on_use
+from .gather import Far, gather_on_use
 from .loss import Loss, at_least_float32, mean_mutable, weighted_mean
 from .storage import cast
 
@@ -124,14 +125,18 @@ class Pass:
         """
         fn, axis = self.seen(), self.config.axis
         moving = [self.layout.trained[k] for k in self.floats]
+        far = frozenset(i for i, x in enumerate(stored) if waits(x))
+        standin = lambda x: jnp.zeros(x.shape, x.dtype)
 
         def objective(values):
             merged = dict(enumerate(stored)) | dict(zip(moving, values, strict=True))
+            merged |= {i: Far(stored[i], merged[i] if i in moving else standin(stored[i])) for i in far}
             params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(stored))])
             returned = fn(params, mutable, batch, *args)
             return returned.total, returned
 
-        total, pull, returned = jax.vjp(objective, [stored[i] for i in moving], has_aux=True)
+        primals = [standin(stored[i]) if i in far else stored[i] for i in moving]
+        total, pull, returned = jax.vjp(objective, primals, has_aux=True)
         if self.loss.weighted:
             weight = lax.psum(returned.weight, axis)
             factor = divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)

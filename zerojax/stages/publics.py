@@ -19,6 +19,7 @@ from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import Layout
+from ..offload.host import arrived
 from .gradients import loss_and_grads
 from .loss import Loss
 from .pieces import fetched, stowed
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def grad_parts(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
-    """How `value_and_grad` leaves each gradient: cut at stages 2 and 3 where its form allows it."""
+    """How `value_and_grad` leaves each gradient: on the device, cut at stages 2 and 3 where its form allows it."""
     return tuple(
-        leaf
+        dataclasses.replace(leaf, host=False)
         if leaf.dim is not None
         else part
         if config.stage >= 2 and part.kind == "cut" and (part.padding == 0 or padded)
@@ -98,6 +99,7 @@ def difference(new: Array, old: Array) -> Array:
     """What leads `optax.apply_updates` from one narrow number exactly to the other: their difference in float32."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
+    new, old = arrived(new), arrived(old)
     wide = jnp.promote_types(old.dtype, jnp.float32) if jnp.issubdtype(old.dtype, jnp.inexact) else old.dtype
     return new.astype(wide) - old.astype(wide)
 

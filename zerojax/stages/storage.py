@@ -7,7 +7,8 @@ goes out has the same form, so that `jax.tree.map` over both always works.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +19,7 @@ from ..config import Config
 from ..layout.leaf import Leaf
 from ..layout.padded import Padded, is_padded, pad, trim
 from ..layout.tree import Layout, Rules, lay_out
+from ..offload.host import arrived, on_host
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 def rules_of(config: Config) -> Rules:
     """The part of a configuration that decides layouts."""
-    return Rules(config.stage, config.axis, config.shards, config.mesh.axis_names, config.persist_below, config.narrows)
+    c = config
+    return Rules(c.stage, c.axis, c.shards, c.mesh.axis_names, c.persist_below, c.narrows, c.hosts_params)
 
 
 def layout_of(config: Config, params: PyTree) -> Layout:
@@ -50,10 +53,22 @@ def read(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage
         if isinstance(x, Padded):
             if x.storage.shape == leaf.storage_shape:
                 return x.storage
-            x = x.logical()  # it was padded for another stage or number of devices
-        return x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])
+            x = logical(x)  # it was padded for another stage or number of devices
+        if leaf.dim is None or x.shape == leaf.storage_shape:
+            return x
+        return pad(arrived(x), leaf.dim, leaf.storage_shape[leaf.dim])
 
     return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]
+
+
+def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
+    """An array on the device without padding; logical shape."""
+    return dataclasses.replace(x, storage=arrived(x.storage)).logical() if isinstance(x, Padded) else arrived(x)
+
+
+def homed(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
+    """New parameters by index, those that wait in host memory on their way there; traced under jit."""
+    return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
 def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
@@ -99,13 +114,13 @@ def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> 
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
-    """Each array in its type; one that is in it already is left as it is."""
-    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+    """Each array in its type; one that is in it already is left as it is, and where it is."""
+    return [x if x.dtype == dtype else arrived(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    """A leaf's layout as a `NamedSharding`."""
-    return NamedSharding(config.mesh, leaf.spec)
+    """A leaf's layout as a `NamedSharding`, in the memory it waits in."""
+    return on_host(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:

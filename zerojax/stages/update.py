@@ -24,12 +24,13 @@ from ..layout.chunked import Cut, is_chunked
 from ..layout.leaf import Leaf
 from ..layout.padded import is_padded
 from ..layout.tree import HashedOnce, Layout, match_state, owners_of
+from ..offload.host import arrived, waits
 from ..offload.measure import Choice, choose, measure
 from .elementwise import elementwise_leaves
 from .master import transformed
 from .offloading import Offloaded, offloaded
 from .split import CONST, EXTRA, GRAD, PARAM, STATE
-from .storage import cast, constrain, gather, layout_of, leaves_of, rules_of, shapes, store, view
+from .storage import cast, constrain, gather, layout_of, leaves_of, logical, rules_of, shapes, store, view
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -101,14 +102,19 @@ def offloaded_part(config: Config, plan: UpdatePlan) -> Offloaded:
 
 
 def divide(config: Config, plan: UpdatePlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
-    """The trained leaves of parameters or gradients, in any form, laid out for the update; storage shape."""
+    """The trained leaves of parameters or gradients, in any form, laid out for the update; storage shape.
+
+    A parameter that waits in host memory lies as its gradient does, and is left there.
+    """
     leaves = leaves_of(tree)
-    return [
-        constrain(config, x.storage, part)
-        if is_padded(x) and x.storage.shape == part.storage_shape
-        else store(config, x.logical() if is_padded(x) else x, part)
-        for x, part in zip([leaves[i] for i in plan.layout.trained], plan.parts, strict=True)
-    ]
+
+    def one(x, part: Leaf):
+        value = x.storage if is_padded(x) else x
+        if value.shape == part.storage_shape and (is_padded(x) or waits(value)):
+            return value if waits(value) else constrain(config, value, part)
+        return store(config, logical(x), part)
+
+    return [one(x, part) for x, part in zip([leaves[i] for i in plan.layout.trained], plan.parts, strict=True)]
 
 
 def undivide(
@@ -167,6 +173,7 @@ def update(
         return [store(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
 
     types = [part.dtype for part in plan.parts]
+    params = None if params is None else [arrived(x) for x in params]
     updates, new_state = transformed(config, plan.trained).update(
         jax.tree.unflatten(tree, views(cast(grads, types), plan.parts)),
         jax.tree.unflatten(plan.state_def, views(jax.tree.leaves(state), plan.state)),
@@ -186,6 +193,7 @@ def advance(
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
     """The trained parameters after one step, in the type they are stored in, and the state; as `update`."""
+    params = [arrived(x) for x in params]
     updates, state = update(config, plan, grads, state, params, extra)
     moved: Any = updates if config.keeps_master else optax.apply_updates(list(params), updates)
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
@@ -213,7 +221,7 @@ def begin(config: Config, plan: UpdatePlan, grads: Sequence, state: Sequence, pa
     split = offloaded_part(config, plan).split
     looks = {
         GRAD: lambda i: view(grads[i], plan.parts[i]),
-        PARAM: lambda i: view(params[i].astype(plan.parts[i].dtype), plan.parts[i]),
+        PARAM: lambda i: view(arrived(params[i]).astype(plan.parts[i].dtype), plan.parts[i]),
         STATE: lambda k: view(state[k], plan.state[k]),
         EXTRA: lambda _: value,
         CONST: lambda i: split.consts[i],
@@ -261,8 +269,9 @@ def check_params(config: Config, plan: UpdatePlan, params: PyTree) -> None:
     if plan.layout.rules != rules:
         made = plan.layout.rules
         raise ValueError(
-            f"The state was made for stage {made.stage} on {made.shards} devices (persist_below={made.persist_below}), "
-            f"and the step is for stage {rules.stage} on {rules.shards} (persist_below={rules.persist_below}). "
+            f"The state was made for stage {made.stage} on {made.shards} devices (persist_below={made.persist_below}"
+            f"{', parameters on the host' * made.host}), and the step is for stage {rules.stage} on {rules.shards} "
+            f"(persist_below={rules.persist_below}{', parameters on the host' * rules.host}). "
             f"Make it with this transformation's create(params)."
         )
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)

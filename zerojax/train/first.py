@@ -13,7 +13,7 @@ from .. import compat
 from ..config import Config
 from ..layout.chunked import Cut, piece_shapes
 from ..layout.leaf import Leaf
-from ..offload.host import on_host
+from ..offload.host import arrived, on_host
 from ..stages.master import transformed
 from ..stages.pieces import chunked, cut_up, state_shardings, stowed
 from ..stages.split import carve, inlined
@@ -29,9 +29,8 @@ def state_at_once(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Arra
     """The state in one program, which may be part of another; what is offloaded passes through the device together."""
 
     def fresh(stored):
-        leaves = [
-            store(config, x, leaf) for x, leaf in zip(logical_state(config, plan, stored), plan.state, strict=True)
-        ]
+        found = logical_state(config, plan, [arrived(x) for x in stored])
+        leaves = [store(config, x, leaf) for x, leaf in zip(found, plan.state, strict=True)]
         return stowed(config, plan, jax.tree.unflatten(plan.state_def, leaves))
 
     return jax.jit(fresh, out_shardings=state_shardings(config, plan))(list(stored))
@@ -70,7 +69,7 @@ def state_by_tasks(config: Config, plan: UpdatePlan, stored: Sequence[Shaped[Arr
             [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents))
             for k, cut in zip(leaves, cuts, strict=True)
         ]
-        return jax.jit(program, out_shardings=where)([given[var] for var in inputs])
+        return jax.jit(program, out_shardings=where)([arrived(given[var]) for var in inputs])
 
     here = [k for k, cut in enumerate(plan.cuts) if cut is None]
     arrays = {k: x for k, (x,) in zip(here, made(here), strict=True)}

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from ..config import Config, check_count
 from ..layout.chunked import is_chunked
+from ..offload.host import arrived
 from ..stages.batch import place_batch
 from ..stages.gradients import Gradients, loss_and_grads
 from ..stages.loss import Loss
 from ..stages.pieces import fetched, stowed
-from ..stages.storage import cast, in_storage, read
+from ..stages.storage import cast, homed, in_storage, read
 from ..stages.update import advance, begin, check_params, check_state, divide, undivide
 from .guard import Guard, keep_old, next_guard, refuse
 from .state import ZeroState
@@ -106,9 +107,10 @@ def step_once(
     moved, opt_state = advance(config, plan, done.found.grads, held, done.old, {"value": done.found.loss})
     mutable = done.found.mutable
     if guarded(config, options, loss):
-        before = (done.old, held, state.mutable)
+        before = ([arrived(x) for x in done.old], held, state.mutable)
         moved, opt_state, mutable = keep_old(~done.skipped, (moved, opt_state, mutable), before)
-    params = in_storage(undivide(config, plan, moved, done.stored), plan.layout)
+    home = homed(config, dict(enumerate(moved)), plan.trained.params)
+    params = in_storage(undivide(config, plan, list(home.values()), done.stored), plan.layout)
     new = ended(state, done, params, stowed(config, plan, opt_state), mutable)
     return new, metrics_of(config, options, loss, state, done)
 
@@ -136,9 +138,10 @@ def step_begun(
     first = begin(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
     moved, leaves, mutable = first.moved, first.state, done.found.mutable
     if guarded(config, options, loss):
-        before = ({i: done.old[i] for i in moved}, state.opt_state, state.mutable)
+        before = ({i: arrived(done.old[i]) for i in moved}, state.opt_state, state.mutable)
         moved, leaves, mutable = keep_old(~done.skipped, (moved, leaves, mutable), before)
-    params = undivide(config, plan, [moved.get(i) for i in range(len(plan.parts))], done.stored)
+    home = homed(config, moved, plan.trained.params)
+    params = undivide(config, plan, [home.get(i) for i in range(len(plan.parts))], done.stored)
     divided = {i: x for i, x in enumerate(done.old) if i not in moved}
     begun = Begun(params, divided, leaves, {i: done.found.grads[i] for i in first.wanted}, first.shared, done.skipped)
     return ended(state, done, None, None, mutable), metrics_of(config, options, loss, state, done), begun

@@ -22,10 +22,10 @@ import numpy as np
 from ..config import Config
 from ..layout.chunked import Cut
 from ..layout.leaf import Leaf
-from ..offload.host import host_kind, moved
+from ..offload.host import arrived, host_kind, moved, waits
 from ..stages.offloading import UNDER_WAY
 from ..stages.split import CONST, GRAD, SHARED, Task
-from ..stages.storage import named
+from ..stages.storage import homed, named
 from ..stages.update import UpdatePlan, chosen_update, offloaded_part
 from .hosted import on_host
 from .tasks import Kind, Values, gathered, incoming, on_device, outgoing
@@ -111,8 +111,9 @@ class Streamed:
             raise
 
     def _run(self, begun: Begun, tier: Tier) -> tuple[list, list]:
-        tasks = self.split.tasks
+        tasks, leaves = self.split.tasks, self._plan.trained.params
         params, state = list(begun.params), list(begun.state)
+        leaving: list[Array] = []
         last = {i: t for t, task in enumerate(tasks) for i in task.reading(GRAD)}
         there = self._shared_on_host(begun)
         coming, going = collections.deque(), collections.deque()
@@ -124,7 +125,7 @@ class Streamed:
 
         fetch(UNDER_WAY - 1)
         for t, task in enumerate(tasks):
-            held = [begun.divided.pop(i) for i in task.params]
+            held = [arrived(begun.divided.pop(i)) for i in task.params]
             kept = [state[k] for k in task.resident]
             others = Values(
                 params=(),
@@ -154,8 +155,14 @@ class Streamed:
                 state[k] = x
             for k, node in zip(task.state, tier.nodes(task), strict=True):
                 state[k] = node
-            for i, x in zip(task.params, self._whole(task, held), strict=True):
+            # Parameters pass through the device where the update runs on the host too, as their gradients do.
+            home = homed(self._config, dict(zip(task.params, self._whole(task, held), strict=True)), leaves)
+            for i, x in home.items():
                 params[self._plan.layout.trained[i]] = x
+            # The device holds the shards of two tasks: one arrives and is updated while the other leaves.
+            jax.block_until_ready(leaving)
+            leaving = [x for x in home.values() if waits(x)]
+            del held, home
         while going:
             tier.settle(going.popleft())
         return params, state

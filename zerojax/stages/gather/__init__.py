@@ -7,5 +7,6 @@ weight, collectives, evaluate   a shard; how shards move; casts made before the 
 """
 
 from zerojax.stages.gather.engine import block, gather_on_use
+from zerojax.stages.gather.kept import Far
 
-__all__ = ["block", "gather_on_use"]
+__all__ = ["Far", "block", "gather_on_use"]

@@ -10,7 +10,7 @@ from jax import lax
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
 from zerojax.stages.gather import program as programs
-from zerojax.stages.gather.kept import Fixed, Static
+from zerojax.stages.gather.kept import Far, Fixed, Static
 from zerojax.stages.gather.schedule import Options
 from zerojax.stages.gather.tape import run_backward, run_forward
 
@@ -49,7 +49,8 @@ def gather_on_use(
         `wrapped(local_params, *args)`, which returns what `fn` does. Its derivative with
         respect to a cut parameter is this device's shard of the sum over devices, zeros
         in the padding; with respect to anything else it is this device's own. It can be
-        differentiated in reverse, once.
+        differentiated in reverse, once. A shard that waits in host memory is given as a `Far`,
+        and brought to the device where it is gathered.
 
     Raises:
         ValueError: If an option is out of range, or a shard is not of its leaf's local shape.
@@ -66,8 +67,10 @@ def gather_on_use(
     options = Options(axis, prefetch, bucket_bytes, reshard_after_forward, reduce)
 
     def wrapped(local_params, *args):
-        leaves = _checked(local_params, layout, axis)
-        shards, tree = jax.tree.flatten(local_params)
+        found, tree = jax.tree.flatten(local_params, is_leaf=lambda x: isinstance(x, Far))
+        shards = [x.shard if isinstance(x, Far) else x for x in found]
+        standins = {i: x.standin for i, x in enumerate(found) if isinstance(x, Far)}
+        leaves = _checked(tree.unflatten(shards), layout, axis)
         known, arrays, put_back = _without_constants(args)
         whole = [
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "cut" else shard
@@ -80,7 +83,8 @@ def gather_on_use(
         closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(whole, arrays)
         cut = [leaf.kind == "cut" for leaf in leaves] + [False] * len(arrays)
         program, consts = _planned(closed, leaves, cut)
-        results = _differentiable(program, options)(*shards, *arrays, *consts)
+        run = _differentiable(program, options, tuple(standins))
+        results = run(*shards, *arrays, *consts, *standins.values())
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return wrapped
@@ -168,16 +172,19 @@ def _planned(closed, leaves: Sequence[Leaf], cut: Sequence[bool]) -> tuple[progr
     return programs.plan(bare, layouts), [*consts, *more]
 
 
-def _differentiable(program: programs.Program, options: Options) -> Callable:
-    """The program as a function of its arguments, with the backward pass of `tape`."""
+def _differentiable(program: programs.Program, options: Options, far: Sequence[int]) -> Callable:
+    """The program as a function of its arguments, and stand-ins of those in `far`, with `tape`'s backward pass."""
+    count = len(program.invars)
 
     @jax.custom_vjp
     def run(*args):
-        return run_forward(program, args, None, options)[0]
+        return run_forward(program, args[:count], None, options)[0]
 
     def forward(*args):
-        active = [arg.perturbed for arg in args]
-        values = [arg.value for arg in args]
+        active = [arg.perturbed for arg in args[:count]]
+        for place, standin in zip(far, args[count:], strict=True):
+            active[place] = standin.perturbed
+        values = [arg.value for arg in args[:count]]
         results, kept = run_forward(program, values, active, options)
         return results, (values, kept, Fixed(Static(active)))
 
@@ -185,7 +192,8 @@ def _differentiable(program: programs.Program, options: Options) -> Callable:
         args, kept, fixed = residuals
         active = fixed.static.value
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
-        return tuple(run_backward(program, args, active, kept, given, options))
+        found = run_backward(program, args, active, kept, given, options)
+        return (*(None if i in far else x for i, x in enumerate(found)), *(found[i] for i in far))
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

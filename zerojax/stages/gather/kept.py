@@ -23,6 +23,23 @@ class Fixed:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Far:
+    """A shard in host memory, for `gather_on_use`.
+
+    A cotangent lies where its primal does, and the gradient of such a shard is to be on the device:
+    so what is differentiated is a stand-in, which is read by nothing.
+
+    Attributes:
+        shard: This device's part.
+        standin: An array of the same shape and type on the device.
+    """
+
+    shard: Any
+    standin: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Kept:
     """What the backward pass of one segment reads.
 

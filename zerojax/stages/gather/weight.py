@@ -17,6 +17,7 @@ from jax import lax
 
 from zerojax import compat
 from zerojax.layout.leaf import Leaf, shard_extent
+from zerojax.offload.host import arrived
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,19 +96,21 @@ class Weight:
         return lax.transpose(cotangent, np.argsort(self.order)) if self.order else cotangent
 
     def shard(self, env: Mapping, zero: jax.Array) -> jax.Array:
-        """This device's part, sliced and cast, of the parameter whose shard `env` holds.
+        """This device's part, sliced, brought to the device and cast, of the parameter whose shard `env` holds.
 
         `zero` is a zero that is there when the gather may start.
         """
         value = self.sliced(env)
         if self.turn is not None:
             return self.layer(value, self.turn + zero)
-        return lax.convert_element_type(value, self.dtype)
+        return lax.convert_element_type(arrived(value), self.dtype)
 
     def layer(self, stack: jax.Array, turn: jax.Array) -> jax.Array:
         """This device's part of one layer, cast, out of the stack that `sliced` gave."""
         # Indexing the whole stack and casting in the turn: a cast before the loop would copy the stack.
-        return lax.convert_element_type(lax.dynamic_index_in_dim(stack, turn, 0, keepdims=False), self.dtype)
+        # A stack in host memory is indexed there, so that one layer travels.
+        row = lax.dynamic_index_in_dim(stack, turn, 0, keepdims=False)
+        return lax.convert_element_type(arrived(row), self.dtype)
 
     def sliced(self, env: Mapping) -> jax.Array:
         """This device's part, sliced, in the parameter's own type."""
@@ -126,7 +129,9 @@ class Weight:
         if not self.before:
             return cotangent
         operands = {v: env[v] for v in self.operands}
-        return jax.vjp(lambda root: self._slice(root, operands), root)[1](cotangent)[0]
+        # Of its shape alone: the shard may wait in host memory, and gradients are on the device.
+        shape = jax.ShapeDtypeStruct(root.shape, root.dtype)
+        return jax.linear_transpose(lambda root: self._slice(root, operands), shape)(cotangent)[0]
 
 
 def root_weight(var, leaf: Leaf) -> Weight:
@@ -176,6 +181,8 @@ def _slice(value, eqn, indices):
     starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     if (dim := _cut_dim(value, eqn)) >= 0:
         starts[dim], limits[dim] = 0, value.shape[dim]
+    if any(stride != 1 for stride in eqn.params["strides"] or ()):
+        value = arrived(value)  # of host memory XLA moves what lies together; else it copies there first
     return lax.slice(value, starts, limits, eqn.params["strides"])
 
 
