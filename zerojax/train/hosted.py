@@ -19,27 +19,27 @@ from .tasks import Kind
 
 
 def on_host(config: Config, kind: Kind) -> Callable:
-    """`f(params, grads, state, shared, consts, skipped) -> (params, state)`, all in host memory.
+    """`f(params, grads, state, shared, consts) -> (params, state)`, all in host memory.
 
-    Pieces are given and come back, in the place of those given where they can be. Of the state the old comes
-    back, bit for bit, if the step is skipped. New parameters are in the type they are stored in.
+    Pieces are given and come back, in the place of those given where they can be. New
+    parameters are in the type they are stored in.
     """
     leaves = [*kind.params, *kind.state]
     where = [in_host_memory(config.mesh, leaf.spec) for leaf in leaves]
     part, whole = kind.params[0].manual_spec, PartitionSpec()
     compute = in_one_pass if blockable(kind) else at_once
 
-    def run(params, grads, state, shared, consts, skipped):
+    def run(params, grads, state, shared, consts):
         # each device's part by itself: as one array over all devices, a block would be cut across them
         local = jax.shard_map(
             lambda *given: compute(kind, *given),
             mesh=config.mesh,
-            in_specs=(part, part, part, whole, whole, whole),
+            in_specs=(part, part, part, whole, whole),
             out_specs=part,
             axis_names={config.axis},
             check_vma=False,
         )
-        new = local(params, grads, state, shared, consts, skipped)
+        new = local(params, grads, state, shared, consts)
         return new[: len(kind.params)], new[len(kind.params) :]
 
     # new parameters take the place of the old ones, or of gradients, if either is there in the type they are stored in
@@ -48,29 +48,25 @@ def on_host(config: Config, kind: Kind) -> Callable:
     return jax.jit(run, donate_argnums=donated, out_shardings=(where[: len(kind.params)], where[len(kind.params) :]))
 
 
-def at_once(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list, skipped: Any) -> list:
-    """The update of a piece as the compiler arranges it."""
+def at_once(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list) -> list:
+    """New parameters and new state of a piece."""
     held = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
     values = [typed(kind, name, i, held[name][i]) for name, i in kind.reads]
-    shape = (params or grads or state)[0].shape
-    new = evaluated(kind, values, shape)
-    moved = [x.astype(dtype) for x, dtype in zip(new, kind.stored, strict=False)]
-    old = [jnp.where(skipped, x, y.astype(x.dtype)) for x, y in zip(state, new[len(moved) :], strict=True)]
-    return [*moved, *old]
+    new = evaluated(kind, values, (params or grads or state)[0].shape)
+    types = [*kind.stored, *(x.dtype for x in state)]
+    return [x.astype(dtype) for x, dtype in zip(new, types, strict=True)]
 
 
-def in_one_pass(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list, skipped: Any) -> list:
+def in_one_pass(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list) -> list:
     """The same, block by block, each output in the place of an operand where there is one of its type."""
     wide = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 
-    def block(wide: list, scalars: list) -> list:
-        *shared, skipped = scalars
-        return at_once(kind, wide[: ends[0]], wide[ends[0] : ends[1]], wide[ends[1] :], shared, consts, skipped)
+    def block(wide: list, shared: list) -> list:
+        return at_once(kind, wide[: ends[0]], wide[ends[0] : ends[1]], wide[ends[1] :], shared, consts)
 
     places = [0 if wide[0].dtype == dtype else None for dtype in kind.stored]
-    overwrites = [*places, *range(ends[1], len(wide))]
-    return in_blocks(block, wide, [*shared, skipped], overwrites=overwrites)
+    return in_blocks(block, wide, shared, overwrites=[*places, *range(ends[1], len(wide))])
 
 
 def typed(kind: Kind, name: str, i: int, x: Any) -> Any:

@@ -115,7 +115,9 @@ class Streamed:
         params, state = list(begun.params), list(begun.state)
         leaving: list[Array] = []
         last = {i: t for t, task in enumerate(tasks) for i in task.reading(GRAD)}
-        there = self._shared_on_host(begun)
+        if self._update == "host" and begun.skipped:  # the host waits for the gradients anyway
+            return self._skipped(begun, tier)
+        there = [moved(x, self._host) for x in begun.shared] if self._update == "host" else []
         coming, going = collections.deque(), collections.deque()
         ahead = ((t, n) for t, task in enumerate(tasks) for n in range(len(task.pieces)))
 
@@ -139,8 +141,8 @@ class Streamed:
                 arrays = tier.receive(coming.popleft())
                 kind, at = self._kind(t, length), np.int32(start)
                 if self._runs_on_host(task):
-                    shared, skipped = [there[0][i] for i in task.reading(SHARED)], there[1]
-                    held, arrays = self._on_host(kind, held, arrays, others, at, begun.skipped, shared, skipped)
+                    shared = [there[i] for i in task.reading(SHARED)]
+                    held, arrays = self._on_host(kind, held, arrays, others, at, begun.skipped, shared)
                 else:
                     program = self._program(on_device, kind)
                     held, arrays, kept = program(held, arrays, kept, others, at, begun.skipped)
@@ -171,19 +173,24 @@ class Streamed:
         """A task on whole matrices goes through the device, whose programs span all devices."""
         return self._update == "host" and task.cut is not None
 
-    def _shared_on_host(self, begun: Begun) -> tuple[list, Any]:
-        if self._update != "host":
-            return [], None
-        return [moved(x, self._host) for x in begun.shared], moved(begun.skipped, self._host)
+    def _skipped(self, begun: Begun, tier: Tier) -> tuple[list, list]:
+        """A step that moves nothing."""
+        params, state = list(begun.params), list(begun.state)
+        for task in self.split.tasks:
+            for k, node in zip(task.state, tier.unchanged(task), strict=True):
+                state[k] = node
+            for i, x in zip(task.params, self._whole(task, [begun.divided.pop(i) for i in task.params]), strict=True):
+                params[self._plan.layout.trained[i]] = x
+        return params, state
 
     def _on_host(
-        self, kind: Kind, held: list, state: list, others: Values, start, skipped, shared: list, skipped_there
+        self, kind: Kind, held: list, state: list, others: Values, start, skipped, shared: list
     ) -> tuple[list, list]:
         """Gradients go to the host, and new parameters come back."""
         params, grads = self._program(outgoing, kind)(others._replace(params=held), start)
         beside = [moved(x, self._host) for x in others.consts]
         there = [[moved(x, self._host) for x in arrays] for arrays in (params, grads)]
-        new, state = self._program(on_host, kind)(*there, state, shared, beside, skipped_there)
+        new, state = self._program(on_host, kind)(*there, state, shared, beside)
         back = [moved(x, DEVICE) for x in new]
         return self._program(incoming, kind)(held, back, start, skipped), state
 

@@ -45,6 +45,10 @@ class Tier(Protocol):
         """The new nodes of the state's tree, one a leaf of the task."""
         ...
 
+    def unchanged(self, task: Task) -> list[PyTree]:
+        """The nodes of a task of which nothing was fetched."""
+        ...
+
     def abandon(self) -> None:
         """Something failed: what was stowed will not be used."""
         ...
@@ -58,12 +62,12 @@ class HostTier:
         self._config = config
         self._plan = plan
         self._kind = host_kind(config.mesh)
-        self._old = {k: list(node.pieces) for k, node in enumerate(nodes) if is_chunked(node)}
+        self._nodes = {k: node for k, node in enumerate(nodes) if is_chunked(node)}
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
     def fetch(self, task: Task, piece: int, kind: str) -> list[Array]:
         """As `Tier`."""
-        return [moved(self._old[k][piece], kind) for k in task.state]
+        return [moved(self._nodes[k].pieces[piece], kind) for k in task.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
         """As `Tier`."""
@@ -74,7 +78,7 @@ class HostTier:
         new = [moved(x, self._kind) for x in arrays]
         for k, x in zip(task.state, new, strict=True):
             self._new[k].append(x)
-        return new, [self._old[k][piece] for k in task.state if k in self._old]
+        return new, [self._nodes[k].pieces[piece] for k in task.state if k in self._nodes]
 
     def settle(self, ticket: tuple[list, list]) -> None:
         """As `Tier`; the old pieces are given back, as those of a donated array are."""
@@ -89,6 +93,10 @@ class HostTier:
         config, plan = self._config, self._plan
         held = [(k, plan.cuts[k] or Cut(0, ())) for k in task.state]
         return [chunked(config, self._new.pop(k), plan.state[k], cut) for k, cut in held]
+
+    def unchanged(self, task: Task) -> list[Chunked]:
+        """As `Tier`."""
+        return [self._nodes[k] for k in task.state]
 
     def abandon(self) -> None:
         """As `Tier`."""
@@ -123,6 +131,10 @@ class DiskTier:
 
     def nodes(self, task: Task) -> list[Chunked]:
         """As `Tier`; what they hold has changed."""
+        return self.unchanged(task)
+
+    def unchanged(self, task: Task) -> list[Chunked]:
+        """As `Tier`."""
         return [self._nodes[k] for k in task.state]
 
     def abandon(self) -> None:
