@@ -1,7 +1,7 @@
 """Offloaded optimizer state on a GPU: tokens/s, memory and share of the link, with and without, at 1.5B, 3B and 8B.
 
     python benchmarks/gpu_offload.py --out benchmarks/results/gpu_offload.json
-    python benchmarks/gpu_offload.py --check --sizes --out ...         the numbers only: stages 1-3, every tier
+    python benchmarks/gpu_offload.py --check --sizes --out ...         correctness only: stages 1-3, every tier
     python benchmarks/gpu_offload.py --sizes 8B --resume --out ...     one size more, beside what the file has
     python benchmarks/gpu_offload.py --sizes --largest none device --resume --out ...   the largest that trains
 
@@ -49,7 +49,7 @@ GROWTH = 1.25
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="in this order")
+    parser.add_argument("--sizes", nargs="*", choices=list(SIZES), help="in this order (all; on CPU 1.5B)")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="in this order")
     parser.add_argument("--largest", nargs="*", default=[], choices=list(MODES), help="then grow 8B until it fails")
     parser.add_argument("--check", action="store_true", help="first compare numbers at each stage, on a tiny model")
@@ -69,7 +69,7 @@ def main():
     bench.probe()
     if args.check:
         bench.check()
-    for size in args.sizes:
+    for size in args.sizes if args.sizes is not None else ["1.5B"] if bench.small else SIZES:
         for mode in args.modes:
             bench.one(size, bench.sizes[size], mode, args.steps)
     for mode in args.largest:
@@ -97,9 +97,9 @@ class Bench:
     def left(self):
         return self.end - time.monotonic()
 
-    def child(self, work, **given):
+    def child(self, work, *, limit=None, **given):
         """Run something in a process of its own: what it wrote, whether or not it lived to the end."""
-        limit = max(1.0, min(self.args.limit, self.left()))
+        limit = max(1.0, min(limit or self.args.limit, self.left()))
         with tempfile.TemporaryDirectory() as folder:
             out, log = pathlib.Path(folder, "notes.json"), pathlib.Path(folder, "log")
             command = [sys.executable, str(HERE / "offload_work.py"), json.dumps({"work": work, **given}), str(out)]
@@ -123,7 +123,7 @@ class Bench:
 
     def probe(self):
         """What hardware there is; on CPU everything from here on is small."""
-        found = self.child("probe", link_bytes=(16 << 20) if self.args.dry_run else 1 << 30)
+        found = self.child("probe", link_bytes={"cpu": 16 << 20, "gpu": 1 << 30})
         if "platform" not in found:
             sys.exit(f"JAX found no device: {found}")
         self.small = found["platform"] == "cpu"
@@ -143,12 +143,14 @@ class Bench:
             print(found["error"])
 
     def check(self):
-        self.found["check"] = found = self.child("check")
+        self.found["check"] = found = self.child("check", limit=self.args.budget)
         self.save()
         print(f"remat_policy: {found.get('remat_policy')}")
         for row in found.get("rows", ()):
             shown = row.get("error") or ", ".join(f"{k} {row[k]:.2g}" for k in row if k.startswith("to "))
-            print(f"{'ok  ' if row['ok'] else 'BAD '} stage {row['stage']} {row['precision']} {row['offload']}: {shown}")
+            print(
+                f"{'ok  ' if row['ok'] else 'BAD '} stage {row['stage']} {row['precision']} {row['offload']}: {shown}"
+            )
         print(f"check: {found.get('status')}, {'all ok' if found.get('ok') else 'NOT all ok'}", flush=True)
 
     def one(self, name, model, mode, steps):
