@@ -1,0 +1,326 @@
+"""What `gpu_offload.py` runs in processes of their own: one configuration, the link, or the check of numbers.
+
+    python offload_work.py JSON OUT
+
+JSON has `work` and its arguments. What is known is written to OUT as soon as it is known, so that a process
+that is stopped or killed leaves what it had.
+"""
+
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import yardstick
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import Offload, Precision, report, zero_shard
+from zerojax.offload import measure, remat_policy
+from zerojax.offload.host import available_bytes, moved, on_host
+from zerojax.testing import train_plain
+from zerojax.train.step import here_of
+from zerojax.train.tiers import tier_of
+
+CHECKED = [(stage, "fp32", name) for stage in (3, 2, 1) for name in ("none", "host/device", "host/host")]
+CHECKED[3:3] = [(3, "fp32", "host/device half"), (3, "fp32", "disk/device")]
+CHECKED += [(3, "bf16", name) for name in ("none", "host/device", "host/host")]
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "OUT_OF_MEMORY")
+
+
+class Notes(dict):
+    """Figures that are written to a file whenever some are added."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._path = pathlib.Path(path)
+
+    def add(self, **figures):
+        self.update(figures)
+        self._path.write_text(json.dumps(self))
+
+
+def main():
+    given, notes = json.loads(sys.argv[1]), Notes(sys.argv[2])
+    work = {"probe": probe, "train": train, "check": check}[given.pop("work")]
+    try:
+        work(notes, **given)
+    except Exception as error:
+        memory = isinstance(error, MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
+        at = f" while {notes['doing']}" if "doing" in notes else ""
+        notes.add(
+            status=("out of memory" if memory else "failed") + at, error=f"{type(error).__name__}: {str(error)[:600]}"
+        )
+    notes.add(peak_rss=peak_rss())
+
+
+def peak_rss():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def peak_device():
+    """Of the fullest device so far; None where the backend does not say, as on CPU."""
+    found = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((x for x in found if x is not None), default=None)
+
+
+def probe(notes, *, link_bytes):
+    """The hardware, the versions, and the link with nothing else on it."""
+    device = jax.devices()[0]
+    names = ("jax", "jaxlib", "optax", "flax", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    stats = device.memory_stats() or {}
+    notes.add(
+        platform=device.platform,
+        devices=[device.device_kind, jax.device_count()],
+        device_limit=stats.get("bytes_limit"),
+        host_available=available_bytes(),
+        cores=os.cpu_count(),
+        python=platform.python_version(),
+        versions={name: version for name in names if (version := version_of(name))},
+        backend=getattr(device.client, "platform_version", "").replace("\n", ", "),
+    )
+    size = link_bytes["cpu" if device.platform == "cpu" else "gpu"]
+    sizes = {"large": size, "a chunk": min(32 << 20, size)}
+    notes.add(link={name: {"bytes": size} | link(data_mesh(), size) for name, size in sizes.items()})
+    speed = measure.measure(data_mesh(), "data")
+    notes.add(library_measures={"link": speed.link, "host": speed.host})
+
+
+def version_of(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def data_mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def link(mesh, size):
+    """Bytes per second of one device, all asking at once: to it, from it, and each way with both at once."""
+    there = jax.device_put(np.ones(mesh.size * size // 4, np.float32), on_host(mesh, PartitionSpec("data")))
+    here, host = moved(there, "device"), there.sharding.memory_kind
+    both = measure.timed(lambda: (moved(there, "device"), moved(here, host)))
+    return {
+        "H2D": size / measure.timed(lambda: moved(there, "device")),
+        "D2H": size / measure.timed(lambda: moved(here, host)),
+        "each of both": size / both,
+    }
+
+
+def train(notes, *, model, mode, steps, link_bytes):
+    """One model with one way of offloading: figures of its making, its steps and its update."""
+    size = {**model, "dtype": jnp.bfloat16}
+    init, loss, (rows, length) = yardstick.build(size.pop("base"), scan=True, **size)
+    offload = Offload(optimizer="host", **mode) if mode else None
+    tx = zero_shard(optax.adamw(1e-4), stage=3, precision=Precision.bf16(), offload=offload)
+    count, begin = jax.device_count(), time.perf_counter()
+    vocabulary = model.get("vocabulary", yardstick.SIZES[model["base"]].vocabulary)
+    tokens = jax.random.randint(jax.random.key(1), (rows * count, length), 0, vocabulary)
+    batch = jax.device_put(tokens, NamedSharding(tx.config.mesh, PartitionSpec("data")))
+
+    notes.add(doing="making the state")
+    params = tx.init_params(init, jax.random.key(0))
+    if offload:
+        params = narrowed(params)
+    state = tx.create(params)
+    del params
+    jax.block_until_ready(jax.tree.leaves(state))
+    held = report(state)
+    notes.add(
+        parameters=sum(math.prod(leaf.shape) for leaf in state.plan.layout.params),
+        tokens_a_step=tokens.size,
+        create_s=time.perf_counter() - begin,
+        create_peak_device=peak_device(),
+        state_device=held.total,
+        state_host=sum(held.host.values()),
+        update=held.update,
+    )
+
+    notes.add(doing="compiling and the first steps")
+    step = tx.train_step(loss)
+    begin = time.perf_counter()
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        jax.block_until_ready(jax.tree.leaves(state))
+    notes.add(first_steps_s=time.perf_counter() - begin, trains=bool(np.isfinite(losses).all()))
+
+    notes.add(doing="the timed steps")
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((metrics, jax.tree.leaves(state)))
+        seconds.append(time.perf_counter() - begin)
+        notes.add(step_s=spread(seconds), peak_device=peak_device(), **{"tokens/s": tokens.size / spread(seconds)[0]})
+    notes.add(losses=[*losses, float(metrics["loss"])])
+    if offload and steps > 1 and any(state.plan.cuts):
+        notes.add(doing="the update alone")
+        state, seconds = update_seconds(step, tx, state, batch, steps)
+        crossing = bytes_across(tx, step, state)
+        notes.add(update_s=spread(seconds), bytes_to_device=crossing[0], bytes_to_host=crossing[1])
+        shapes = shapes_of(state)
+        del state, metrics
+        notes.add(doing="the link beside it")
+        notes.add(link=link(tx.config.mesh, link_bytes))
+        notes.add(**share(notes))
+        state = shapes
+    if steps > 1:
+        notes.add(doing="asking the compiler for its figures")
+        memory = step.lower(shapes_of(state), batch).compile().memory_analysis()
+        alone = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        notes.add(compiled_device=memory.argument_size_in_bytes + memory.temp_size_in_bytes + alone)
+    notes.add(status="ran")
+    notes.pop("doing")
+
+
+def narrowed(params):
+    """Parameters as they are computed with, the wider ones given back one by one.
+
+    `create` copies what it is given, beside the optimizer's state: at 8B this spares it 2 x 16 GB.
+    """
+
+    def one(x):
+        narrow = jax.block_until_ready(x.astype(jnp.bfloat16))
+        x.delete()
+        return narrow
+
+    return jax.tree.map(one, params)
+
+
+def shapes_of(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def update_seconds(step, tx, state, batch, steps):
+    """The seconds from the gradients' being there to the new state's: `Step` itself lets the two overlap."""
+    plan, seconds = state.plan, []
+    for _ in range(steps + 1):
+        leaves = jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "pieces"))
+        new, _, begun = step._begun(state.replace(opt_state=here_of(state)), batch)
+        jax.block_until_ready((jax.tree.leaves(new), begun))
+        begin = time.perf_counter()
+        params, held = step._streamed(plan).run(begun, tier_of(tx.config, plan, leaves))
+        jax.block_until_ready((params, jax.tree.leaves(held)))
+        seconds.append(time.perf_counter() - begin)
+        stored = jax.tree.unflatten(plan.layout.treedef, params)
+        state = new.replace(params=stored, opt_state=jax.tree.unflatten(plan.state_def, held))
+    return state, seconds[1:]
+
+
+def bytes_across(tx, step, state):
+    """Bytes an update sends over the link of one device, to it and from it."""
+    plan, streamed = state.plan, step._streamed(state.plan)
+    to_device = to_host = 0
+    for task in streamed.split.tasks:
+        if streamed._runs_on_host(task):
+            to_host += sum(plan.parts[i].local_bytes for i in task.params)
+            to_device += sum(plan.trained.params[i].local_bytes for i in task.params)
+        else:
+            moved_bytes = sum(plan.state[k].local_bytes for k in task.state)
+            to_device, to_host = to_device + moved_bytes, to_host + moved_bytes
+    return to_device, to_host
+
+
+def share(notes):
+    """What of the link the update reached.
+
+    The link is asked for both directions at once, so the larger one decides how long the bytes need at least.
+    """
+    most, seconds = max(notes["bytes_to_device"], notes["bytes_to_host"]), notes["update_s"][0]
+    return {"achieved each way": most / seconds, "share of link": most / notes["link"]["each of both"] / seconds}
+
+
+def spread(values):
+    """Median, least and most."""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def check(notes):
+    """Every stage with every way of offloading against plain optax and against no offload, on a tiny model."""
+    notes.add(doing="the self-test of remat_policy")
+    try:
+        remat_policy("x")
+        notes.add(remat_policy="passes its self-test")
+    except RuntimeError as error:
+        notes.add(remat_policy=f"refused: {error}")
+    init, loss, (rows, length) = yardstick.build("tiny", scan=True)
+    keys = jax.random.split(jax.random.key(2), 4)
+    batches = [jax.random.randint(key, (rows * max(4, jax.device_count()), length), 0, 128) for key in keys]
+    # Products in full float32, and an epsilon above the gradients' rounding: without it Adam turns the rounding
+    # of a gradient that is nearly zero into a whole step, on the device and on the host differently.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    tx = functools.partial(optax.adamw, 1e-2, eps=1e-3)
+    params = jax.jit(init)(jax.random.key(0))
+    plain = jax.device_get(train_plain(tx(), loss, params, batches)[0])
+    rows, reference = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for stage, precision, name in CHECKED:
+            notes.add(doing=f"checking {name} at stage {stage} in {precision}")
+            row = {"stage": stage, "precision": precision, "offload": name}
+            try:
+                chosen = zero_shard(
+                    tx(),
+                    stage=stage,
+                    precision=getattr(Precision, precision)(),
+                    persist_below=256,
+                    offload=checked_modes(pathlib.Path(folder, f"{stage}{precision}"))[name],
+                )
+                row |= compared(chosen, loss, params, batches, plain, reference.get((stage, precision)))
+                reference.setdefault((stage, precision), row.pop("found"))
+            except Exception as error:
+                row |= {"ok": False, "error": f"{type(error).__name__}: {str(error)[:600]}"}
+            rows.append(row)
+            notes.add(rows=rows)
+    notes.add(status="ran", ok=all(row["ok"] for row in rows))
+    notes.pop("doing")
+
+
+def checked_modes(folder):
+    here = functools.partial(Offload, optimizer="host", chunk_bytes=16 << 10)
+    return {
+        "none": None,
+        "host/device": here(update="device"),
+        "host/host": here(update="host"),
+        "host/device half": here(update="device", fraction=0.5),
+        "disk/device": Offload(optimizer="disk", path=folder, update="device", chunk_bytes=16 << 10),
+    }
+
+
+def compared(tx, loss, params, batches, plain, reference):
+    """Largest difference of the parameters after training to no offload, and in float32 to plain optax."""
+    state, step = tx.create(params), tx.train_step(loss)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    found = jax.device_get(tx.unshard(state.params))
+
+    def difference(other):
+        apart = jax.tree.map(lambda a, b: float(np.max(np.abs(np.float32(a) - np.float32(b)))), found, other)
+        return max(jax.tree.leaves(apart))
+
+    wide = tx.config.precision.compute == jnp.float32
+    apart = {"to plain optax": difference(plain)} if wide else {}
+    if reference is not None:
+        apart["to no offload"] = difference(reference)
+    # float32: some roundings in each of 4 steps of 1e-2. bfloat16 parameters near 1 lie 2^-7 apart (norms; weights
+    # less), so a rounding of the master weight the other way is one such distance.
+    ok = max(apart.values(), default=0.0) <= (1e-5 if wide else 2.0**-7) and bool(np.isfinite(metrics["loss"]))
+    return {"ok": ok, "loss": float(metrics["loss"]), "found": found} | apart
+
+
+if __name__ == "__main__":
+    main()
