@@ -5,12 +5,14 @@ version of JAX is one file's work:
 
 - a closed jaxpr is a `ClosedJaxpr` holding a `Jaxpr` up to 0.11, one class from 0.12;
 - `scan` counts its constants and carries in two integers up to 0.11, in trees from 0.12;
-- the primitives of `jax.jit` and `jax.checkpoint` have changed their names.
+- the primitives of `jax.jit` and `jax.checkpoint` have changed their names;
+- `compute_on` is a context up to 0.11, and takes the function from 0.12.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.core
@@ -146,6 +148,16 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
     from jax._src.lax import lax
 
     return lax.broadcast(lax.empty2(dtype, memory_space=MemorySpace.Host), tuple(shape))
+
+
+def on_host(fn: Callable) -> Callable:
+    """A function, traced under jit, whose operands and results are in host memory, computed by the host's processor."""
+    from jax.experimental.compute_on import compute_on
+
+    if "out_memory_spaces" in inspect.signature(compute_on).parameters:
+        newer: Any = compute_on
+        return newer(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return compute_on("device_host")(jax.jit(fn))
 
 
 def coordination_client() -> Any:

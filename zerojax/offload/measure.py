@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from .. import compat
 from .host import host_kind, moved, on_host
 
 ELEMENTS = 4 << 20
@@ -76,7 +77,7 @@ def measure(mesh: Mesh, axis: str) -> Speed:
     there = jax.device_put(jnp.zeros(ELEMENTS * count, jnp.float32), host)
     here = moved(there, "device")
     both = timed(lambda: (moved(there, "device"), moved(here, host_kind(mesh))))
-    sweep = jax.jit(lambda m, g: 0.9 * m + 0.1 * g, donate_argnums=0, out_shardings=host)
+    sweep = jax.jit(compat.on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
     held = [moved(here, host_kind(mesh))]
 
     def once() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def on_host(config: Config, kind: Kind) -> Callable:
     def run(params, grads, state, shared, consts):
         # each device's part by itself: as one array over all devices, a block would be cut across them
         local = jax.shard_map(
-            lambda *given: compute(kind, *given),
+            compat.on_host(functools.partial(compute, kind)),
             mesh=config.mesh,
             in_specs=(part, part, part, whole, whole),
             out_specs=part,
