@@ -1,7 +1,7 @@
 # Everything a person runs here. Each target does its own set-up: Python >= 3.11 and make are all it takes.
 #   make train                                     train the example and draw its pictures
 #   make train ARGS="--stage 1 --devices 2"        arguments go through to the example,
-#   make test ARGS="-k layout -x"                  or to pytest
+#   make test ARGS="-k layout -x"                  or to pytest, which runs a process a core (-n 0 for one)
 #   make test PYTHON=python3.13 VENV=.venv-3.13    another Python, beside the first
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ train: $(VENV)/.has-examples ## train a byte-level GPT on the standard library's
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.has-dev ## run the tests that are not slow; ARGS="-m slow" for the others
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/.has-dev ## ruff and pyright
 	$(BIN)/ruff check .

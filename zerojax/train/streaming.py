@@ -111,6 +111,7 @@ class Streamed:
             raise
 
     def _run(self, begun: Begun, tier: Tier) -> tuple[list, list]:
+        self._wait_if_simulated(begun)
         tasks, leaves = self.split.tasks, self._plan.trained.params
         params, state = list(begun.params), list(begun.state)
         leaving: list[Array] = []
@@ -164,10 +165,16 @@ class Streamed:
             # The device holds the shards of two tasks: one arrives and is updated while the other leaves.
             jax.block_until_ready(leaving)
             leaving = [x for x in home.values() if waits(x)]
+            self._wait_if_simulated(home)
             del held, home
         while going:
             tier.settle(going.popleft())
         return params, state
+
+    def _wait_if_simulated(self, arrays: Any) -> None:
+        """Simulated devices share a pool of threads, and the collectives of two programs can starve each other."""
+        if self._config.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(arrays)
 
     def _runs_on_host(self, task: Task) -> bool:
         """A task on whole matrices goes through the device, whose programs span all devices."""
