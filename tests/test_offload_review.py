@@ -10,6 +10,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, checkpointer
 from zerojax.layout.chunked import is_chunked
 from zerojax.stages.pieces import joined
 
@@ -89,8 +90,7 @@ def trained(tx):
     return jax.device_get((tx.unshard(state.params), held))
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("name", "update"), [*((name, "device") for name in UPDATES), ("branches", "host")])
 def test_what_does_not_go_in_pieces_gives_the_same_numbers(name, update):
     options = {"stage": 3, "mesh": mesh_of(2), "persist_below": 8}
     # a chunk of two of the five rows of each device
@@ -98,3 +98,28 @@ def test_what_does_not_go_in_pieces_gives_the_same_numbers(name, update):
     wanted, found = (trained(zero_shard(UPDATES[name](), offload=offload, **options)) for offload in (None, far))
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # float32, three steps, other programs
+
+
+def test_a_state_that_was_used_up_is_refused():
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))
+    state, step, batch = tx.create(params()), tx.train_step(loss), jnp.ones((8, 6))
+    step(state, batch)
+    with pytest.raises(ValueError, match="used up"):
+        step(state, batch)
+
+
+def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
+    """What was begun before the leaf that fails is waited for."""
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))
+    state, waited, wait_for = tx.create(params()), [], arrays.wait_for
+
+    def torn(node):
+        raise OSError("torn")
+
+    monkeypatch.setattr(arrays, "wait_for", lambda futures: (waited.append(futures), wait_for(futures)))
+    monkeypatch.setattr(checkpointer, "joined", torn)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        with pytest.raises(CheckpointError, match="torn"):
+            checkpoints.wait()
+    assert waited

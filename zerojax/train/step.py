@@ -224,11 +224,16 @@ class Step:
 
         Raises:
             TypeError: If `state` is no `ZeroState`, or a PRNG key is untyped.
-            ValueError: If the batch cannot be cut, the state is of other parameters, or
-                the weights of a step before were negative or summed to zero.
+            ValueError: If the batch cannot be cut, the state is of other parameters or used
+                up, or the weights of a step before were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)
+        if not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
+            raise ValueError(
+                "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
+                "restore the last checkpoint."
+            )
         watched = self._options.max_skips is not None or self._loss.weighted
         if watched and not isinstance(state.guard.skips, jax.core.Tracer):
             refuse(state.guard, state.plan.trained, self._options.max_skips)

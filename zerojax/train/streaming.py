@@ -162,7 +162,7 @@ class Streamed:
             # The device holds the shards of two tasks: one arrives and is updated while the other leaves.
             jax.block_until_ready(leaving)
             leaving = [x for x in home.values() if waits(x)]
-            del held, home
+            del held, home, others
         while going:
             tier.settle(going.popleft())
         return params, state
