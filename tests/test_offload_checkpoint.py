@@ -16,7 +16,7 @@ from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, export
+from zerojax.checkpoint import Checkpointer, CheckpointError, export
 from zerojax.checkpoint.canonical import logical, slots_of
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.chunks import DiskError, DiskStateError
@@ -192,3 +192,17 @@ def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     with pytest.raises(DiskError, match="is in use by another run"):
         create(tmp_path / "state")
     del kept
+
+
+def test_a_copy_of_a_state_whose_files_have_changed_is_refused(tmp_path):
+    """Otherwise it would train older parameters with newer moments."""
+    state, step = trained(transformation("disk", tmp_path))
+    copied = jax.tree.map(lambda x: x.copy(), state)
+    assert_same(leaves_of(copied), leaves_of(state))
+    step(state, awkward_batches(1)[0])
+    with pytest.raises(ValueError, match="is of version 3, and this state is of 2"):
+        step(copied, awkward_batches(1)[0])
+    checkpoints = Checkpointer(tmp_path / "checkpoints")
+    checkpoints.save(copied, step=1)
+    with pytest.raises(CheckpointError, match="is of version 3, and this state is of 2"):
+        checkpoints.close()

@@ -7,6 +7,7 @@ leaf); stock orbax reads it too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Callable, Coroutine, Sequence
@@ -77,12 +78,17 @@ def write(directory: Path, arrays: dict[str, jax.Array], far: Sequence[Far] = ()
     handler = orbax_handler()
     target = epath.Path(directory)
     pending: list[Any] = list(run(handler.async_save(target, args=ocp.args.PyTreeSave(dict(arrays)))) or ())
-    for one in far:
-        writing = run(orbax_arrays().serialize([one.load()], [param_info(directory, one.folder)], [ocp.SaveArgs()]))
-        if one.at_once:
-            wait_for(writing)
-        else:
-            pending += writing
+    try:
+        for one in far:
+            writing = run(orbax_arrays().serialize([one.load()], [param_info(directory, one.folder)], [ocp.SaveArgs()]))
+            if one.at_once:
+                wait_for(writing)
+            else:
+                pending += writing
+    except BaseException:
+        with contextlib.suppress(Exception):  # the caller will remove the folder: nothing may be writing there
+            wait_for(pending)
+        raise
 
     def finish() -> None:
         wait_for(pending)

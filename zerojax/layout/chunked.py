@@ -72,7 +72,7 @@ class Chunked:
     concatenation.
 
     Attributes:
-        pieces: Arrays in host memory; none where the leaf is on disk.
+        pieces: Arrays in host memory; of a leaf on disk, the version of its files, an int32 scalar.
         leaf: How the whole array lies.
         cut: How it is cut into pieces.
         sharding: How the whole array would lie on the devices.

@@ -23,7 +23,7 @@ from .chunks import ChunkSpec, DiskError
 from .disk import DiskStore, Lease
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, Int
 
 
 class StateFiles:
@@ -122,9 +122,34 @@ class StateFiles:
             self._version += 1
             self._written.clear()
 
+    @property
+    def version(self) -> Int[np.ndarray, ""]:
+        """The version that is read."""
+        return np.array(self._version, np.int32)
+
+    @property
+    def next_version(self) -> Int[np.ndarray, ""]:
+        """The version that is being written."""
+        return np.array(self._version + 1, np.int32)
+
+    def require(self, version: Any) -> None:
+        """Refuse a state that the files are not of any more.
+
+        Raises:
+            ValueError: Saying both versions.
+        """
+        if int(version) != self._version:
+            raise ValueError(
+                f"The optimizer state on disk in {self.path} is of version {self._version}, and this state is of "
+                f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
+                f"that the last step returned; what is to be kept goes into a checkpoint."
+            )
+
     def abandon(self) -> None:
-        """Forget what was written of the next version: the files are of two versions, and are refused from now on."""
+        """Give up files that are of two versions, and the folder with them, until a state is written anew."""
         self._written.clear()
+        if store := self.__dict__.pop("_store", None):
+            closed(store)
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
@@ -145,8 +170,9 @@ class Stored:
     k: int
     pieces: int
 
-    def load(self) -> list[Array]:
-        """Its pieces, on the devices."""
+    def load(self, version: Any) -> list[Array]:
+        """Its pieces, on the devices; `version` is the one they have to be of."""
+        self.files.require(version)
         reading = [self.files.read(self.k, 0)]
         found = []
         for n in range(self.pieces):
@@ -155,10 +181,12 @@ class Stored:
             found.append(self.files.received(self.k, n, reading[n], "device"))
         return found
 
-    def save(self, pieces: Sequence[Array]) -> None:
-        """Write it anew; a version is complete when this was done for every leaf."""
+    def save(self, pieces: Sequence[Array]) -> Int[np.ndarray, ""]:
+        """Write it anew, and give the version that this is; which is complete when it was done for every leaf."""
+        version = self.files.next_version
         for n, piece in enumerate(pieces):
             self.files.write(self.k, n, piece)
+        return version
 
 
 def closed(store: DiskStore) -> None:

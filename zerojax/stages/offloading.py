@@ -192,10 +192,14 @@ def piecewise(
         cuts[i] = found
     if not cuts:
         return {}
-    params, tx = jax.tree.unflatten(trained.treedef, shapes(parts)), transformed(config, trained)
-    changed = {i: found.piece_shape(parts[i], found.extents[0]) for i, found in cuts.items()}
+    params, inner = jax.tree.unflatten(trained.treedef, shapes(parts)), transformed(config, trained)
+    # as `train_step` calls it; any value that is not zero stands for the loss
+    tx = optax.GradientTransformation(inner.init, functools.partial(inner.update, value=jnp.float32(1)))
+    # the last piece may be shorter, and a transformation may treat shorter arrays in another way
+    sizes = [{i: found.piece_shape(parts[i], found.extents[n]) for i, found in cuts.items()} for n in (0, -1)]
     try:
-        refused = refused_leaves(tx, params, parts, tuple(owners), changed)
+        differing = sizes if sizes[0] != sizes[1] else sizes[:1]
+        refused = set().union(*(refused_leaves(tx, params, parts, tuple(owners), changed) for changed in differing))
     except Exception:  # it needs more arguments, or does not take the pieces: the leaves travel whole
         return {}
     return {i: found for i, found in cuts.items() if i not in refused}

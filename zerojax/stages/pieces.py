@@ -11,6 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..comm.mesh import replicated
 from ..config import Config
 from ..layout.chunked import Chunked, Cut, is_chunked
 from ..layout.leaf import Leaf
@@ -133,14 +134,16 @@ def state_shardings(config: Config, plan: UpdatePlan) -> PyTree:
     def one(leaf: Leaf, cut: Cut | None):
         if cut is None:
             return named(config, leaf)
-        return chunked(config, [on_host(config.mesh, leaf.spec)] * len(cut.extents), leaf, cut)
+        on_disk = config.offload is not None and config.offload.optimizer == "disk"
+        pieces = [replicated(config.mesh)] if on_disk else [on_host(config.mesh, leaf.spec)] * len(cut.extents)
+        return chunked(config, pieces, leaf, cut)
 
     return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """An offloaded leaf, whole on the devices."""
-    pieces = [moved(x, "device") for x in node.pieces] if node.store is None else node.store.load()
+    pieces = [moved(x, "device") for x in node.pieces] if node.store is None else node.store.load(*node.pieces)
     return joining(node.mesh, node.sharding, node.leaf, node.cut)(pieces)
 
 
@@ -148,8 +151,7 @@ def apart(x: Shaped[Array, "*storage"], node: Chunked) -> Chunked:
     """An array on the devices in the place of an offloaded leaf; live, or a shape."""
     pieces = cutting(node.mesh, node.sharding, node.leaf, node.cut)(x)
     if node.store is not None:
-        node.store.save(pieces)
-        return node
+        return dataclasses.replace(node, pieces=(node.store.save(pieces),))
     where = on_host(node.mesh, node.sharding.spec)
     return dataclasses.replace(node, pieces=tuple(jax.device_put(piece, where) for piece in pieces))
 

@@ -199,8 +199,8 @@ def split(
             kind, i = whole.reads.get(var, (SHARED, 0))
             late = kind in (SHARED, EXTRA) or (kind == STATE and i not in offloaded)
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if late else (kind, i)
-        sums = any(whole.jaxpr.eqns[e].primitive.name.startswith("reduce") for e in eqns)
-        own = cuts.get(params[0]) if len(params) == 1 and not resident and not sums else None
+        alone = len(params) == 1 and not resident and keeps_to_itself(whole, offloaded, eqns, reads, outs)
+        own = cuts.get(params[0]) if alone else None
         lengths = (0,) if own is None else tuple(dict.fromkeys(own.extents))
         traces = {n: whole if own is None else pieces.traced(params[0], n) for n in lengths}
         if any(other.names != whole.names for other in traces.values()):
@@ -214,6 +214,34 @@ def split(
     results = [whole.jaxpr.outvars[o] for o in (*moved, *(whole.moved + k for k in resident))]
     first = early_part(whole, known, [*results, *shared])
     return Split(first, moved, resident, len(shared), tuple(tasks), whole.consts)
+
+
+def keeps_to_itself(
+    whole: Traced, offloaded: dict[int, int | None], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
+) -> bool:
+    """Whether a parameter's task makes sense of pieces: it sums nothing up, and meets only scalars and like arrays.
+
+    An equation with several results, such as a `cond` over all leaves, brings other leaves along.
+    """
+    i, shape = outs[0], whole.jaxpr.outvars[outs[0]].aval.shape
+
+    def fits(var, read: Read) -> bool:
+        kind, k = read
+        mine = offloaded.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
+        return var.aval.shape == () or (mine and var.aval.shape == shape)
+
+    return (
+        all(fits(var, read) for var, read in reads.items())
+        and all(whole.jaxpr.outvars[o].aval.shape == shape for o in outs)
+        and not any(sums_up(whole.jaxpr.eqns[e]) for e in eqns)
+    )
+
+
+def sums_up(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, reduces an array."""
+    name = eqn.primitive.name
+    within = (inner for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return (name.startswith("reduce") and name != "reduce_precision") or any(sums_up(inner) for inner in within)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from .. import compat
 from ..config import Config
 from ..offload.blocked import in_blocks
 from ..offload.host import on_host as in_host_memory
-from ..stages.elementwise import ELEMENTWISE
+from ..stages.elementwise import ELEMENTWISE, INLINED
 from ..stages.split import CONST, GRAD, PARAM, SHARED, STATE
 from .tasks import Kind
 
@@ -78,17 +79,34 @@ def typed(kind: Kind, name: str, i: int, x: Any) -> Any:
 
 def evaluated(kind: Kind, values: Sequence, shape: tuple[int, ...]) -> list:
     """The equations, on arrays of another shape than they were traced with."""
-    jaxpr = kind.part.jaxpr
-    env = dict(zip(jaxpr.invars, values, strict=True))
+    return [jnp.broadcast_to(x, shape) for x in reshaped(kind.part.jaxpr, (), values, shape)]
+
+
+def reshaped(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
+    """A jaxpr's elementwise equations on such arrays; of a `cond` all branches, which have the shapes written in."""
+    env = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
     read = lambda atom: atom.val if compat.is_literal(atom) else env[atom]
     for eqn in jaxpr.eqns:
         given = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name == "broadcast_in_dim":
             results = [jnp.broadcast_to(given[0], shape)]
+        elif eqn.primitive.name == "cond":
+            index, *operands = given
+            taken = [reshaped(*compat.opened(branch), operands, shape) for branch in eqn.params["branches"]]
+            results = [chosen(index, outcomes) for outcomes in zip(*taken, strict=True)]
+        elif eqn.primitive.name in INLINED:
+            body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+            results = reshaped(*compat.opened(body), given, shape)
         else:
             results = compat.evaluate_one(jaxpr, eqn, given)
         env.update(zip(eqn.outvars, results, strict=True))
-    return [jnp.broadcast_to(read(atom), shape) for atom in jaxpr.outvars]
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def chosen(index: Any, outcomes: Sequence) -> Any:
+    """What a `cond` gives, of what each of its branches does."""
+    shape = jnp.broadcast_shapes(*map(jnp.shape, outcomes))
+    return lax.select_n(index, *(jnp.broadcast_to(x, shape) for x in outcomes))
 
 
 def blockable(kind: Kind) -> bool:

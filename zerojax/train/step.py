@@ -224,11 +224,16 @@ class Step:
 
         Raises:
             TypeError: If `state` is no `ZeroState`, or a PRNG key is untyped.
-            ValueError: If the batch cannot be cut, the state is of other parameters, or
-                the weights of a step before were negative or summed to zero.
+            ValueError: If the batch cannot be cut, the state is of other parameters or used
+                up, or the weights of a step before were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)
+        if not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
+            raise ValueError(
+                "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
+                "restore the last checkpoint."
+            )
         watched = self._options.max_skips is not None or self._loss.weighted
         if watched and not isinstance(state.guard.skips, jax.core.Tracer):
             refuse(state.guard, state.plan.trained, self._options.max_skips)
@@ -242,8 +247,9 @@ class Step:
         plan = state.plan
         check_state(self._config, plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+        tier = tier_of(self._config, plan, leaves)
         new, metrics, begun = self._begun(state.replace(opt_state=here_of(state)), rows, *args)
-        params, held = self._streamed(plan).run(begun, tier_of(self._config, plan, leaves))
+        params, held = self._streamed(plan).run(begun, tier)
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 

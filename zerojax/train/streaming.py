@@ -166,7 +166,7 @@ class Streamed:
             jax.block_until_ready(leaving)
             leaving = [x for x in home.values() if waits(x)]
             self._wait_if_simulated(home)
-            del held, home
+            del held, home, others
         while going:
             tier.settle(going.popleft())
         return params, state

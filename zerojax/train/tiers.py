@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from ..comm.mesh import replicated
 from ..config import Config
 from ..layout.chunked import Chunked, Cut, is_chunked
 from ..offload.host import host_kind, moved
@@ -103,12 +107,13 @@ class HostTier:
 
 
 class DiskTier:
-    """State in files, in `Chunked` nodes without arrays."""
+    """State in files, in `Chunked` nodes that say which version of them they are."""
 
     def __init__(self, files: StateFiles, nodes: dict[int, Chunked]):
         """`nodes` are those of the offloaded leaves, by index."""
         self._files = files
         self._nodes = nodes
+        self._next = jnp.asarray(files.next_version)
 
     def fetch(self, task: Task, piece: int, kind: str) -> list:
         """As `Tier`."""
@@ -130,8 +135,8 @@ class DiskTier:
             self._files.write(*writing)
 
     def nodes(self, task: Task) -> list[Chunked]:
-        """As `Tier`; what they hold has changed."""
-        return self.unchanged(task)
+        """As `Tier`."""
+        return [dataclasses.replace(self._nodes[k], pieces=(self._next,)) for k in task.state]
 
     def unchanged(self, task: Task) -> list[Chunked]:
         """As `Tier`."""
@@ -153,8 +158,14 @@ def tier_of(config: Config, plan: UpdatePlan, nodes: Sequence[Any] | None = None
     assert config.offload is not None
     if config.offload.optimizer == "host":
         return HostTier(config, plan, nodes or ())
-    there = disk_nodes(config, plan) if nodes is None else {k: x for k, x in enumerate(nodes) if is_chunked(x)}
-    return DiskTier(next(iter(there.values())).store.files, there)
+    if nodes is None:
+        there = disk_nodes(config, plan)
+        return DiskTier(next(iter(there.values())).store.files, there)
+    there = {k: x for k, x in enumerate(nodes) if is_chunked(x)}
+    files = next(iter(there.values())).store.files
+    for node in there.values():
+        files.require(*node.pieces)
+    return DiskTier(files, there)
 
 
 def disk_nodes(config: Config, plan: UpdatePlan) -> dict[int, Chunked]:
@@ -168,6 +179,8 @@ def disk_nodes(config: Config, plan: UpdatePlan) -> dict[int, Chunked]:
     assert config.offload is not None
     assert config.offload.path is not None
     files = StateFiles(config.offload.path, leaves, under_way=UNDER_WAY * most)
+    version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
     return {
-        k: Chunked((), leaf, cut, where, Stored(files, k, len(cut.extents))) for k, (leaf, cut, where) in leaves.items()
+        k: Chunked((version,), leaf, cut, where, Stored(files, k, len(cut.extents)))
+        for k, (leaf, cut, where) in leaves.items()
     }

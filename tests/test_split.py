@@ -1,0 +1,136 @@
+"""Transformations that a piecewise update must leave whole, and others that it must not stumble over."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import Offload, zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, checkpointer
+from zerojax.layout.chunked import is_chunked
+from zerojax.stages.pieces import joined
+
+
+class Moments(NamedTuple):
+    m: Any
+    other: Any
+
+
+def by_leaf(update, start):
+    """A transformation leaf by leaf: `update(gradient, momentum, other) -> (update, momentum, other)`."""
+
+    def init(params):
+        return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(start, params))
+
+    def updated(grads, state, params=None):
+        tree = jax.tree.structure(grads)
+        found = jax.tree.map(update, grads, state.m, tree.unflatten(tree.flatten_up_to(state.other)))
+        updates, m, other = (tree.unflatten(list(x)) for x in zip(*tree.flatten_up_to(found), strict=True))
+        return updates, Moments(m, other)
+
+    return optax.GradientTransformation(init, updated)
+
+
+def counted(direction):
+    """Momentum, then a direction of `(momentum, gradient, count)`."""
+
+    def update(g, m, count):
+        m = 0.9 * m + g
+        return -0.01 * direction(m, g, count), m, count + 1
+
+    return by_leaf(update, lambda _: jnp.zeros(()))
+
+
+def branching(then, otherwise):
+    return counted(lambda m, g, count: jax.lax.cond(count < 1.5, then, otherwise, m, g))
+
+
+def statistic(g, m, other):
+    """A matrix beside the momentum that nothing reads."""
+    m = 0.9 * m + g
+    return -0.01 * m, m, 0.9 * other + g.T @ g
+
+
+def integers(g, m, other):
+    """A count for each element, which stays on the device."""
+    m = 0.9 * m + g
+    return -0.01 * m / (other + 1), m, other + (g > 0)
+
+
+UPDATES = {
+    "a sum in a branch": lambda: branching(lambda m, g: m / (1e-3 + jnp.sqrt(jnp.sum(g * g))), lambda m, g: m),
+    "branches": lambda: branching(lambda m, g: jax.nn.softplus(m) + 2, lambda m, g: m),
+    "a branch over all leaves": lambda: optax.chain(
+        optax.conditionally_transform(optax.clip_by_global_norm(0.01), lambda step: step % 2 == 0), optax.adam(1e-2)
+    ),
+    "a statistic": lambda: by_leaf(statistic, lambda p: jnp.zeros((p.shape[1],) * 2)),
+    "integers": lambda: by_leaf(integers, lambda p: jnp.zeros(p.shape, jnp.int32)),
+    "a short last piece": lambda: counted(lambda m, g, count: m * (2.0 if len(g) >= 4 else 3.0)),
+}
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0))
+    return {"a": jax.random.normal(keys[0], (10, 6)), "b": jax.random.normal(keys[1], (10, 6))}
+
+
+def loss(params, batch):
+    return ((jnp.tanh(batch @ params["a"].T) @ params["b"] - 1) ** 2).mean()
+
+
+def trained(tx):
+    state, step = tx.create(params()), tx.train_step(loss)
+    for i in range(3):
+        state, _ = step(state, jax.random.normal(jax.random.key(i), (8, 6)))
+    held = jax.tree.map(lambda x: joined(x) if is_chunked(x) else x, state.opt_state, is_leaf=is_chunked)
+    return jax.device_get((tx.unshard(state.params), held))
+
+
+@pytest.mark.parametrize(("name", "update"), [*((name, "device") for name in UPDATES), ("branches", "host")])
+def test_what_does_not_go_in_pieces_gives_the_same_numbers(name, update):
+    options = {"stage": 3, "mesh": mesh_of(2), "persist_below": 8}
+    # a chunk of two of the five rows of each device
+    far = Offload(optimizer="host", update=update, chunk_bytes=80)
+    wanted, found = (trained(zero_shard(UPDATES[name](), offload=offload, **options)) for offload in (None, far))
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # float32, three steps, other programs
+
+
+def test_a_state_that_was_used_up_is_refused():
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))
+    state, step, batch = tx.create(params()), tx.train_step(loss), jnp.ones((8, 6))
+    step(state, batch)
+    with pytest.raises(ValueError, match="used up"):
+        step(state, batch)
+
+
+def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
+    """What was begun before the leaf that fails is waited for."""
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))
+    state, waited, wait_for = tx.create(params()), [], arrays.wait_for
+
+    def torn(node):
+        raise OSError("torn")
+
+    monkeypatch.setattr(arrays, "wait_for", lambda futures: (waited.append(futures), wait_for(futures)))
+    monkeypatch.setattr(checkpointer, "joined", torn)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        with pytest.raises(CheckpointError, match="torn"):
+            checkpoints.wait()
+    assert waited
+
+
+def test_a_transformation_that_wants_the_loss_is_cut_into_pieces_too():
+    tx = zero_shard(
+        optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
+        stage=3,
+        persist_below=20,
+        offload=Offload(optimizer="host", chunk_bytes=64, update="device"),
+    )
+    plan = tx.create({"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}).plan
+    assert {len(cut.extents) for cut in plan.cuts if cut} == {8}
