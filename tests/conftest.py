@@ -7,7 +7,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # XLA:CPU's pool of threads: with one thread a core, two programs in flight can starve each other's collectives.
 os.environ.setdefault("NPROC", "32")
 
+import contextlib
 import functools
+import subprocess
 
 import jax
 import pytest
@@ -24,3 +26,15 @@ def mesh_of(count):
 def mesh():
     """All eight devices on one axis."""
     return mesh_of(8)
+
+
+@contextlib.contextmanager
+def mounted(path, *options):
+    """Something mounted at a path, for as long as the block lasts."""
+    path.mkdir(exist_ok=True)
+    if subprocess.run(["mount", *options, path], check=False, capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)

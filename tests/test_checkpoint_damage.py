@@ -1,6 +1,5 @@
 """What can happen to the files: damage is found and named, failures spare the run and the older checkpoints."""
 
-import contextlib
 import logging
 import os
 import shutil
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, mounted
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
@@ -188,18 +187,6 @@ def assert_spared(checkpoints, state, step):
     assert checkpoints.latest() == 1
     assert checkpoints.verify() == [1]
     assert_is(checkpoints.restore(state).state, 1)
-
-
-@contextlib.contextmanager
-def mounted(path, *options):
-    """Something mounted at a path, for as long as the block lasts."""
-    path.mkdir(exist_ok=True)
-    if subprocess.run(["mount", *options, path], check=False, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that orbax leaves behind

@@ -76,8 +76,6 @@ def trained(tx, batches, **options):
     ],
 )
 def test_every_mode_equals_plain_optax(name, stage, update, where, tmp_path):
-    if where == "disk" and (name, stage) == ("adafactor", 3):
-        pytest.skip("the same tasks as in host memory")
     offloaded = offload(tmp_path if where == "disk" else None, update=update)
     tx = zero(CLIPPED[name](), stage, offload=offloaded)
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain(name))

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from conftest import mounted
 
 from zerojax.offload import buffers, chunks, folder
 from zerojax.offload.chunks import DiskError, DiskStateError
@@ -410,18 +411,6 @@ def test_a_file_that_has_another_name_too_is_not_written_over(filled):
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def mounted(path, *options):
-    """Something mounted at a path, for as long as the block lasts."""
-    path.mkdir(exist_ok=True)
-    if subprocess.run(["mount", *options, path], check=False, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 def test_what_an_earlier_run_left_is_removed(filled):

@@ -39,7 +39,7 @@ _BLANK = b"00000000"
 _SECTOR = 512
 _LONGEST_HEADER = 100_000_000  # where safetensors draws the line
 # What safetensors has a name for; the rest lies there as bytes, and the metadata tells its type.
-_NAMES = {
+NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -146,8 +146,8 @@ def header(label: Label) -> bytes:
     """The beginning of a file, up to its arrays, the checksum blank; as long for one step as for another."""
     table = {}
     for i, (start, end, padded, shape, dtype) in enumerate(places(label.spec)):
-        known = dtype.name in _NAMES
-        table[str(i)] = _entry(_NAMES[dtype.name] if known else "U8", shape if known else [end - start], start, end)
+        known = dtype.name in NAMES
+        table[str(i)] = _entry(NAMES[dtype.name] if known else "U8", shape if known else [end - start], start, end)
         if padded > end:
             table[f"{i}.pad"] = _entry("U8", [padded - end], end, padded)
     metadata = {
