@@ -69,6 +69,16 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(ends, tmp_path):
     assert "Traceback" not in once_more.stderr
 
 
+@pytest.mark.parametrize("where", ["disk", pytest.param("host", marks=pytest.mark.slow)])
+def test_it_learns_the_same_with_its_optimizer_state_elsewhere(where, tmp_path):
+    options = ["--stage", "3", "--devices", "2", "--width", "64", *SMALL[:2], *SMALL[4:]]
+    printed = train(tmp_path / "far", "--offload", where, *options)
+    assert f"Optimizer state waits {'on disk' if where == 'disk' else 'in host memory'}; update on the" in printed
+    assert re.search(r"│ 3 .*│ +[1-9][\d,]* │", printed)  # kB of it, in the last column
+    assert bool(list(tmp_path.glob("far/state/process_0/chunk_*"))) == (where == "disk")
+    assert bits(printed) == pytest.approx(bits(train(tmp_path / "near", *options)), abs=2e-3)  # printed to three digits
+
+
 def test_every_stage_learns_the_same(tmp_path):
     found = [bits(train(tmp_path, "--stage", str(stage), "--devices", "8", *SMALL)) for stage in (0, 3)]
     assert found[0] == pytest.approx(found[1], abs=2e-3)  # printed to three digits
@@ -111,6 +121,7 @@ def test_the_tables_bytes_are_those_of_live_arrays_and_of_the_paper(precision, m
         (("--devices", "3"), "does not divide"),
         (("--accumulate", "3"), "does not divide over 8 devices of 3 microbatches each: give a multiple of 24"),
         (("--precision", "int8"), "invalid choice"),
+        (("--offload", "host", "--stage", "0"), "needs --stage 1, 2 or 3"),
         (("--data", "nowhere.txt"), "not a file"),
     ],
 )
