@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .config import DynamicScale, Offload, Precision
     from .layout.padded import Padded
     from .memory.report import Report, report
+    from .plan.estimate import Estimate, estimate
     from .plan.hlo import Collective, Collectives, collectives
     from .stages.gather import block
     from .train.state import ZeroState
@@ -17,6 +18,7 @@ __all__ = [
     "Collective",
     "Collectives",
     "DynamicScale",
+    "Estimate",
     "Offload",
     "Padded",
     "Precision",
@@ -28,6 +30,7 @@ __all__ = [
     "check",
     "checkpoint",
     "collectives",
+    "estimate",
     "offload",
     "report",
     "zero_shard",
@@ -40,6 +43,7 @@ _HOME = {
     "Collective": "plan.hlo",
     "Collectives": "plan.hlo",
     "DynamicScale": "config",
+    "Estimate": "plan.estimate",
     "Offload": "config",
     "Padded": "layout.padded",
     "Precision": "config",
@@ -50,6 +54,7 @@ _HOME = {
     "block": "stages.gather",
     "check": "zero",
     "collectives": "plan.hlo",
+    "estimate": "plan.estimate",
     "report": "memory.report",
     "zero_shard": "zero",
 }
