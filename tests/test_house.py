@@ -20,7 +20,8 @@ FLOORS = [
     {"train", "plan"},
     {"checkpoint"},
     {"zero"},
-    {"__init__", "cli", "plot", "flax", "testing"},
+    {"__init__", "user_code", "plot", "flax", "testing"},
+    {"cli"},
     {"__main__"},
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}

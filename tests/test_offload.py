@@ -177,7 +177,9 @@ def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path
     jax.block_until_ready(state)
     before |= {id(x) for x in jax.live_arrays() if x.ndim and x.shape[0] == 24}  # the batch, placed
     assert largest(state) <= CHUNK
-    assert {x.sharding.memory_kind for node in chunks(state) for x in node.pieces} <= {"pinned_host"}
+    # on disk a node has the version of its files, a scalar, and nothing else
+    assert {x.sharding.memory_kind for node in chunks(state) for x in node.pieces if x.ndim} <= {"pinned_host"}
+    assert {x.ndim == 0 for node in chunks(state) for x in node.pieces} == {where == "disk"}
 
 
 def layers(depth):
@@ -216,7 +218,7 @@ def test_memory_of_the_update_of_stacked_layers_is_their_pieces():
 
 
 def test_few_pieces_are_under_way(monkeypatch):
-    from zerojax.train import streaming, tiers
+    from zerojax.train import tiers
 
     open_ones, most = set(), []
 
@@ -239,7 +241,7 @@ def test_few_pieces_are_under_way(monkeypatch):
     step(state, awkward_batches(1)[0])
     assert not open_ones
     assert len(most) >= 9
-    assert 2 <= max(most) <= 2 * streaming.UNDER_WAY
+    assert 2 <= max(most) <= 6  # one updated, two coming, three going
 
 
 def test_what_is_shared_is_computed_once():

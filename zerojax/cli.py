@@ -1,7 +1,12 @@
-"""The command `zerojax`: look after checkpoints. JAX is imported when a command needs it, and runs on the CPU."""
+"""The command `zerojax`: estimate memory, look after checkpoints.
+
+JAX is imported when a command needs it, and runs on the CPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +16,9 @@ from typing import Annotated, Any
 import typer
 
 FAILED = 2
-app = typer.Typer(help="Look after the checkpoints of zerojax.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="ZeRO for JAX: estimate memory, look after checkpoints.", no_args_is_help=True, add_completion=False
+)
 
 Directory = Annotated[Path, typer.Argument(help="Where a Checkpointer saves.", show_default=False)]
 Step = Annotated[int | None, typer.Option(help="Which checkpoint.", show_default="the newest")]
@@ -51,6 +58,46 @@ def export(
 
     for path in attempted(write):
         print(path)
+
+
+@app.command()
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A number of parameters, as 7.5e9; or FILE.py:NAME, a function that gives parameters (it is not run, "
+            "only traced), or a Flax module and the inputs of its init.",
+            show_default=False,
+        ),
+    ],
+    devices: Annotated[list[int] | None, typer.Option(help="How many; may be repeated.", show_default="8")] = None,
+    stage: Annotated[list[int] | None, typer.Option(help="Which; may be repeated.", show_default="all")] = None,
+    optimizer: Annotated[str, typer.Option(help="Of optax, by name, or FILE.py:NAME, a transformation.")] = "adamw",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="bf16 for a number, else as the model is")
+    ] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="host or disk: where optimizer state waits.", show_default="the device")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Bytes per device and bytes sent per step, for every stage, before anything is built."""
+
+    def found() -> Any:
+        from . import user_code
+        from .plan import estimate as estimates
+
+        return estimates.estimate(
+            user_code.model(model),
+            tx=user_code.transformation(optimizer),
+            devices=tuple(devices or (8,)),
+            stages=tuple(stage or range(4)),
+            precision=user_code.precision(precision),
+            offload=user_code.offload(offload),
+        )
+
+    estimated = attempted(found)
+    print(json.dumps(dataclasses.asdict(estimated), indent=2) if as_json else estimated)
 
 
 def attempted(work: Callable[[], Any]) -> Any:

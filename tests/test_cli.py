@@ -1,0 +1,106 @@
+"""The command line, as a new user would try it: every error is one line and exit status 2."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from zerojax.cli import app
+
+MODELS = """
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+from beside import WIDTH
+
+def params():
+    return {"w": jnp.zeros((WIDTH, 100_000))}
+
+def linen():
+    return nn.Dense(WIDTH), jnp.zeros((1, 64))
+
+def nnx_module():
+    from flax import nnx
+    return nnx.Linear(64, WIDTH, rngs=nnx.Rngs(0))
+
+def broken():
+    return {"w": jnp.zeros((2, 3)) @ jnp.zeros((2, 3))}
+
+tx = optax.sgd(1.0)
+"""
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A file of models that imports another one beside it."""
+    (tmp_path / "beside.py").write_text("WIDTH = 256\n")
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def estimated(*arguments):
+    outcome = run("estimate", *arguments, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    return json.loads(outcome.output)
+
+
+def test_a_number_of_parameters():
+    outcome = run("estimate", "7.5e9", "--devices", 64)
+    assert outcome.exit_code == 0
+    assert "31.4 GB" in outcome.output
+    found = estimated("7.5e9", "--devices", 4, "--devices", 64, "--stage", 3)
+    assert [(row["stage"], row["devices"]) for row in found["rows"]] == [(3, 4), (3, 64)]
+    assert found["parameters"] == 7_500_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("params", 25_600_000), ("linen", 64 * 256 + 256), ("nnx_module", 16_640)]
+)
+def test_a_model_in_a_file(name, parameters, models):
+    assert estimated(f"{models}:{name}")["parameters"] == parameters
+
+
+def test_the_users_own_optimizer_precision_and_offload(models):
+    rows = estimated(f"{models}:params", "--optimizer", f"{models}:tx", "--precision", "bf16", "--stage", 2)["rows"]
+    assert (rows[0]["opt_state"], rows[0]["master"]) == (0, 4 * 25_600_000 // 8)
+    assert estimated("1e6", "--optimizer", "lion", "--stage", 0)["rows"][0]["opt_state"] == 4 * 10**6 + 4
+    for where in ("host", "disk"):
+        (row,) = estimated("1e6", "--offload", where, "--stage", 3)["rows"]
+        assert row[where] == 12 * 10**6 // 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("many",), "is no number of parameters"),
+        (("-5e9",), "at least 1 is required"),
+        (("nowhere.py:f",), "There is no file nowhere.py"),
+        (("{models}:absent",), "does not define absent; it defines params, linen"),
+        (("{models}:broken",), "cannot be traced: TypeError"),
+        (("1e9", "--devices", "0"), "at least 1"),
+        (("1e9", "--stage", "7"), "Unknown ZeRO stage 7"),
+        (("1e9", "--optimizer", "adamx"), "no optimizer 'adamx'"),
+        (("1e9", "--optimizer", "cosine_decay_schedule"), "not made of a learning rate alone"),
+        (("1e9", "--precision", "int8"), "Give one of fp32, bf16, fp16"),
+        (("1e9", "--offload", "tape"), "'host', 'disk', not 'tape'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, message, models):
+    filled = [x.replace("{models}", str(models)) for x in arguments]
+    outcome = run("estimate", *(["--"] if filled[0].startswith("-") else []), *filled)
+    assert outcome.exit_code == 2
+    assert message in outcome.stderr
+    assert outcome.stderr.startswith("zerojax: ")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_a_file_that_fails_says_how(tmp_path):
+    (tmp_path / "bad.py").write_text("import nothing_of_the_sort\n")
+    outcome = run("estimate", f"{tmp_path}/bad.py:f")
+    assert outcome.exit_code == 2
+    assert "bad.py cannot be run: ModuleNotFoundError" in outcome.stderr
