@@ -97,7 +97,7 @@ def transformation(text: str) -> optax.GradientTransformation:
     """
     if FORM.fullmatch(text):
         found: Any = loaded(text)
-        return found() if callable(found) else found
+        return found if hasattr(found, "update") else found()
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
     if not callable(make):
         raise ValueError(
