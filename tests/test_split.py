@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, checkpointer
 from zerojax.layout.chunked import is_chunked
 from zerojax.stages.pieces import joined
@@ -134,3 +134,25 @@ def test_a_transformation_that_wants_the_loss_is_cut_into_pieces_too():
     )
     plan = tx.create({"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}).plan
     assert {len(cut.extents) for cut in plan.cuts if cut} == {8}
+
+
+def test_an_update_on_the_host_that_reads_its_state_alone():
+    """Nothing is given whose place the new parameters could take."""
+
+    def init(params):
+        return jax.tree.map(jnp.ones_like, params)
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda m: -0.01 * m, state), jax.tree.map(lambda m: 0.9 * m, state)
+
+    params, batch = {"w": jnp.ones((64, 16))}, jnp.ones((8, 64))
+    loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    offload = Offload(optimizer="host", chunk_bytes=64, update="host")
+    for precision in (None, Precision.bf16()):
+        tx = zero_shard(
+            optax.GradientTransformation(init, update), stage=2, persist_below=20, offload=offload, precision=precision
+        )
+        state, step = tx.create(params), tx.train_step(loss)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        np.testing.assert_allclose(np.asarray(state.params["w"], np.float32), 1 - 0.01 - 0.009, rtol=2**-8)

@@ -67,7 +67,7 @@ def in_one_pass(kind: Kind, params: list, grads: list, state: list, shared: list
     def block(wide: list, shared: list) -> list:
         return at_once(kind, wide[: ends[0]], wide[ends[0] : ends[1]], wide[ends[1] :], shared, consts)
 
-    places = [0 if wide[0].dtype == dtype else None for dtype in kind.stored]
+    places = [0 if ends[1] and wide[0].dtype == dtype else None for dtype in kind.stored]
     return in_blocks(block, wide, shared, overwrites=[*places, *range(ends[1], len(wide))])
 
 

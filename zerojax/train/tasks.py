@@ -167,7 +167,7 @@ def written(
 
 
 def outgoing(config: Config, kind: Kind) -> Callable:
-    """`f(params, grads, start) -> (params, grads)`: the pieces that an update on the host needs."""
+    """`f(values, start) -> (params, grads)`: the pieces that an update on the host needs."""
 
     def run(values: Values, start):
         pieces = pieces_of(config, kind, values, start)
