@@ -104,3 +104,39 @@ def test_a_file_that_fails_says_how(tmp_path):
     outcome = run("estimate", f"{tmp_path}/bad.py:f")
     assert outcome.exit_code == 2
     assert "bad.py cannot be run: ModuleNotFoundError" in outcome.stderr
+
+
+def test_the_doctor_finds_a_healthy_machine(tmp_path):
+    outcome = run("doctor", "--path", tmp_path, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    found = {finding["name"]: finding["found"] for finding in json.loads(outcome.output)}
+    assert found["devices"] == "8 x cpu (cpu)"
+    assert "pinned_host" in found["memory kinds"]
+    assert "GB/s each way per device" in found["link and host memory"]
+    assert found["update on the host"] == "right, in pinned_host memory"
+    assert found["offloaded activations"] == "gradients inside a scan are right"
+    assert "GB/s" in found[f"disk at {tmp_path}"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
+    from zerojax import doctor
+
+    def wrong(*names):
+        raise RuntimeError("gradients differ")
+
+    monkeypatch.setattr(doctor, "remat_policy", wrong)
+    monkeypatch.setattr(doctor, "measure", lambda mesh, axis: doctor_speed())
+    monkeypatch.setattr(doctor, "version_of", {"jaxlib": "0.12.0", "jax-cuda13-plugin": "0.11.2"}.get)
+    outcome = run("doctor", "--path", tmp_path / "nowhere")
+    assert outcome.exit_code == 1
+    bad = [line for line in outcome.output.splitlines() if line.startswith("BAD")]
+    assert [line.split()[1] for line in bad] == ["jax-cuda13-plugin", "offloaded", "disk"]
+    assert "0.11.2, but jaxlib is 0.12.0: install the same version" in bad[0]
+    assert "RuntimeError: gradients differ" in bad[1]
+
+
+def doctor_speed():
+    from zerojax.offload.measure import Speed
+
+    return Speed(1e9, 1e9)

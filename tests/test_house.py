@@ -20,7 +20,7 @@ FLOORS = [
     {"train", "plan"},
     {"checkpoint"},
     {"zero"},
-    {"__init__", "user_code", "plot", "flax", "testing"},
+    {"__init__", "user_code", "doctor", "plot", "flax", "testing"},
     {"cli"},
     {"__main__"},
 ]

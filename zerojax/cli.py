@@ -100,9 +100,34 @@ def estimate(
     print(json.dumps(dataclasses.asdict(estimated), indent=2) if as_json else estimated)
 
 
-def attempted(work: Callable[[], Any]) -> Any:
-    """Do something; an error is one line and exit status 2."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Option(help="A folder on the disk whose speed is wanted.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at versions, devices, bandwidths, and whether offloading gives right numbers here; status 1 if not."""
+
+    def found() -> list:
+        from .doctor import examine
+
+        findings = []
+        for finding in examine(path):
+            findings.append(finding)
+            if not as_json:
+                print(f"{'ok ' if finding.ok else 'BAD'}  {finding.name:24s} {finding.found}", flush=True)
+        return findings
+
+    findings = attempted(found, on_cpu=False)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def attempted(work: Callable[[], Any], *, on_cpu: bool = True) -> Any:
+    """Do something, without an accelerator unless it is looked for; an error is one line and exit status 2."""
+    if on_cpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         return work()
     except Exception as error:
