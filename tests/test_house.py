@@ -20,7 +20,8 @@ FLOORS = [
     {"train", "plan"},
     {"checkpoint"},
     {"zero"},
-    {"__init__", "user_code", "doctor", "plot", "flax", "testing"},
+    {"user_code", "doctor", "plot"},
+    {"__init__", "flax", "testing"},
     {"cli"},
     {"__main__"},
 ]

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpoint, offload
+    from . import checkpoint, offload, plot
     from .config import DynamicScale, Offload, Precision
     from .layout.padded import Padded
     from .memory.report import Report, report
@@ -32,6 +32,7 @@ __all__ = [
     "collectives",
     "estimate",
     "offload",
+    "plot",
     "report",
     "zero_shard",
 ]
@@ -62,7 +63,7 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import what a name stands for."""
-    if name in ("checkpoint", "offload"):
+    if name in ("checkpoint", "offload", "plot"):
         return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

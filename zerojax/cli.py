@@ -79,6 +79,7 @@ def estimate(
     offload: Annotated[
         str | None, typer.Option(help="host or disk: where optimizer state waits.", show_default="the device")
     ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw it too, into this file.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bytes per device and bytes sent per step, for every stage, before anything is built."""
@@ -97,7 +98,16 @@ def estimate(
         )
 
     estimated = attempted(found)
+    if png is not None:
+        attempted(lambda: drawn(estimated, png))
     print(json.dumps(dataclasses.asdict(estimated), indent=2) if as_json else estimated)
+
+
+def drawn(estimated: Any, png: Path) -> None:
+    """Write the picture of an estimate."""
+    from . import plot
+
+    plot.memory(estimated).savefig(png, dpi=150)
 
 
 @app.command()
