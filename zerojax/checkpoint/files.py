@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..offload import folder
 from .errors import CheckpointError
 
 STEP = re.compile(r"step_(\d{8,})")
@@ -168,16 +169,8 @@ def folders_in(directory: Path) -> list[Path]:
 
 def sync(paths: Iterable[Path]) -> None:
     """Wait until files or folders are on the disk."""
-
-    def one(path: Path) -> None:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, paths))
+        list(pool.map(folder.sync, paths))
 
 
 def write_synced(path: Path, text: str) -> None:
