@@ -26,8 +26,8 @@ import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, zero_shard
-from zerojax.plan.overlap import overlap
-from zerojax.plan.topology import absent_mesh
+from zerojax.planning.overlap import overlap
+from zerojax.planning.topology import absent_mesh
 
 
 def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:

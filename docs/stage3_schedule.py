@@ -27,10 +27,10 @@ import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, zero_shard
-from zerojax.plan.hlo import Array
-from zerojax.plan.overlap import overlap
-from zerojax.plan.program import Computation, Instruction, Module, read
-from zerojax.plan.topology import absent_mesh
+from zerojax.planning.hlo import Array
+from zerojax.planning.overlap import overlap
+from zerojax.planning.program import Computation, Instruction, Module, read
+from zerojax.planning.topology import absent_mesh
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

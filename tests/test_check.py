@@ -7,7 +7,7 @@ import pytest
 import yardstick
 
 from zerojax import check, zero_shard
-from zerojax.plan import topology
+from zerojax.planning import topology
 
 OLD = jax.__version_info__ < (0, 11)
 

@@ -17,7 +17,7 @@ FLOORS = [
     {"layout"},
     {"comm", "memory", "offload"},
     {"stages"},
-    {"train", "plan"},
+    {"train", "planning"},
     {"checkpoint"},
     {"zero"},
     {"user_code", "doctor", "plot"},

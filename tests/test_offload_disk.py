@@ -584,7 +584,8 @@ def survive_kills(path, kills, seed):
         child.communicate()
         labels = [chunks.identify(folder.file_of(path, i)) for i in range(CHUNKS)]
         found = {label.step for label in labels}
-        assert max(found) - min(found) <= 1
+        # a chunk's next state waits for its own last one alone, and the loop for each: two steps at most
+        assert max(found) - min(found) <= 2
         assert min(found) > steps[-1] - 1
         for i, label in enumerate(labels):
             content = memoryview(folder.file_of(path, i).read_bytes())

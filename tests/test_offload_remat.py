@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import compat, zero_shard
 from zerojax.offload import remat
 from zerojax.offload.remat import remat_policy
-from zerojax.plan.topology import absent_mesh, installed
+from zerojax.planning.topology import absent_mesh, installed
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
 PROBE = ["zerojax_probe_input", "zerojax_probe_inner"]

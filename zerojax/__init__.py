@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .config import DynamicScale, Offload, Precision
     from .layout.padded import Padded
     from .memory.report import Report, report
-    from .plan.estimate import Estimate, estimate
-    from .plan.hlo import Collective, Collectives, collectives
+    from .planning.estimate import Estimate, estimate
+    from .planning.hlo import Collective, Collectives, collectives
     from .stages.gather import block
     from .train.state import ZeroState
     from .zero import Shardings, ZeroTransformation, check, zero_shard
@@ -41,10 +41,10 @@ __all__ = [
 # Each name is imported when it is first used: the command line needs no JAX to show its help, training no
 # compiled programs, and neither needs checkpoints.
 _HOME = {
-    "Collective": "plan.hlo",
-    "Collectives": "plan.hlo",
+    "Collective": "planning.hlo",
+    "Collectives": "planning.hlo",
     "DynamicScale": "config",
-    "Estimate": "plan.estimate",
+    "Estimate": "planning.estimate",
     "Offload": "config",
     "Padded": "layout.padded",
     "Precision": "config",
@@ -54,8 +54,8 @@ _HOME = {
     "ZeroTransformation": "zero",
     "block": "stages.gather",
     "check": "zero",
-    "collectives": "plan.hlo",
-    "estimate": "plan.estimate",
+    "collectives": "planning.hlo",
+    "estimate": "planning.estimate",
     "report": "memory.report",
     "zero_shard": "zero",
 }

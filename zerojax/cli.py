@@ -86,7 +86,7 @@ def estimate(
 
     def found() -> Any:
         from . import user_code
-        from .plan import estimate as estimates
+        from .planning import estimate as estimates
 
         return estimates.estimate(
             user_code.model(model),

@@ -10,7 +10,7 @@ import jax
 from .layout.chunked import Chunked, is_chunked
 from .layout.padded import Padded, is_padded
 from .memory.report import name_of
-from .plan.estimate import PARTS, Estimate, in_words
+from .planning.estimate import PARTS, Estimate, in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

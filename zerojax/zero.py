@@ -31,7 +31,7 @@ from .train.step import Step, StepOptions
 from .train.tiers import tier_of
 
 if TYPE_CHECKING:
-    from .plan.check import Check
+    from .planning.check import Check
 
 
 class Shardings(NamedTuple):
@@ -394,8 +394,8 @@ def check(
         ValueError: If the topology is unknown, or the axis does not divide the batch.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
-    from .plan.check import as_shapes, check_program
-    from .plan.topology import absent_mesh
+    from .planning.check import as_shapes, check_program
+    from .planning.topology import absent_mesh
 
     shapes = as_shapes(params, keep_shardings=topology is None)
     if topology is not None:

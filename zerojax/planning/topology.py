@@ -85,7 +85,7 @@ def installed() -> bool:
 @functools.cache
 def _devices(topology: Topology) -> list:
     """Descriptions of the devices; making them twice would make them differ."""
-    figures = importlib.resources.files("zerojax.plan").joinpath("targets", f"{topology.kind}.txtpb").read_text()
+    figures = importlib.resources.files("zerojax.planning").joinpath("targets", f"{topology.kind}.txtpb").read_text()
     described = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,
