@@ -101,15 +101,8 @@ def estimate(
 
     estimated = attempted(found)
     if png is not None:
-        attempted(lambda: drawn(estimated, png))
+        attempted(lambda: drawn("memory", estimated, png))
     print(json.dumps(dataclasses.asdict(estimated), indent=2) if as_json else estimated)
-
-
-def drawn(estimated: Any, png: Path) -> None:
-    """Write the picture of an estimate."""
-    from . import plot
-
-    plot.memory(estimated).savefig(png, dpi=150)
 
 
 @app.command()
@@ -130,6 +123,7 @@ def plan(
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Look for the largest that fits; takes some compilations more.")
     ] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw its timeline, into this file.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits."""
@@ -152,6 +146,8 @@ def plan(
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
 
     made = attempted(found)
+    if png is not None:
+        attempted(lambda: drawn("timeline", made, png))
     print(json.dumps(made.to_dict(), indent=2) if as_json else made)
 
 
@@ -177,6 +173,13 @@ def doctor(
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def drawn(picture: str, of: Any, png: Path) -> None:
+    """Write a picture of `plot` into a file."""
+    from . import plot
+
+    getattr(plot, picture)(of).savefig(png, dpi=150)
 
 
 def attempted(work: Callable[[], Any], *, on_cpu: bool = True) -> Any:
