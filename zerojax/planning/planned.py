@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from .check import memory_of
+from .activations import memory_of
 from .devices import USABLE, Device
 from .estimate import in_words
 from .hlo import Collectives, arrays_of
