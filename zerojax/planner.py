@@ -132,7 +132,7 @@ class Planner:
         GPU and each number of rows, for its activations and its kernels' time, and layouts
         say the rest. They are put in order of estimated seconds a row; costs within 2% count
         as equal, and then no offload, a low stage, an early loss and a small batch come
-        first. What the estimate says exceeds the memory by more than a tenth is left out;
+        first. What the estimate says exceeds the memory by more than a quarter is left out;
         of the others the first whose compiled step fits is chosen.
 
         Args:
