@@ -68,8 +68,8 @@ class Planner:
             memory: Bytes of a device that the program may take. Default: 95% of what there is.
             link: Bytes per second that a GPU sends within its machine. Default: NVLink's.
             network: Bytes per second that a GPU sends to other machines. Default: its adapter's.
-            largest_batch: Whether to look for the largest batch that fits, which takes some
-                four compilations more.
+            largest_batch: Whether to look for the largest batch that fits, which takes four
+                to eight compilations more.
 
         Returns:
             The plan; print it for tables.
@@ -80,14 +80,18 @@ class Planner:
                 do not divide the batch.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        parsed = Topology.parse(topology)
-        device = Device.of(parsed, link=link, network=network)
+        device = Device.of(Topology.parse(topology), link=link, network=network)
+        rows = rows_of(batch)
+        if largest_batch and not rows:
+            raise ValueError(
+                "The largest batch is looked for in rows, but the leaves of this batch have different numbers of them "
+                "on dim 0, or none. Pass values that belong to no row as further arguments, after the batch."
+            )
         move = moved_step if isinstance(step, Step) else moved_function
         moved = move(step, state, batch, args, topology)
         compiled = moved.lower(batch).compile()
-        rows = rows_of(batch)
         usable = USABLE * device.memory if memory is None else memory
-        largest = largest_rows(moved, batch, rows, peak_of(compiled), usable) if largest_batch else None
+        largest = largest_rows(moved, batch, rows, peak_of(compiled), usable) if largest_batch and rows else None
         return planned(
             compiled,
             topology,
@@ -248,17 +252,8 @@ def with_rows(batch: Any, rows: int) -> Any:
     return jax.tree.map(one, batch)
 
 
-def largest_rows(moved: Moved, batch: Any, rows: int | None, peak: int, usable: float) -> int:
-    """Rows of the largest batch that fits.
-
-    Raises:
-        ValueError: If the leaves of the batch have different numbers of rows.
-    """
-    if not rows:
-        raise ValueError(
-            "The largest batch is looked for in rows, but the leaves of this batch have different numbers of them on "
-            "dim 0. Pass values that belong to no row as further arguments, after the batch."
-        )
+def largest_rows(moved: Moved, batch: Any, rows: int, peak: int, usable: float) -> int:
+    """Rows of the largest batch that fits, where one of `rows` has the peak given."""
     peaks = {rows // moved.unit: peak}
 
     def peak_at(count: int) -> int:
