@@ -127,9 +127,6 @@ def test_parts_are_what_lies_on_a_device_and_add_up(stage, mesh):
         Device.of(Topology.parse("h200:8")),
         parts={**STATE_PARTS, "batch": "batch"},
         batch=16,
-        host=0,
-        disk=0,
-        sent_formula=None,
     )
     held = report(state).bytes
     assert found.memory["parameters"] == held["params"]
@@ -206,6 +203,14 @@ def test_the_largest_fits_and_the_next_does_not(peak, usable, start):
     assert len(asked) == len(set(asked)) <= MOST
 
 
+def test_round_counts_have_five_binary_digits():
+    some = [0]
+    while some[-1] < 200:
+        some.append(after(some[-1]))
+    assert some == [*range(33), *range(34, 65, 2), *range(68, 129, 4), *range(136, 201, 8)]
+    assert after(33) == 34
+
+
 # Absent GPUs
 
 
@@ -217,11 +222,18 @@ def test_every_gpu_can_be_compiled_for(kind):
     assert set(found.memory) == {"params", "batch", "temporary", "results"}
     assert found.sent == 0
     assert found.fits
+    assert found.notes == ()
 
 
 @aot
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_is_what_the_formulas_say(stage):
+def test_who_divides_nothing_is_told_so():
+    found = plan(jax.jit(loss), shapes(), rows(64), topology="h200:8")
+    assert "every device does the same" in found.notes[0]
+
+
+@aot
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+def test_a_step_is_what_the_formulas_say(stage, accumulate):
     """A state on two simulated devices is planned for sixteen absent ones."""
     deep = {"layers": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH}
     tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(2), precision=Precision.bf16(), prefetch=0)
@@ -231,12 +243,14 @@ def test_a_step_is_what_the_formulas_say(stage):
             batch = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w.T)(batch, w)
         return jnp.mean(batch.astype(jnp.float32) ** 2)
 
-    found = plan(tx.train_step(blocks), tx.create(deep), rows(64), topology="h100:16")
-    row = estimate(deep, stages=[stage], devices=16, precision=Precision.bf16())[stage]
+    step = tx.train_step(blocks, accumulate=accumulate)
+    found = plan(step, tx.create(deep), rows(64), topology="h100:16")
+    row = estimate(deep, stages=[stage], devices=16, precision=Precision.bf16(), accumulate=accumulate)[stage]
     assert found.devices == 16
     assert found.memory["parameters"] == row.params
     assert found.memory["optimizer state"] + found.memory.get("master weights", 0) == row.opt_state + row.master
     assert found.sent_formula == row.sent
+    assert found.exposed == pytest.approx((1 - found.hidden) * found.sent, rel=0.02)
     if stage < 3:  # stage 3 gathers a layer once where it is used last and first
         assert found.sent == pytest.approx(row.sent, rel=0.02)
     assert found.roofline.communication == pytest.approx(found.sent / (8 * 50e9), rel=0.02)
@@ -303,7 +317,7 @@ def test_what_cannot_fit_does_not():
 @aot
 def test_the_largest_batch_fits_and_the_next_does_not(mesh):
     step, state = made(mesh, stage=2)
-    usable = 20 * 2**20
+    usable = 200 * 2**20
     found = plan(step, state, rows(64), memory=usable, largest_batch=True)
     peaks = [plan(step, state, rows(8 * n)).peak for n in (found.largest_batch // 8, after(found.largest_batch // 8))]
     assert peaks[0] <= usable < peaks[1]

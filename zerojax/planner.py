@@ -37,13 +37,11 @@ class Moved(NamedTuple):
     Attributes:
         lower: Lowers it for a batch of shapes.
         unit: What the rows of a batch are a multiple of.
-        parts: Names for its arguments, as `planned` takes them.
-        known: Further fields of its plan.
+        known: What `planned` is told of it.
     """
 
     lower: Callable[[Any], Any]
     unit: int
-    parts: dict[str, str]
     known: dict[str, Any]
 
 
@@ -76,8 +74,8 @@ class Planner:
             memory: Bytes of a device that the program may take. Default: 95% of what there is.
             link: Bytes per second that a GPU sends within its machine. Default: NVLink's.
             network: Bytes per second that a GPU sends to other machines. Default: its adapter's.
-            largest_batch: Whether to look for the largest batch that fits, which takes some
-                four compilations more.
+            largest_batch: Whether to look for the largest batch that fits, which takes four
+                to eight compilations more.
 
         Returns:
             The plan; print it for tables.
@@ -88,20 +86,23 @@ class Planner:
                 do not divide the batch.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        parsed = Topology.parse(topology)
-        device = Device.of(parsed, link=link, network=network)
+        device = Device.of(Topology.parse(topology), link=link, network=network)
+        rows = rows_of(batch)
+        if largest_batch and not rows:
+            raise ValueError(
+                "The largest batch is looked for in rows, but the leaves of this batch have different numbers of them "
+                "on dim 0, or none. Pass values that belong to no row as further arguments, after the batch."
+            )
         move = moved_step if isinstance(step, Step) else moved_function
         moved = move(step, state, batch, args, topology)
         compiled = moved.lower(batch).compile()
-        rows = rows_of(batch)
         usable = USABLE * device.memory if memory is None else memory
-        largest = largest_rows(moved, batch, rows, peak_of(compiled), usable) if largest_batch else None
+        largest = largest_rows(moved, batch, rows, peak_of(compiled), usable) if largest_batch and rows else None
         return planned(
             compiled,
             topology,
             device,
             memory=usable,
-            parts=moved.parts,
             batch=rows,
             largest_batch=largest,
             **moved.known,
@@ -207,14 +208,16 @@ def moved_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -
     accumulate = step.options.accumulate
     row = stage_estimate(config, there.plan.layout, there.plan, accumulate)
     alone = len(config.mesh.axis_names) == 1  # the formula knows nothing of what other axes divide and move
-    known: dict[str, Any] = {"sent_formula": row.sent if alone else None, "host": row.host, "disk": row.disk}
-    if any(there.plan.cuts):
-        known["notes"] = offload_notes(moved, there)
     return Moved(
         lambda batch: moved.lower(there, jax.tree.map(shape_of, batch), *shapes),
         config.shards * accumulate,
-        {**STATE_PARTS, "batch": "batch"},
-        known,
+        {
+            "parts": {**STATE_PARTS, "batch": "batch"},
+            "sent_formula": row.sent if alone else None,
+            "host": row.host,
+            "disk": row.disk,
+            "notes": offload_notes(moved, there) if any(there.plan.cuts) else (),
+        },
     )
 
 
@@ -284,7 +287,8 @@ def moved_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -
 
     divided = [x.sharding for x in jax.tree.leaves(there(batch)) if is_laid_out(x)]
     unit = math.lcm(*(rows_divided(sharding) for sharding in divided))
-    return Moved(lower, unit, {}, {"sent_formula": None, "host": 0, "disk": 0})
+    whole = "Nothing says how an argument is divided, so every device does the same. Give arguments NamedShardings."
+    return Moved(lower, unit, {} if meshes or mesh.size == 1 else {"notes": (whole,)})
 
 
 def is_laid_out(x: Any) -> bool:
@@ -336,17 +340,8 @@ def with_rows(batch: Any, rows: int) -> Any:
     return jax.tree.map(one, batch)
 
 
-def largest_rows(moved: Moved, batch: Any, rows: int | None, peak: int, usable: float) -> int:
-    """Rows of the largest batch that fits.
-
-    Raises:
-        ValueError: If the leaves of the batch have different numbers of rows.
-    """
-    if not rows:
-        raise ValueError(
-            "The largest batch is looked for in rows, but the leaves of this batch have different numbers of them on "
-            "dim 0. Pass values that belong to no row as further arguments, after the batch."
-        )
+def largest_rows(moved: Moved, batch: Any, rows: int, peak: int, usable: float) -> int:
+    """Rows of the largest batch that fits, where one of `rows` has the peak given."""
     peaks = {rows // moved.unit: peak}
 
     def peak_at(count: int) -> int:
