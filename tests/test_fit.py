@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from zerojax import Offload, Precision, plan, zero_shard
+from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
 from zerojax.planning import fitting
+from zerojax.planning.devices import Device
 from zerojax.planning.estimate import abstract_mesh
 from zerojax.planning.fitting import ALIKE, MARGIN, Limits, search
-from zerojax.planning.topology import installed
+from zerojax.planning.topology import Topology, installed
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -104,8 +105,27 @@ def test_of_equal_cost_the_simplest_is_taken():
     fit, compiled = looked_for(2000 * MB, counts=(1,), rows=(4,))
     assert (fit.chosen.stage, fit.chosen.offload, fit.chosen.remat) == (0, None, "loss")
     assert len(compiled) == 1
-    same = {"first": Model(4 * MB), "second": Model(2 * MB)}
+    same = {"first": Model(4 * MB, row_seconds=1.01e-3), "second": Model(2 * MB)}
     assert looked_for(2000 * MB, same, rows=(8,))[0].chosen.remat == "first"
+    dearer = {"first": Model(4 * MB, row_seconds=1.1e-3), "second": Model(2 * MB)}
+    assert looked_for(2000 * MB, dearer, rows=(8,))[0].chosen.remat == "second"
+
+
+def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
+    fit, _ = looked_for(2000 * MB, rows=(16,))
+    seconds = {(c.stage, c.where): 16 * c.seconds for c in fit.tried}
+    device = Device.of(Topology.parse("h200:8"))
+    kernels, size = 3e-3, 4 * 4096**2
+    rows = estimate(PARAMS, tx=optax.adam(1e-3))
+    for stage in range(4):
+        sending = (3 if stage == 3 else 2) * size * 7 / 8 / device.links.link
+        passes = max(kernels, sending) if stage == 3 else kernels + sending
+        assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].lasting / device.bandwidth)
+    moments = 2 * size / 8
+    spared = 2 * moments / device.bandwidth
+    for stage in (1, 2, 3):
+        offloaded = seconds[stage, "host"] - seconds[stage, "device"]
+        assert offloaded == pytest.approx(moments / fitting.HOST_LINKS["h200"] - spared)
 
 
 def test_remat_is_chosen_where_it_pays():
@@ -227,6 +247,16 @@ def test_without_the_extra_it_says_what_to_install():
         plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
 
 
-def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match="the GPUs known are"):
-        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32), gpu="h900")
+@pytest.mark.parametrize(
+    ("batch", "options", "error", "message"),
+    [
+        ((8, 64, 512), {"gpu": "h900"}, ValueError, "the GPUs known are"),
+        ((8, 64, 512), {"devices": 0}, ValueError, "Unknown topology 'h200:0'"),
+        ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
+        ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),
+        ((), {}, ValueError, "The cheapest batch is looked for in rows"),
+    ],
+)
+def test_bad_input_is_refused(batch, options, error, message):
+    with pytest.raises(error, match=message):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct(batch, jnp.float32), **options)
