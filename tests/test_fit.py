@@ -204,6 +204,7 @@ def test_it_prints_a_line_for_each_way():
     assert lines[0] == f"{fit.chosen} on h200:8"
     assert [line.split()[-1] for line in lines[3:]].count("chosen") == 1
     assert len(lines) == 3 + 4 + 3  # stages; and those that offload
+    assert "does not fit: at least" in str(looked_for(120 * MB)[0])
 
 
 def chain(params, batch):
