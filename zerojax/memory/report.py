@@ -85,10 +85,11 @@ class Report:
     @property
     def title(self) -> str:
         """The totals, in words."""
+        count = len(self.per_device)
         waiting = {"in host memory": sum(self.host.values()), "in files": sum(self.disk.values())}
         return "; ".join(
             [
-                f"{self.total:,d} bytes on the fullest of {len(self.per_device)} devices",
+                f"{self.total:,d} bytes on the fullest of {count} device{'s' * (count != 1)}",
                 *(f"{size:,d} bytes/device {where}" for where, size in waiting.items() if size),
                 *([f"update on the {self.update}"] if self.update else []),
             ]

@@ -277,9 +277,8 @@ def estimate_one(
     """One candidate; what cannot fit whatever the batch is not compiled for."""
     config, layout, row = way
     waits = row.host + row.disk
-    candidate = Candidate(
-        count, config.stage, name, config.offload, rows, row.lasting + row.backward, waits, float("inf")
-    )
+    least = row.lasting + row.update // 2  # what lives, and the gradients as the optimizer sees them
+    candidate = Candidate(count, config.stage, name, config.offload, rows, least, waits, float("inf"))
     if verdict(candidate, limits.usable(count)):
         return candidate
     share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows // count, *x.shape[1:]), x.dtype), batch)
