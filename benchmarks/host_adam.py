@@ -1,4 +1,4 @@
-"""ns a parameter for AdamW on the host: optax as jit compiles it, the library's blocks, torch's fused kernel.
+"""ns a parameter for AdamW on the host: optax as jit compiles it, a streamed step's program, torch's fused kernel.
 
     python benchmarks/host_adam.py                       8 pieces of 8 million parameters
     python benchmarks/host_adam.py --pieces 4 --rounds 5
@@ -123,36 +123,34 @@ def make_ways(args, pool):
     import numpy as np
     import optax
 
-    from zerojax.offload.blocked import in_blocks
-
     tx = optax.adamw(1e-3, weight_decay=0.1)
     draw = np.random.default_rng(0)
 
-    def update(wide, scalars):
-        grad, param, mu, nu = wide
+    def update(grad, state, count):
+        param, mu, nu = state
         adam, *rest = tx.init(param)
-        state = (adam._replace(count=scalars[0], mu=mu, nu=nu), *rest)
-        updates, (adam, *_) = tx.update(grad, state, param)
-        return [optax.apply_updates(param, updates), adam.mu, adam.nu]
+        updates, (adam, *_) = tx.update(grad, (adam._replace(count=count, mu=mu, nu=nu), *rest), param)
+        return optax.apply_updates(param, updates), adam.mu, adam.nu
 
-    def blocks(grad, state, count):
-        return in_blocks(update, [grad, *state], [count], overwrites=(1, 2, 3))
-
-    whole = jax.jit(lambda grad, state, count: update([grad, *state], [count]), donate_argnums=1)
-    blocked = jax.jit(blocks, donate_argnums=1)
-    count = jnp.int32(3)
+    whole, count = jax.jit(update, donate_argnums=1), jnp.int32(3)
     some = lambda: jnp.asarray(draw.standard_normal(args.size, np.float32))
     grads = [some() for _ in range(args.pieces)]
     states = [[some(), some(), jnp.abs(some())] for _ in range(args.pieces)]
+    streamed, waiting = streamed_program(args, tx, grads, states)
 
-    def one(step, i):
-        states[i] = jax.block_until_ready(step(grads[i], states[i], count))
+    def optax_once(i):
+        states[i] = jax.block_until_ready(whole(grads[i], states[i], count))
 
-    def in_turn(step):
-        return lambda: [one(step, i) for i in range(args.pieces)]
+    def zerojax_once(i):
+        params, grads, state, *others = waiting[i]
+        params, state = jax.block_until_ready(streamed(params, grads, state, *others))
+        waiting[i] = params, grads, state, *others
 
-    def side_by_side(step):
-        return lambda: list(pool.map(lambda i: one(step, i), range(args.pieces)))
+    def in_turn(once):
+        return lambda: [once(i) for i in range(args.pieces)]
+
+    def side_by_side(once):
+        return lambda: list(pool.map(once, range(args.pieces)))
 
     floor = np.ones(args.size * 7 // 2, np.float32)  # 14 bytes a parameter read, and 14 written
     edges = np.linspace(0, floor.size, THREADS + 1, dtype=int)
@@ -164,10 +162,10 @@ def make_ways(args, pool):
 
     ways = {
         "floor": negate,
-        "optax": in_turn(whole),
-        "optax, threads": side_by_side(whole),
-        "blocks": in_turn(blocked),
-        "blocks, threads": side_by_side(blocked),
+        "optax": in_turn(optax_once),
+        "optax, threads": side_by_side(optax_once),
+        "zerojax": in_turn(zerojax_once),
+        "zerojax, threads": side_by_side(zerojax_once),
     }
     if torch_version() is None:
         print("torch is not installed: its fused AdamW is left out")
@@ -175,6 +173,37 @@ def make_ways(args, pool):
         ways["torch fused, one thread"] = torch_way(args, threads=1)
         ways["torch fused"] = torch_way(args, threads=THREADS)
     return ways
+
+
+def streamed_program(args, tx, grads, states):
+    """What a streamed step runs on the host, from as many threads as there are cores, and what each piece is given.
+
+    Scalars such as the bias corrections are computed once a step, with the gradients, and come from there.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from zerojax import Offload, zero_shard
+    from zerojax.stages.split import SHARED
+    from zerojax.train.hosted import on_host
+    from zerojax.train.streaming import Streamed
+
+    offload = Offload(optimizer="host", update="host", chunk_bytes=grads[0].nbytes)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    zero = zero_shard(tx, stage=3, mesh=mesh, offload=offload)
+    plan = zero.create([jax.ShapeDtypeStruct((args.size,), jnp.float32)]).plan
+    streamed = Streamed(zero.config, plan)
+    (task,) = streamed.split.tasks
+    ((_, length),) = task.pieces
+    host = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host")
+    of_leaf = lambda x: jax.device_put(x + 0, host("data"))  # moved from the device, as gradients are
+    types = [var.aval for var in streamed.split.first.jaxpr.outvars[-streamed.split.shared :]]
+    shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in task.reading(SHARED)]
+    pieces = zip(grads, states, strict=True)
+    given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in pieces]
+    return on_host(zero.config, streamed.kind(0, length)), given
 
 
 def torch_way(args, threads):
