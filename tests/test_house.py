@@ -97,7 +97,15 @@ def test_importing_costs_little():
 
 def test_help_imports_nothing_heavy():
     """So that it answers at once."""
-    code = "import sys; sys.argv = ['zerojax', '--help']; from zerojax.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    code = """
+import sys
+from zerojax.cli import main
+sys.argv = ["zerojax", "--help"]
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "estimate" in done.stdout
     assert not {"jax", "jaxlib", "numpy", "optax", "flax", "matplotlib", "orbax"} & set(done.stderr.split())
