@@ -1,11 +1,13 @@
 """ns a parameter for AdamW on the host: optax as jit compiles it, a streamed step's program, torch's fused kernel.
 
     python benchmarks/host_adam.py                       8 pieces of 8 million parameters
-    python benchmarks/host_adam.py --pieces 4 --rounds 5
+    python benchmarks/host_adam.py --pieces 4 --rounds 15 --processes 6
     pip install torch                                    for the comparison; it is left out otherwise
 
 Every round runs each way once, in turn, so that a slow moment of the machine falls on all
-of them; ratios are taken round by round, and their median is what counts. `floor` moves
+of them; ratios are taken round by round, and their median is what counts. Where the
+memory of a process happens to lie changes them too: several processes give the median
+of theirs, and the least and the most. `floor` moves
 the 28 bytes a parameter that any AdamW must (it reads the gradient, the parameter and two
 moments, and writes all but the first): numpy negates as much in place, on as many threads. `processor` is
 the processor time a parameter of all threads, which a busy neighbour disturbs less: beside
@@ -22,6 +24,9 @@ import os
 import pathlib
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 THREADS = os.cpu_count() or 1
@@ -32,12 +37,60 @@ def arguments():
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--size", type=int, default=1 << 23, help="parameters in a piece")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--processes", type=int, default=1, help="one after the other")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     return parser.parse_args()
 
 
 def main():
     args = arguments()
+    if args.processes == 1:
+        found = measured(args)
+        rows = found["ns a parameter"]
+        show(rows, "spread", {name: f"{row['least']:.2f}-{row['most']:.2f}" for name, row in rows.items()})
+    else:
+        found = of_processes([one_process(args) for _ in range(args.processes)])
+        spreads = {name: "{:.2f}-{:.2f}".format(*ends) for name, ends in found.get("spread of to torch", {}).items()}
+        show(found["ns a parameter"], "to torch", spreads)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def show(rows, title, spreads):
+    columns = ["median", "processor", "to floor", "to torch", "to torch on one thread"]
+    print(f"{'ns a parameter':26s}{title:>12s}" + "".join(f"{c:>{len(c) + 3}s}" for c in columns))
+    for name, row in rows.items():
+        figures = "".join(f"{row.get(c, math.nan):{len(c) + 3}.2f}" for c in columns)
+        print(f"{name:26s}{spreads.get(name, ''):>12s}{figures}")
+
+
+def one_process(args):
+    """The figures of a fresh process."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "figures.json")
+        given = {"--pieces": args.pieces, "--size": args.size, "--rounds": args.rounds, "--out": out}
+        command = [sys.executable, __file__, *(str(x) for pair in given.items() for x in pair)]
+        print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, flush=True)
+        return json.loads(out.read_text())
+
+
+def of_processes(runs):
+    """The median of each figure, and the spread of the ratio to torch."""
+    rows = [run["ns a parameter"] for run in runs]
+    found = dict(runs[-1], processes=len(runs))
+    found["ns a parameter"] = {
+        name: {figure: statistics.median(row[name][figure] for row in rows) for figure in rows[0][name]}
+        for name in rows[0]
+    }
+    if found["torch"]:
+        ratios = {name: [row[name]["to torch"] for row in rows] for name in rows[0]}
+        found["spread of to torch"] = {name: (min(values), max(values)) for name, values in ratios.items()}
+    return found
+
+
+def measured(args):
+    """The figures of this process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -56,13 +109,7 @@ def main():
                 if i >= 2:  # the first rounds compile and touch the memory
                     wall[name].append(passed * 1e9 / (args.pieces * args.size))
                     processor[name].append(spent * 1e9 / (args.pieces * args.size))
-    rows = {name: figures(name, wall, processor) for name in ways}
-    columns = ["median", "processor", "to floor", "to torch", "to torch on one thread"]
-    print(f"{'ns a parameter':26s}{'spread':>12s}" + "".join(f"{c:>{len(c) + 3}s}" for c in columns))
-    for name, row in rows.items():
-        spread = f"{row['least']:.2f}-{row['most']:.2f}"
-        print(f"{name:26s}{spread:>12s}" + "".join(f"{row.get(c, math.nan):{len(c) + 3}.2f}" for c in columns))
-    result = {
+    return {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "torch": torch_version(),
@@ -73,11 +120,8 @@ def main():
         "loops become kernels": loops_become_kernels(),
         "pieces": [args.pieces, args.size],
         "rounds": args.rounds,
-        "ns a parameter": rows,
+        "ns a parameter": {name: figures(name, wall, processor) for name in ways},
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def figures(name, wall, processor):
