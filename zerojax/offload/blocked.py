@@ -3,9 +3,10 @@
 XLA:CPU writes each output of an elementwise program in a loop of its own, and each loop
 reads its operands from memory again: AdamW moves 40 bytes a parameter where 28 would do.
 Here one loop goes over blocks so small that everything about a block stays in the first
-cache, each output written over what no later one reads, and the newer XLA:CPU makes one kernel of that loop, whose unrolled blocks overlap
-their arithmetic with the next block's memory. An older one runs the loop's body as many
-small kernels, which costs more than it saves: there the function is left as it is.
+cache, each output written over what no later one reads, and the newer XLA:CPU makes one
+kernel of that loop, whose unrolled blocks overlap their arithmetic with the next block's
+memory. An older one runs the loop's body as many small kernels, which costs more than it
+saves: there the function is left as it is.
 """
 
 import functools
