@@ -20,7 +20,7 @@ FLOORS = [
     {"train", "planning"},
     {"checkpoint"},
     {"zero"},
-    {"user_code", "doctor", "plot"},
+    {"user_code", "doctor", "planner", "plot"},
     {"__init__", "flax", "testing"},
     {"cli"},
     {"__main__"},

@@ -1,16 +1,61 @@
 """Pictures: what they draw is what the numbers say."""
 
+import dataclasses
 import io
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_of
 from models import awkward_params
 from test_cli import run
 
-from zerojax import Offload, estimate, plot, zero_shard
+from zerojax import Offload, collectives, estimate, plot, zero_shard
+from zerojax.planning.devices import Device
+from zerojax.planning.timeline import Span, coarser, play
+from zerojax.planning.topology import Topology
+
+H200 = Device.of(Topology.parse("h200:8"))
+# A loop of five turns around a gather with a product in flight; before it one without, behind which the kernels wait.
+SCHEDULE = """HloModule m, is_scheduled=true, num_partitions=8
+
+%body (state: STATE) -> STATE {
+  %state = STATE parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[256,256] get-tuple-element(%state), index=1
+  %ag = (bf16[256,256], bf16[2048,256]) all-gather-start(%x), dimensions={0}, EVERYONE
+  %y = bf16[256,256] dot(%x, %x), ROWS_BY_COLUMNS, metadata={op_name="jvp(f)"}
+  %got = bf16[2048,256] all-gather-done(%ag)
+  ROOT %next = STATE tuple(%i, %y, %got)
+}
+
+%condition (state: STATE) -> pred[] {
+  %state = STATE parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %less = pred[] compare(%i, %i), direction=LT
+}
+
+ENTRY %main (a: bf16[256,256]) -> bf16[256,256] {
+  %a = bf16[256,256] parameter(0)
+  %zero = s32[] constant(0)
+  %first = bf16[2048,256] all-gather(%a), dimensions={0}, EVERYONE
+  %init = STATE tuple(%zero, %a, %first)
+  %loop = STATE while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %x.1 = bf16[256,256] get-tuple-element(%loop), index=1
+  ROOT %z = bf16[256,256] dot(%x.1, %x.1), ROWS_BY_COLUMNS, metadata={op_name="transpose(jvp(f))"}
+}
+"""
+for short, long in {
+    "STATE": "(s32[], bf16[256,256], bf16[2048,256])",
+    "EVERYONE": "replica_groups={{0,1,2,3,4,5,6,7}}",
+    "ROWS_BY_COLUMNS": "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+}.items():
+    SCHEDULE = SCHEDULE.replace(short, long)
+MOVES = 7 / 8 * 2048 * 256 * 2 / H200.links.link
+MULTIPLIES = max(2 * 256**3 / H200.rates["bf16"], 3 * 256 * 256 * 2 / H200.bandwidth)
 
 
 def png(figure):
@@ -68,3 +113,91 @@ def test_the_command_draws(tmp_path):
 def test_a_leaf_without_elements_is_not_drawn():
     assert plot.Held.of((), np.zeros(3)) is None
     assert plot.Held.of((), jnp.zeros((0, 3))) is None
+
+
+def test_a_schedule_is_played_at_peak_rates():
+    played = play(SCHEDULE, H200)
+    times = {
+        ("gather", "exposed"): (0, MOVES, MOVES),
+        ("compute", "waiting"): (0, MOVES, MOVES),
+        ("gather", "hidden"): (MOVES, 2 * MOVES, 2 * MOVES),
+        ("compute", "forward"): (MOVES, MOVES + MULTIPLIES, MOVES + MULTIPLIES),
+        ("compute", "backward"): (2 * MOVES, 2 * MOVES + MULTIPLIES, 2 * MOVES + MULTIPLIES),
+    }
+    spans = {(span.lane, span.kind): (span.begin, span.end, span.done) for span in reversed(played.spans)}
+    assert spans == {key: pytest.approx(found) for key, found in times.items()}
+    (loop,) = played.loops
+    assert (loop.begin, loop.end, loop.turns, loop.depth) == (pytest.approx(MOVES), pytest.approx(2 * MOVES), 5, 0)
+    assert played.hidden_share == pytest.approx(5 / 6)
+
+
+def test_what_flies_around_a_loop_moves_during_all_of_its_turns():
+    """A gather begun before the loop and awaited behind it: the kernels wait for what five turns did not cover."""
+    begun = SCHEDULE.replace("bf16[2048,256] all-gather(%a)", "(bf16[256,256], bf16[2048,256]) all-gather-start(%a)")
+    awaited = "  %got.1 = bf16[2048,256] all-gather-done(%first)\n  ROOT %z"
+    alone = begun.replace("%zero, %a, %first", "%zero, %a, %a").replace("  ROOT %z", awaited)
+    still = "\n".join(line for line in alone.split("\n") if "%ag" not in line).replace("%i, %y, %got", "%i, %y, %y")
+    played = play(still, H200)
+    (waiting,) = (span for span in played.spans if span.kind == "waiting")
+    assert waiting.end - waiting.begin == pytest.approx(MOVES - 5 * MULTIPLIES)
+    (gather,) = (span for span in played.spans if span.lane == "gather")
+    assert (gather.begin, gather.end, gather.done) == (0, pytest.approx(waiting.end), pytest.approx(waiting.end))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A training step of a scan over four layers, at stage 3."""
+    params = {"in": jnp.zeros((16, 32)), "layers": jnp.zeros((4, 32, 32))}
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ params["in"], params["layers"])[0] ** 2)
+
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8), persist_below=0)
+    return tx.train_step(loss).lower(tx.create(params), jnp.zeros((64, 16))).compile()
+
+
+def test_every_collective_and_every_kernel_is_played_once(compiled):
+    played = play(compiled, H200)
+    moving = [span for span in played.spans if span.lane != "compute"]
+    assert sorted(span.name for span in moving) == sorted(c.name for c in collectives(compiled))
+    assert {span.kind for span in moving} == {"exposed"}  # on CPUs a collective has no start apart from its done
+    busy = [span for span in played.spans if span.lane == "compute"]
+    assert {span.kind for span in busy} == {"forward", "backward", "kernel", "waiting"}
+    assert len({(span.name, span.kind) for span in busy}) == len(busy)
+    assert [span.begin for span in busy[1:]] == pytest.approx([span.end for span in busy[:-1]])
+    assert played.loops
+
+
+def test_a_timeline_is_drawn_of_a_program_a_text_or_a_plan(compiled):
+    texts = []
+    for given in (compiled, compiled.as_text(), types.SimpleNamespace(text=compiled.as_text(), topology="h100:8")):
+        figure = plot.timeline(given)
+        (axes,) = figure.axes
+        lanes = [label.get_text() for label in axes.get_yticklabels()]
+        assert lanes[:3] == ["compute", "gather", "reduce-scatter"]
+        texts.append((figure.get_suptitle(), axes.get_xlabel().split(",")[1]))
+        assert png(figure).startswith(b"\x89PNG")
+    assert "0% of the collective bytes" in texts[0][0]
+    assert texts[0] == texts[1]
+    assert "h200:8" in texts[0][1]
+    assert "h100:8" in texts[2][1]
+    figure = plot.timeline(SCHEDULE)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["× 5 turns"]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "gather, hidden" in legend
+    assert "exposed: no product meanwhile" in legend
+
+
+def test_many_short_bars_are_drawn_as_few_long_ones():
+    short = [Span("compute", "kernel" if i % 3 else "forward", float(i), i + 1.0, i + 1.0, "") for i in range(1000)]
+    seen = coarser(short, 10)
+    assert len(seen) == 100
+    assert {bar.kind for bar in seen} == {"kernel"}
+    assert [bar.begin for bar in seen] == [10.0 * i for i in range(100)]
+    assert coarser(short, 0.5) == short
+    lonely = dataclasses.replace(short[0], begin=500.0, end=500.0)
+    assert [bar.end for bar in coarser([short[0], lonely], 10)] == [10, 510]
+
+
+def test_a_notebook_shows_a_figure_by_itself():
+    assert plot.memory(estimate(1e6))._repr_png_().startswith(b"\x89PNG")

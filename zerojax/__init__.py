@@ -8,8 +8,10 @@ if TYPE_CHECKING:
     from .config import DynamicScale, Offload, Precision
     from .layout.padded import Padded
     from .memory.report import Report, report
+    from .planner import plan
     from .planning.estimate import Estimate, estimate
     from .planning.hlo import Collective, Collectives, collectives
+    from .planning.planned import Plan
     from .stages.gather import block
     from .train.state import ZeroState
     from .zero import Shardings, ZeroTransformation, check, zero_shard
@@ -21,6 +23,7 @@ __all__ = [
     "Estimate",
     "Offload",
     "Padded",
+    "Plan",
     "Precision",
     "Report",
     "Shardings",
@@ -32,6 +35,7 @@ __all__ = [
     "collectives",
     "estimate",
     "offload",
+    "plan",
     "plot",
     "report",
     "zero_shard",
@@ -47,6 +51,7 @@ _HOME = {
     "Estimate": "planning.estimate",
     "Offload": "config",
     "Padded": "layout.padded",
+    "Plan": "planning.planned",
     "Precision": "config",
     "Report": "memory.report",
     "Shardings": "zero",
@@ -56,6 +61,7 @@ _HOME = {
     "check": "zero",
     "collectives": "planning.hlo",
     "estimate": "planning.estimate",
+    "plan": "planner",
     "report": "memory.report",
     "zero_shard": "zero",
 }

@@ -1,7 +1,9 @@
-"""Pictures of estimates and states, with matplotlib: what each stage needs, and which device holds what."""
+"""Pictures, with matplotlib: what each stage needs, which device holds what, and when a step computes and sends."""
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,17 +12,34 @@ import jax
 from .layout.chunked import Chunked, is_chunked
 from .layout.padded import Padded, is_padded
 from .memory.report import name_of
+from .planning.devices import Device
 from .planning.estimate import PARTS, Estimate, in_words
+from .planning.timeline import Timeline, coarser, play
+from .planning.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 COLORS = {"params": "#4477aa", "grads": "#ee9944", "master": "#99cc99", "opt_state": "#66aa77"}
 NAMES = {"params": "parameters", "grads": "gradients", "master": "master weights", "opt_state": "optimizer state"}
 WAITING = {"host": "in host memory", "disk": "on disk"}
 WHOLE = "#bbbbbb"
 MOST_LEAVES = 24
+LANES = {"compute": "compute", "gather": "gather", "reduce-scatter": "reduce-scatter", "other": "other\ncollectives"}
+WORK = {
+    ("compute", "forward"): ("#4477aa", "matrix products, forward"),
+    ("compute", "backward"): ("#1f3a5f", "matrix products, backward"),
+    ("compute", "kernel"): ("#cccccc", "other kernels"),
+    ("compute", "waiting"): ("#f4c7c3", "waiting for a collective"),
+    ("gather", "hidden"): ("#ee9944", "gather, hidden"),
+    ("reduce-scatter", "hidden"): ("#66aa77", "reduce-scatter, hidden"),
+    ("other", "hidden"): ("#aa7799", "other, hidden"),
+}
+EXPOSED = ("#cc3311", "exposed: no product meanwhile")
+PALE = 0.3
+FINEST = 1 / 800  # of the width: what is shorter is drawn together with its neighbours
 
 
 def memory(estimate: Estimate) -> Figure:
@@ -30,7 +49,7 @@ def memory(estimate: Estimate) -> Figure:
         estimate: Of one number of devices or of several; the first one is drawn.
 
     Returns:
-        A figure that belongs to no window; `figure.savefig("memory.png")` writes it.
+        A figure that belongs to no window. A notebook shows it; `figure.savefig("memory.png")` writes it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -95,6 +114,78 @@ def holdings(state: Any) -> Figure:
     return figure
 
 
+def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
+    """When a compiled step computes and when it sends: a lane for kernels, lanes for collectives.
+
+    Order and overlap are the program's own, durations those at the device's peak rates. Of a
+    loop one turn is drawn. A collective is a bar as long as it moves, then a pale one until its
+    result is needed; it is exposed if no matrix product executes from its start to its done.
+
+    Args:
+        compiled: A plan; or what `jax.jit(f).lower(...).compile()` gives, or its HLO text.
+        topology: Whose rates to take, as `"h200:8"`. Default: the plan's, else that.
+
+    Returns:
+        A figure, as `memory` gives it.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        TypeError: If `compiled` is none of these.
+        ValueError: If the topology is unknown, or the text is not scheduled HLO.
+    """
+    topology = str(topology or getattr(compiled, "topology", "h200:8"))
+    text = getattr(compiled, "text", compiled)
+    played = play(text if isinstance(text, str) else compiled, Device.of(Topology.parse(topology)))
+    figure, axes = new_figure(height=3.6, width=10)
+    labels = draw_timeline(axes, played)
+    figure.suptitle(f"One step: {played.hidden_share:.0%} of the collective bytes hide behind matrix products")
+    once = "; one turn of each loop" * bool(played.loops)
+    axes.set_xlabel(f"{axes.get_xlabel()}, estimated at the peak rates of {topology}{once}")
+    figure.legend(handles=labels, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    return figure
+
+
+def draw_timeline(axes: Axes, played: Timeline) -> list[Patch]:
+    """Draw the lanes of one program, and its loops above them.
+
+    Returns:
+        What a legend shows.
+    """
+    from matplotlib.patches import Patch
+
+    unit, scale = ("ms", 1e3) if played.seconds >= 1e-3 else ("µs", 1e6)
+    lanes = [lane for lane in LANES if any(span.lane == lane for span in played.spans)]
+    used: dict[tuple[str, str], None] = {}
+    for y, lane in enumerate(lanes):
+        work = [span for span in played.spans if span.lane == lane]
+        for kind in dict.fromkeys(span.kind for span in work if lane != "compute"):
+            pale = [(scale * s.end, scale * (s.done - s.end)) for s in work if s.kind == kind]
+            axes.broken_barh(pale, (y - 0.3, 0.6), color=color_of(lane, kind), alpha=PALE, linewidth=0)
+        height, finest = (0.8, FINEST) if lane == "compute" else (0.6, 2 * FINEST)
+        for bar in coarser(work, finest * played.seconds):
+            used[lane, bar.kind] = None
+            long = lane != "compute" and bar.end - bar.begin > 8 * FINEST * played.seconds
+            style: dict[str, Any] = {"color": color_of(lane, bar.kind), "edgecolor": "white", "linewidth": 0.4 * long}
+            axes.barh(y, scale * (bar.end - bar.begin), height, left=scale * bar.begin, **style)
+    for loop in played.loops:
+        y, begin, end = -0.55 - 0.45 * loop.depth, scale * loop.begin, scale * loop.end
+        axes.plot([begin, begin, end, end], [y, y - 0.1, y - 0.1, y], color="black", linewidth=1)
+        turns = "?" if loop.turns is None else loop.turns
+        axes.text((begin + end) / 2, y - 0.15, f"× {turns} turns", ha="center", fontsize="small")
+    axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes])
+    axes.tick_params(axis="y", length=0)
+    top = max((loop.depth + 1 for loop in played.loops), default=0)
+    axes.set(xlabel=unit, xlim=(0, 1.005 * scale * played.seconds), ylim=(len(lanes) - 0.5, -0.5 - 0.5 * top))
+    named = {WORK.get(key, EXPOSED) for key in used}
+    shown = [Patch(color=color, label=label) for color, label in (*WORK.values(), EXPOSED) if (color, label) in named]
+    return [*shown, Patch(color="black", alpha=PALE, linewidth=0, label="moved, not needed yet")]
+
+
+def color_of(lane: str, kind: str) -> str:
+    """The color of a kind of work."""
+    return WORK.get((lane, kind), EXPOSED)[0]
+
+
 class Held(NamedTuple):
     """Where one leaf lies.
 
@@ -131,14 +222,26 @@ class Held(NamedTuple):
         return cls(name, array.dtype.itemsize * math.prod(shape), parts, whole, waits)
 
 
-def new_figure(*, height: float) -> tuple[Figure, Axes]:
+def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
     """A figure that no window shows and no global state knows, so that nothing has to be closed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, height), layout="constrained")
+    figure = picture()(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+@functools.cache
+def picture() -> type[Figure]:
+    """The class of figures that a notebook shows by itself: of those of no window it prints a line of text."""
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png")
+            return data.getvalue()
+
+    return Picture
 
 
 def devices_colors(count: int) -> list:

@@ -237,7 +237,8 @@ def find(module: Module) -> Collectives:
     return Collectives(found)
 
 
-def _arrays(shape: str) -> list[Array]:
+def arrays_of(shape: str) -> list[Array]:
+    """The arrays that an HLO shape lists, a tuple's one after the other."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)
@@ -247,12 +248,12 @@ def _arrays(shape: str) -> list[Array]:
 def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[Array, ...]:
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
     if kind == "all-gather":
-        arrays = _arrays(i.shape)
+        arrays = arrays_of(i.shape)
         # The shape of a start lists operands, results and context, nested in more than one way.
         return tuple(arrays if i.opcode == kind else arrays[len(operands) : 2 * len(operands)])
     if missing := [name for name in operands if name not in computation.by_name]:
         raise ValueError(f"The HLO text is cut: {kind} {i.name!r} takes {missing[0]!r}, which it does not define.")
-    return tuple(array for name in operands for array in _arrays(computation.by_name[name].shape))
+    return tuple(array for name in operands for array in arrays_of(computation.by_name[name].shape))
 
 
 def _group_size(module: Module, i: Instruction) -> int:

@@ -7,13 +7,15 @@ import dataclasses
 import functools
 import importlib.resources
 import importlib.util
+import math
 import re
 
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-KINDS = ("h100", "h200")
+KINDS = ("a100-80", "b200", "h100", "h200")
+IN_A_HOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Read `"h200:8"` (one machine of eight) or `"h200:8x8"` (eight machines of eight).
+        """Read `"h200:8"` (one machine of eight), `"h200:64"` or `"h200:8x8"` (eight machines of eight).
+
+        A machine has eight, so a multiple of eight is as many machines; any other number is one machine.
 
         Args:
             text: The GPU's name, a colon, and how many; hosts before devices.
@@ -46,10 +50,18 @@ class Topology:
         found = re.fullmatch(r"([\w\-]+):(?:(\d+)x)?(\d+)", text)
         if not found or found.group(1) not in KINDS or "0" in (found.group(2), found.group(3)):
             raise ValueError(
-                f"Unknown topology {text!r}. Give a GPU and how many, like 'h200:8' for one machine or 'h200:8x8' for "
-                f"eight machines of eight; the GPUs known are {', '.join(KINDS)}."
+                f"Unknown topology {text!r}. Give a GPU and how many, like 'h200:8' for one machine, 'h200:64' or "
+                f"'h200:8x8' for eight machines of eight; the GPUs known are {', '.join(KINDS)}."
             )
-        return cls(found.group(1), int(found.group(2) or 1), int(found.group(3)))
+        kind, hosts, devices = found.group(1), found.group(2), int(found.group(3))
+        if hosts is None and devices % IN_A_HOST == 0:
+            hosts, devices = devices // IN_A_HOST, IN_A_HOST
+        return cls(kind, int(hosts or 1), devices)
+
+    @property
+    def size(self) -> int:
+        """GPUs in all."""
+        return self.hosts * self.devices
 
 
 def absent_mesh(topology: str, *, axis: str = "data") -> Mesh:
@@ -75,6 +87,33 @@ def absent_mesh(topology: str, *, axis: str = "data") -> Mesh:
     return Mesh(np.array(_devices(parsed)), (axis,))
 
 
+def absent_like(mesh: Mesh, topology: str, *, axis: str | None) -> Mesh:
+    """A mesh of absent GPUs with the axes of another mesh.
+
+    Args:
+        mesh: Whose axes, and types of axes, are wanted.
+        topology: As `Topology.parse` reads it.
+        axis: The axis that grows or shrinks to the number of GPUs; the others keep their
+            sizes. None: none does.
+
+    Raises:
+        ValueError: If the topology is unknown, or the axes do not multiply to its GPUs.
+        ModuleNotFoundError: If the extra `aot` is not installed.
+    """
+    devices = absent_mesh(topology).devices.flatten()
+    sizes = dict(mesh.shape)
+    if axis is not None:
+        fixed = mesh.size // sizes[axis]
+        sizes[axis] = max(1, devices.size // fixed)
+    if math.prod(sizes.values()) != devices.size:
+        grows = f"axis {axis!r} can grow, the others stay" if axis is not None else "no axis is known to grow"
+        raise ValueError(
+            f"The mesh {dict(mesh.shape)} does not fit {topology!r}, which has {devices.size} devices: {grows}. "
+            f"Give as many devices as the axes multiply to."
+        )
+    return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def installed() -> bool:
     """Whether the compiler plugin is there."""
     return importlib.util.find_spec("jax_plugins") is not None and any(
@@ -82,14 +121,18 @@ def installed() -> bool:
     )
 
 
+def target(kind: str) -> str:
+    """XLA's description of a GPU, as text."""
+    return importlib.resources.files("zerojax.planning").joinpath("targets", f"{kind}.txtpb").read_text()
+
+
 @functools.cache
 def _devices(topology: Topology) -> list:
     """Descriptions of the devices; making them twice would make them differ."""
-    figures = importlib.resources.files("zerojax.planning").joinpath("targets", f"{topology.kind}.txtpb").read_text()
     described = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,
         topology=f"1x{topology.hosts}x{topology.devices}",
-        target_config=figures,
+        target_config=target(topology.kind),
     )
     return list(described.devices)

@@ -1,5 +1,7 @@
 """One training step: loss, gradient, update and gather in a single compiled program."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -207,6 +209,20 @@ class Step:
         self._jitted = jax.jit(step, donate_argnums=0)
         self._begun = jax.jit(begun, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(Streamed, config))
+
+    @property
+    def config(self) -> Config:
+        """The transformation, and where its parts live."""
+        return self._config
+
+    @property
+    def options(self) -> StepOptions:
+        """How the step goes about it."""
+        return self._options
+
+    def under(self, config: Config) -> Step:
+        """The same step under another configuration: another mesh, stage or precision."""
+        return Step(config, self._loss, self._options)
 
     def __call__(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Do one step.
