@@ -75,7 +75,14 @@ def test_memory_is_stacked_by_part():
     assert [text.get_text() for text in axes.texts] == ["120 GB", "30 GB", "15.2 GB", "469 MB"]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["parameters", "gradients", "master weights", "optimizer state", "in host memory"]
+    assert axes.get_xlabel() == "GB per device"
     assert png(figure).startswith(b"\x89PNG")
+
+
+def test_units_suit_the_sizes():
+    (axes,) = plot.memory(estimate(1e6, stages=(0,))).axes
+    assert axes.get_xlabel() == "MB per device"
+    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(16)
 
 
 def test_holdings_are_those_of_the_arrays(mesh):
@@ -96,6 +103,8 @@ def test_holdings_of_a_state_that_waits(mesh):
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert "params['tied']" in names
     assert "opt_state[0].mu['tied']" in names
+    assert names.index("params['tied']") < names.index("opt_state[0].mu['tied']")
+    assert "params['scale']" not in names
     hatched = [bar for bar in axes.patches if bar.get_hatch()]
     assert len(hatched) == 8 * 2 * 4  # eight devices, two moments, four large leaves
     assert png(figure).startswith(b"\x89PNG")
