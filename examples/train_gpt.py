@@ -7,6 +7,7 @@
     python examples/train_gpt.py --offload host            optimizer state in host memory; or disk
     python examples/train_gpt.py --data book.txt           text of your own
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
+    zerojax plan examples/train_gpt.py --topology h200:8 -- --width 4096 --layers 32 --batch 64
 
 The model learns the source of Python's standard library and is judged on files it has not
 seen, in bits per byte. At the end a table shows what each device holds at every stage, beside
@@ -53,11 +54,8 @@ def main() -> None:
     corpus = load(args.data)
     if min(map(len, corpus)) <= args.seq:
         raise SystemExit(f"Too little text: {len(corpus.held_out)} bytes to hold out. Give a longer --data FILE.")
-    model = GPT(args.width, args.layers, args.heads)
-    optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
-    init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
-
-    shard = functools.partial(transformation, args, optimizer, mesh)
+    init, loss = model_of(args)
+    shard = functools.partial(transformation, args, mesh)
     tx = shard(args.stage)
     args.out.mkdir(parents=True, exist_ok=True)
     state = tx.create(tx.init_params(init))
@@ -75,7 +73,7 @@ def main() -> None:
         state, curve = train(
             tx,
             state,
-            next_byte_loss(model),
+            loss,
             corpus,
             args,
             steps=args.steps,
@@ -96,8 +94,25 @@ def main() -> None:
     print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. Pictures: {args.out}/loss.png, memory.png")
 
 
-def transformation(args: argparse.Namespace, optimizer, mesh: jax.sharding.Mesh, stage: int) -> ZeroTransformation:
+def make_step() -> tuple:
+    """What `zerojax plan` takes: the step, and the shapes of its state and its batch. Nothing is trained."""
+    args = options()
+    tx = transformation(args, mesh_of(args.devices), args.stage)  # first: it sets how many devices are simulated
+    init, loss = model_of(args)
+    batch = jax.ShapeDtypeStruct((args.batch, args.seq + 1), jnp.int32)
+    return tx.train_step(loss, accumulate=args.accumulate), tx.create(jax.eval_shape(init)), batch
+
+
+def model_of(args: argparse.Namespace) -> tuple[Callable, Callable]:
+    """What makes its parameters, and its loss."""
+    model = GPT(args.width, args.layers, args.heads)
+    init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
+    return init, next_byte_loss(model)
+
+
+def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: int) -> ZeroTransformation:
     """The optimizer at a stage; stage 0 has nothing to offload."""
+    optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
     offload = None
     if args.offload and stage:
         offload = Offload(optimizer=args.offload, path=args.out / "state" if args.offload == "disk" else None)

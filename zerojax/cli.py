@@ -1,4 +1,4 @@
-"""The command `zerojax`: estimate memory, look after checkpoints.
+"""The command `zerojax`: estimate memory, plan a step, look after checkpoints.
 
 JAX is imported when a command needs it, and runs on the CPU.
 """
@@ -17,7 +17,9 @@ import typer
 
 FAILED = 2
 app = typer.Typer(
-    help="ZeRO for JAX: estimate memory, look after checkpoints.", no_args_is_help=True, add_completion=False
+    help="ZeRO for JAX: estimate memory, plan a step, look after checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 Directory = Annotated[Path, typer.Argument(help="Where a Checkpointer saves.", show_default=False)]
@@ -99,15 +101,54 @@ def estimate(
 
     estimated = attempted(found)
     if png is not None:
-        attempted(lambda: drawn(estimated, png))
+        attempted(lambda: drawn("memory", estimated, png))
     print(json.dumps(dataclasses.asdict(estimated), indent=2) if as_json else estimated)
 
 
-def drawn(estimated: Any, png: Path) -> None:
-    """Write the picture of an estimate."""
-    from . import plot
+@app.command()
+def plan(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py or FILE.py:NAME, a function without arguments that returns (step, state, batch, *args); "
+            "shapes are enough. The name is make_step unless given.",
+            show_default=False,
+        ),
+    ],
+    options: Annotated[
+        list[str] | None, typer.Argument(help="After --: options of the file itself.", show_default=False)
+    ] = None,
+    topology: Annotated[str, typer.Option(help="Absent GPUs: h200:8, h100:64, a100-80:16, b200:8x8.")] = "h200:8",
+    batch: Annotated[int | None, typer.Option(help="Rows of the global batch.", show_default="as in FILE")] = None,
+    largest_batch: Annotated[
+        bool, typer.Option("--largest-batch", help="Look for the largest that fits; takes some compilations more.")
+    ] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw its timeline, into this file.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits."""
 
-    plot.memory(estimated).savefig(png, dpi=150)
+    def found() -> Any:
+        from . import user_code
+        from .planner import plan, with_rows
+        from .planning.topology import Topology
+
+        Topology.parse(topology)  # before the file is run
+        step, state, rows, *args = user_code.program(file, options or ())
+        if batch is not None and batch < 1:
+            raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
+        rows = rows if batch is None else with_rows(rows, batch)
+        try:
+            return plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
+        except (ValueError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
+
+    made = attempted(found)
+    if png is not None:
+        attempted(lambda: drawn("timeline", made, png))
+    print(json.dumps(made.to_dict(), indent=2) if as_json else made)
 
 
 @app.command()
@@ -132,6 +173,13 @@ def doctor(
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def drawn(picture: str, of: Any, png: Path) -> None:
+    """Write a picture of `plot` into a file."""
+    from . import plot
+
+    getattr(plot, picture)(of).savefig(png, dpi=150)
 
 
 def attempted(work: Callable[[], Any], *, on_cpu: bool = True) -> Any:

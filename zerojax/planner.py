@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,7 +118,8 @@ def moved_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -
     moved, shapes = step.under(config), jax.tree.map(shape_of, args)
     accumulate = step.options.accumulate
     row = stage_estimate(config, there.plan.layout, there.plan, accumulate)
-    known: dict[str, Any] = {"sent_formula": row.sent, "host": row.host, "disk": row.disk}
+    alone = len(config.mesh.axis_names) == 1  # the formula knows nothing of what other axes divide and move
+    known: dict[str, Any] = {"sent_formula": row.sent if alone else None, "host": row.host, "disk": row.disk}
     if any(there.plan.cuts):
         known["notes"] = offload_notes(moved, there)
     return Moved(
@@ -156,8 +158,8 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
     """What a plan says of offloaded state."""
     extra = max(peak_of(lowered.compile()) for lowered in step.lower_update(state))
     return (
-        "The program goes up to the gradients. The update of what is offloaded follows piece by piece, in programs "
-        f"that hold {in_words(extra)} each, of which a few are under way.",
+        "The program, its collectives and its time go up to the gradients; the formula is of the whole step. The "
+        f"update of what is offloaded follows piece by piece, in programs that hold up to {in_words(extra)} each.",
         "The compiler does not see memory kinds of absent devices: what waits on the host is an estimate, and "
         "parameters in host memory count as the device's.",
     )
@@ -185,7 +187,7 @@ def moved_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -
         try:
             return f.lower(state, there(batch), *args)
         except ValueError as error:
-            if "incompatible devices" not in str(error):
+            if not re.search("incompatible devices|memory kind", str(error), re.IGNORECASE):
                 raise
             raise ValueError(
                 "The function names devices of its own, in in_shardings, out_shardings or a sharding constraint, and "

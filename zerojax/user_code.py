@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from .config import Offload, Precision
 
 FORM = re.compile(r"(.+\.py):(\w+)")
 NAMED = 8
+MAKE_STEP = "make_step"
 
 
 def loaded(text: str) -> Any:
@@ -30,24 +34,77 @@ def loaded(text: str) -> Any:
     if not found:
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
     path, name = Path(found.group(1)), found.group(2)
+    with beside(path):
+        return named_in(path, name)
+
+
+def named_in(path: Path, name: str) -> Any:
+    """An object in a file, which is run.
+
+    Raises:
+        ValueError: If there is no such file or name, or the file cannot be run.
+    """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file. Give FILE.py or FILE.py:NAME.")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # its own imports, as if it had been run
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent))
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == path.stem]
         more = f"; it defines {', '.join(own[:NAMED])}" if own else ""
         raise ValueError(f"{path} does not define {name}{more}.")
     return getattr(module, name)
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[None]:
+    """A file's own imports are found, as if it had been run."""
+    sys.path.insert(0, str(path.parent))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(path.parent))
+
+
+def program(text: str, options: Sequence[str]) -> tuple:
+    """What a function in a file gives: a step, its state, a batch and further arguments.
+
+    What it prints is kept back, so that it does not mix with what is asked for.
+
+    Args:
+        text: `"train.py"` or `"train.py:make_step"`; the name is `MAKE_STEP` unless given.
+        options: What the file finds in `sys.argv` after its own name, while it runs.
+
+    Raises:
+        ValueError: If there is no such file or name, it fails or exits, or gives something else.
+    """
+    found = FORM.fullmatch(text)
+    path, name = (Path(found.group(1)), found.group(2)) if found else (Path(text), MAKE_STEP)
+    before, said = sys.argv, io.StringIO()
+    sys.argv = [str(path), *options]
+    try:
+        with beside(path), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            made = named_in(path, name)()
+    except SystemExit as error:  # of argparse, which has said why
+        why = said.getvalue().strip().split("\n")[-1] or f"it exits with {error.code}"
+        raise ValueError(f"{path} gives no step: {why}") from error
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = before
+    if not isinstance(made, tuple) or len(made) < 3:
+        raise ValueError(
+            f"{name} of {path} gives {type(made).__name__}, not (step, state, batch, *args): what plan takes, of which "
+            f"shapes are enough but for the step."
+        )
+    return made
 
 
 def model(text: str) -> Any:

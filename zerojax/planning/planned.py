@@ -43,7 +43,7 @@ class Plan:
         usable: Of these, what the program may take.
         overlap: Every collective, with the matrix products that hide it.
         sent_formula: Bytes a device sends in a step by the stage's formula; None if it is
-            no step of zerojax.
+            no step of zerojax, or the mesh has other axes.
         roofline: How long a step takes at least, and why.
         largest_batch: Rows of the largest global batch that fits, 0 if none does; None if it was not asked for.
         notes: What these figures do not show, in sentences.
@@ -264,7 +264,7 @@ def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int
 
 def next_guess(known: dict[int, float], usable: float, below: int, above: int | None) -> int:
     """A round count between one that fits and one that does not, or is not known."""
-    guess = 2 * below if above is None else (below + above) // 2
+    guess = 8 * below if above is None else (below + above) // 2
     if 2 <= len(known) <= PATIENCE:
         (a, x), (b, y) = sorted(sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2])
         guess = int(a + (usable - x) * (b - a) / (y - x)) if y > x else guess

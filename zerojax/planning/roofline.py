@@ -160,7 +160,7 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
         return _dot(i, shapes), ""
     if name == "convolution" or name.startswith("__cudnn$conv"):
         return _convolution(i, name, shapes), ""
-    return Counter(), name if name.startswith(("__cu", "__onednn")) else ""
+    return Counter(), name if called else ""
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
