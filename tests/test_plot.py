@@ -80,9 +80,11 @@ def test_memory_is_stacked_by_part():
 
 
 def test_units_suit_the_sizes():
-    (axes,) = plot.memory(estimate(1e6, stages=(0,))).axes
+    (axes,) = plot.memory(estimate(1e6, stages=(0,)), capacity=24e6).axes
     assert axes.get_xlabel() == "MB per device"
     assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(16)
+    assert axes.lines[0].get_xdata() == [24, 24]
+    assert axes.get_legend().get_texts()[0].get_text() == "a device's 24 MB"
 
 
 def test_holdings_are_those_of_the_arrays(mesh):

@@ -45,11 +45,12 @@ COLORS_SHOWN = 128  # a third of the bytes, of which a notebook stores every one
 FINEST = 1 / 800  # of the width: what is shorter is drawn together with its neighbours
 
 
-def memory(estimate: Estimate) -> Figure:
+def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     """Bytes per device by stage, stacked by part; what waits elsewhere hatched behind.
 
     Args:
         estimate: Of one number of devices or of several; the first one is drawn.
+        capacity: Bytes of a device's memory, drawn as a line.
 
     Returns:
         A figure that belongs to no window. A notebook shows it; `figure.savefig("memory.png")` writes it.
@@ -75,8 +76,10 @@ def memory(estimate: Estimate) -> Figure:
         base = [b + size for b, size in zip(base, sizes, strict=True)]
     for i, (row, end) in enumerate(zip(rows, base, strict=True)):
         axes.annotate(in_words(row.total), (end, i), (4, 0), textcoords="offset points", va="center")
+    if capacity is not None:
+        axes.axvline(capacity / size, color="black", linestyle="--", label=f"a device's {in_words(capacity)}")
     axes.invert_yaxis()
-    axes.set(xlabel=f"{unit} per device", xlim=(0, 1.15 * max(base)))
+    axes.set(xlabel=f"{unit} per device", xlim=(0, 1.15 * max(*base, (capacity or 0) / size)))
     axes.set_title(f"{estimate.parameters:,} parameters, devices: {rows[0].devices}")
     axes.legend(frameon=False, loc="lower right")
     return figure
