@@ -155,6 +155,20 @@ def test_what_flies_around_a_loop_moves_during_all_of_its_turns():
     assert (gather.begin, gather.end, gather.done) == (0, pytest.approx(waiting.end), pytest.approx(waiting.end))
 
 
+def test_collectives_share_one_link():
+    """Of two in flight at once the second moves when the first has moved, and both are waited for."""
+    lines = [line for said in SCHEDULE.split("\n") for line in [said, *([second(said)] if "%ag" in said else [])]]
+    played = play("\n".join(lines), H200)
+    first, then = ((span.begin, span.end) for span in played.spans if span.name.startswith("ag"))
+    assert first == pytest.approx((MOVES, 2 * MOVES))
+    assert then == pytest.approx((2 * MOVES, 3 * MOVES))
+
+
+def second(line):
+    """A line about a gather, said of another one."""
+    return line.replace("%ag", "%ag.2").replace("%got", "%got.2")
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """A training step of a scan over four layers, at stage 3."""
