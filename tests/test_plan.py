@@ -127,9 +127,6 @@ def test_parts_are_what_lies_on_a_device_and_add_up(stage, mesh):
         Device.of(Topology.parse("h200:8")),
         parts={**STATE_PARTS, "batch": "batch"},
         batch=16,
-        host=0,
-        disk=0,
-        sent_formula=None,
     )
     held = report(state).bytes
     assert found.memory["parameters"] == held["params"]
@@ -217,6 +214,13 @@ def test_every_gpu_can_be_compiled_for(kind):
     assert set(found.memory) == {"params", "batch", "temporary", "results"}
     assert found.sent == 0
     assert found.fits
+    assert found.notes == ()
+
+
+@aot
+def test_who_divides_nothing_is_told_so():
+    found = plan(jax.jit(loss), shapes(), rows(64), topology="h200:8")
+    assert "every device does the same" in found.notes[0]
 
 
 @aot
@@ -237,6 +241,7 @@ def test_a_step_is_what_the_formulas_say(stage):
     assert found.memory["parameters"] == row.params
     assert found.memory["optimizer state"] + found.memory.get("master weights", 0) == row.opt_state + row.master
     assert found.sent_formula == row.sent
+    assert found.exposed == pytest.approx((1 - found.hidden) * found.sent, rel=0.02)
     if stage < 3:  # stage 3 gathers a layer once where it is used last and first
         assert found.sent == pytest.approx(row.sent, rel=0.02)
     assert found.roofline.communication == pytest.approx(found.sent / (8 * 50e9), rel=0.02)
@@ -303,7 +308,7 @@ def test_what_cannot_fit_does_not():
 @aot
 def test_the_largest_batch_fits_and_the_next_does_not(mesh):
     step, state = made(mesh, stage=2)
-    usable = 20 * 2**20
+    usable = 200 * 2**20
     found = plan(step, state, rows(64), memory=usable, largest_batch=True)
     peaks = [plan(step, state, rows(8 * n)).peak for n in (found.largest_batch // 8, after(found.largest_batch // 8))]
     assert peaks[0] <= usable < peaks[1]

@@ -31,13 +31,11 @@ class Moved(NamedTuple):
     Attributes:
         lower: Lowers it for a batch of shapes.
         unit: What the rows of a batch are a multiple of.
-        parts: Names for its arguments, as `planned` takes them.
-        known: Further fields of its plan.
+        known: What `planned` is told of it.
     """
 
     lower: Callable[[Any], Any]
     unit: int
-    parts: dict[str, str]
     known: dict[str, Any]
 
 
@@ -95,7 +93,6 @@ class Planner:
             topology,
             device,
             memory=usable,
-            parts=moved.parts,
             batch=rows,
             largest_batch=largest,
             **moved.known,
@@ -119,14 +116,16 @@ def moved_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -
     accumulate = step.options.accumulate
     row = stage_estimate(config, there.plan.layout, there.plan, accumulate)
     alone = len(config.mesh.axis_names) == 1  # the formula knows nothing of what other axes divide and move
-    known: dict[str, Any] = {"sent_formula": row.sent if alone else None, "host": row.host, "disk": row.disk}
-    if any(there.plan.cuts):
-        known["notes"] = offload_notes(moved, there)
     return Moved(
         lambda batch: moved.lower(there, jax.tree.map(shape_of, batch), *shapes),
         config.shards * accumulate,
-        {**STATE_PARTS, "batch": "batch"},
-        known,
+        {
+            "parts": {**STATE_PARTS, "batch": "batch"},
+            "sent_formula": row.sent if alone else None,
+            "host": row.host,
+            "disk": row.disk,
+            "notes": offload_notes(moved, there) if any(there.plan.cuts) else (),
+        },
     )
 
 
@@ -196,7 +195,8 @@ def moved_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -
 
     divided = [x.sharding for x in jax.tree.leaves(there(batch)) if is_laid_out(x)]
     unit = math.lcm(*(rows_divided(sharding) for sharding in divided))
-    return Moved(lower, unit, {}, {"sent_formula": None, "host": 0, "disk": 0})
+    whole = "Nothing says how an argument is divided, so every device does the same. Give arguments NamedShardings."
+    return Moved(lower, unit, {} if meshes or mesh.size == 1 else {"notes": (whole,)})
 
 
 def is_laid_out(x: Any) -> bool:

@@ -3,7 +3,8 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from .check import memory_of
@@ -37,14 +38,14 @@ class Plan:
         memory: Bytes per device by part; together they are `peak`. `temporary` are
             activations, gradients and gathered parameters; `results` is what the program
             returns beside what it writes over its arguments.
-        host: Bytes that wait in host memory, for each device, by the estimate.
-        disk: The same, on disk.
         capacity: Bytes of a device's memory.
         usable: Of these, what the program may take.
         overlap: Every collective, with the matrix products that hide it.
+        roofline: How long a step takes at least, and why.
         sent_formula: Bytes a device sends in a step by the stage's formula; None if it is
             no step of zerojax, or the mesh has other axes.
-        roofline: How long a step takes at least, and why.
+        host: Bytes that wait in host memory, for each device, by the estimate.
+        disk: The same, on disk.
         largest_batch: Rows of the largest global batch that fits, 0 if none does; None if it was not asked for.
         notes: What these figures do not show, in sentences.
         text: The compiled program; HLO.
@@ -54,13 +55,13 @@ class Plan:
     devices: int
     batch: int | None
     memory: dict[str, int]
-    host: int
-    disk: int
     capacity: int
     usable: int
     overlap: Overlap
-    sent_formula: float | None
     roofline: Roofline
+    sent_formula: float | None = None
+    host: int = 0
+    disk: int = 0
     largest_batch: int | None = None
     notes: tuple[str, ...] = ()
     text: str = dataclasses.field(default="", repr=False)
@@ -86,6 +87,11 @@ class Plan:
         return self.collectives.moved(unknown_once=True).sent
 
     @property
+    def exposed(self) -> int:
+        """Of these, bytes with no matrix product in flight."""
+        return Collectives(flight.collective for flight in self.overlap.exposed).moved(unknown_once=True).sent
+
+    @property
     def hidden(self) -> float:
         """Share of the collectives' bytes with a matrix product in flight."""
         return self.overlap.hidden_share
@@ -97,20 +103,15 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON; without the program's text."""
-        whole = dataclasses.asdict(dataclasses.replace(self, text="", overlap=Overlap(())))
-        names = ("peak", "fits", "sent", "hidden", "seconds")
+        fields = dataclasses.asdict(dataclasses.replace(self, text="", overlap=Overlap(())))
+        found = {name: getattr(self, name) for name in ("peak", "fits", "sent", "exposed", "hidden", "seconds")}
+        said = ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name")
         moves = [
-            {
-                **{
-                    key: getattr(c, key) for key in ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name")
-                },
-                "products": flight.products,
-            }
+            {**{name: getattr(flight.collective, name) for name in said}, "products": flight.products}
             for flight in self.overlap.flights
-            for c in [flight.collective]
         ]
-        del whole["text"], whole["overlap"]
-        return whole | {name: getattr(self, name) for name in names} | {"collectives": moves}
+        del fields["text"], fields["overlap"]
+        return fields | found | {"collectives": moves}
 
     def __str__(self) -> str:
         """Tables: memory, what is sent, time; then notes."""
@@ -120,15 +121,15 @@ class Plan:
         lines = [f"{self.topology}: {self.devices} devices{rows}", "memory, per device"]
         lines += [line(part, in_words(size)) for part, size in self.memory.items() if size]
         lines.append(line("peak", in_words(self.peak)) + verdict)
-        lines += [
-            line(f"waits, {at}", in_words(size)) for at, size in (("host", self.host), ("disk", self.disk)) if size
-        ]
+        waits = {"waits on the host": self.host, "waits on disk": self.disk}
+        lines += [line(name, in_words(size)) for name, size in waits.items() if size]
         if self.largest_batch is not None:
             lines.append(line("largest batch", f"{self.largest_batch:,}") + "  rows")
-        lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
-        lines += [line(*row) for row in self._kinds()]
-        formula = "" if self.sent_formula is None else f"  formula {in_words(self.sent_formula)}"
-        lines.append(line("all", "", in_words(self.sent), f"{self.hidden:.0%}") + formula)
+        if self.collectives:
+            formula = "" if self.sent_formula is None else f"  formula {in_words(self.sent_formula)}"
+            lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
+            lines += [line(*row) for row in self._kinds()]
+            lines.append(line("all", "", in_words(self.sent), f"{self.hidden:.0%}") + formula)
         lines += ["time, at least", *(line(name, duration(at)) for name, at in self._times().items())]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -168,7 +169,8 @@ def planned(
     device: Device,
     *,
     memory: float | None = None,
-    parts: dict[str, str] | None = None,
+    parts: Mapping[str, str] = MappingProxyType({}),
+    notes: Sequence[str] = (),
     **known: Any,
 ) -> Plan:
     """Read a plan off a compiled program.
@@ -178,34 +180,40 @@ def planned(
         topology: As `Topology.parse` reads it.
         device: One of its GPUs.
         memory: Bytes of a device that the program may take. Default: 95% of what there is.
-        parts: Names for arguments by how their names in the program begin, longest first;
-            the others are called as the function calls them.
-        **known: Further fields of `Plan`.
+        parts: Names for arguments by how their names in the program begin, of which the
+            longest decides; the others are called as the function calls them.
+        notes: What the figures do not show, beside what is seen here.
+        **known: Fields of `Plan` that the program does not say.
+
+    Returns:
+        The plan.
     """
     module = read(compiled)
     flights = overlap(module.text)
-    rooflined = roofline(module, flights, device)
-    notes = tuple(known.pop("notes", ()))
-    if rooflined.unknown:
-        notes += (f"The operations of {', '.join(rooflined.unknown)} are not counted.",)
-    if device.in_a_host < Topology.parse(topology).size and any(
-        1 < f.collective.group_size <= device.in_a_host for f in flights.flights
-    ):
-        notes += (f"Collectives of at most {device.in_a_host} devices are taken to stay within a machine.",)
-    if any(c.collective.times is None for c in flights.flights):
-        notes += ("A loop whose number of turns the program does not fix is counted as one turn.",)
+    found = roofline(module, flights, device)
     return Plan(
         topology=topology,
         devices=Topology.parse(topology).size,
-        memory=memory_parts(module, memory_of(compiled), parts or {}),
+        memory=memory_parts(module, memory_of(compiled), parts),
         capacity=device.memory,
         usable=int(USABLE * device.memory if memory is None else memory),
         overlap=flights,
-        roofline=rooflined,
-        notes=notes,
+        roofline=found,
+        notes=(*notes, *unseen(found, flights, device, Topology.parse(topology))),
         text=module.text,
         **known,
     )
+
+
+def unseen(found: Roofline, flights: Overlap, device: Device, topology: Topology) -> Iterator[str]:
+    """What the figures of a program do not show."""
+    moves = [flight.collective for flight in flights.flights]
+    if found.unknown:
+        yield f"The operations of {', '.join(found.unknown)} are not counted."
+    if topology.hosts > 1 and any(1 < c.group_size <= device.in_a_host for c in moves):
+        yield f"Collectives of at most {device.in_a_host} devices are taken to stay within a machine."
+    if any(c.times is None for c in moves):
+        yield "A loop whose number of turns the program does not fix is counted as one turn."
 
 
 def peak_of(compiled: Any) -> int:
@@ -215,7 +223,7 @@ def peak_of(compiled: Any) -> int:
     return found.argument_size_in_bytes + results + found.temp_size_in_bytes
 
 
-def memory_parts(module: Module, found: Any, parts: dict[str, str]) -> dict[str, int]:
+def memory_parts(module: Module, found: Any, parts: Mapping[str, str]) -> dict[str, int]:
     """Bytes by part; they add up to `peak_of`."""
     sizes = Counter[str]()
     entry = module.computations[module.entries[0]].instructions
@@ -229,7 +237,7 @@ def memory_parts(module: Module, found: Any, parts: dict[str, str]) -> dict[str,
     return {**ordered, TEMPORARY: found.temp_size_in_bytes, RESULTS: results}
 
 
-def part_of(name: str, parts: dict[str, str]) -> str:
+def part_of(name: str, parts: Mapping[str, str]) -> str:
     """What an argument is called: by the longest beginning of its name that has one, else as the function calls it."""
     for start in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(start)}(?![\w])", name):
