@@ -92,6 +92,14 @@ def test_unrolled_layers_and_those_without_remat(scan, remat):
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+@NEWEST
+def test_activations_find_no_room_where_gradients_are_divided(rows):
+    shapes, loss, _ = chain(layers=6, width=256)
+    model = (shapes, loss, jax.ShapeDtypeStruct((8, rows, 256), jnp.float32), 3)
+    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("depth", [pytest.param(depth, marks=AOT) for depth in (4, 24)])
 def test_the_examples_peak_on_absent_gpus(depth):
     model = (*example(depth, width=128), windows(rows=8), 3)
@@ -124,6 +132,8 @@ def test_a_stack_is_gathered_a_turn_at_a_time_and_small_leaves_never():
     row = predicted(shapes, loss, windows(), 3, persist_below=8192)
     layer = 12 * WIDTH**2
     assert row.gathered == 2 * 4 * layer
+    far = predicted(shapes, loss, windows(), 3, prefetch=9)  # a loop is never more than a turn ahead
+    assert far.gathered == 2 * 4 * (layer + 256 * WIDTH)  # and the table is used before and after it
     assert estimate(shapes, tx=optax.adamw(1e-3))[3].gathered == 2 * 4 * 24 * 4 * WIDTH**2  # only paths to go by
 
 

@@ -22,7 +22,7 @@ from ..layout.tree import Layout
 from ..stages.loss import Loss
 from ..stages.publics import value_and_grad_tree
 from ..stages.storage import forms_of
-from .activations import memory_of, plain_temp
+from .activations import memory_of, plain_gradient
 from .hlo import Collective, Collectives, collectives
 from .overlap import Overlap, overlap
 
@@ -106,9 +106,10 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     memory = memory_of(compiled)
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     found, flights = collectives(compiled), overlap(compiled)
+    plain = memory_of(plain_gradient(layout, loss, batch, args, mesh=config.mesh))
     layer = max((c.bytes for c in found.of("all-gather")), default=0)
     peak = kept + memory.temp_size_in_bytes
-    floor = kept + plain_temp(layout, loss, batch, args, mesh=config.mesh) + 3 * layer
+    floor = kept + plain.temp_size_in_bytes + 3 * layer
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     cut = [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
     gathered = found.moved("all-gather", unknown_once=True).elements

@@ -33,7 +33,7 @@ from ..stages.loss import Loss
 from ..stages.publics import grad_parts
 from ..stages.storage import layout_of, storage_forms
 from ..stages.update import UpdatePlan, plan_update
-from .activations import Activations, share_of
+from .activations import PlainGradient, share_of
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -61,8 +61,8 @@ class StageEstimate:
         backward: Gradients held while they are computed: at stages 0 to 2 whole, until they are summed
             over the devices; with several microbatches the sums so far, too.
         update: The optimizer's own need: gradients as it sees them, and as much for its updates.
-        activations: Temporary memory of the model's own gradient on one device's rows; None
-            unless the loss was given.
+        activations: One device's rows, and the temporary memory of the model's own gradient
+            on them; None unless the loss was given.
     """
 
     stage: int
@@ -89,8 +89,9 @@ class StageEstimate:
         """Most bytes on a device in a step; None where activations are not known.
 
         What lives, and the more of what the backward pass holds (its gradients, the
-        activations, what is gathered) and what the update does. Host transfers of an
-        offloaded update are not in it.
+        activations, what is gathered) and what the update does. At stages 1 and 2 it is an
+        upper bound for unrolled layers, whose gradients may be reduced one by one. Pieces
+        of an offloaded update are not in it.
         """
         if self.activations is None:
             return None
@@ -238,7 +239,7 @@ def estimate(
     precision = Precision.bf16() if number is not None and precision is None else precision
     if loss_fn is not None and number is not None:
         raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
-    inner = None if loss_fn is None else Activations(Loss(loss_fn, has_aux, weighted), tuple(args), gpu)
+    plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, has_aux, weighted), tuple(args), gpu)
     rows, size, trained = [], 0, 0
     for count in devices if isinstance(devices, Sequence) else (devices,):
         check_count("devices", count, "devices", least=1)
@@ -247,7 +248,7 @@ def estimate(
             config = Config(
                 tx,
                 stage,
-                AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,)),  # pyright: ignore[reportArgumentType]
+                abstract_mesh(count, AXIS),
                 AXIS,
                 persist_below=persist_below if number is None else 0,
                 prefetch=prefetch,
@@ -258,17 +259,20 @@ def estimate(
             layout = layout_of(config, params)
             plan = plan_update(config, layout)
             row = stage_estimate(config, layout, plan, accumulate)
-            if inner is not None:
-                share = share_of(batch, config, accumulate)
-                row = dataclasses.replace(
-                    row, activations=inner.bytes(layout, share), gathered=inner.gathered(config, layout, share)
-                )
+            if plain is not None:
+                seen = plain.seen(config, layout, share_of(batch, config, accumulate))
+                row = dataclasses.replace(row, activations=seen.activations, gathered=seen.gathered)
             rows.append(row if number is None else dataclasses.replace(row, gathered=None))
             size = sum(leaf.size for leaf in layout.params)
             trained = sum(layout.params[i].size for i in layout.trained)
     if number is not None:  # without the elements that round it up
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
+
+
+def abstract_mesh(count: int, axis: str) -> Any:
+    """A mesh of so many devices of no kind, to lay out for."""
+    return AbstractMesh((count,), (axis,), axis_types=(AxisType.Auto,))
 
 
 def vector(count: float, devices: int) -> PyTree:

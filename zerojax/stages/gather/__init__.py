@@ -9,6 +9,6 @@ working_set   how much is gathered at a time
 
 from zerojax.stages.gather.engine import block, gather_on_use
 from zerojax.stages.gather.kept import Far
-from zerojax.stages.gather.working_set import working_set
+from zerojax.stages.gather.working_set import WorkingSet, working_set
 
-__all__ = ["Far", "block", "gather_on_use", "working_set"]
+__all__ = ["Far", "WorkingSet", "block", "gather_on_use", "working_set"]

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,29 +15,41 @@ from zerojax.stages.gather.scan import loop_of
 from zerojax.stages.gather.weight import Weight
 
 
-def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> int:
-    """Bytes of gathered parameters that a device holds at once, at most.
+class WorkingSet(NamedTuple):
+    """What is gathered of a function's parameters.
 
-    Those of one use (a block, a turn of a scan) and of the uses that are prefetched, and
-    whatever has to be had whole.
+    Attributes:
+        bytes: Gathered parameters that a device holds at once, at most: those of one use (a
+            block, a turn of a scan) and of the uses that are prefetched, and whatever has to be had whole.
+        turned: Indices of the parameters that are stacks, of which each turn of a scan uses one layer.
+    """
+
+    bytes: int
+    turned: frozenset[int]
+
+
+def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
+    """Find what `gather_on_use` would gather of a function's parameters.
 
     Args:
         fn: As for `gather_on_use`.
         layout: A tree of `Leaf`; parameters are taken to arrive in the leaves' types.
         *args: Further arguments of `fn`; shapes are enough.
         prefetch: As for `gather_on_use`.
-
-    Returns:
-        Bytes.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    segments = traced(fn, tree, leaves, whole, args).program.segments
+    program = traced(fn, tree, leaves, whole, args).program
+    segments = program.segments
     lasting = [segment for segment in segments if any(isinstance(result, Whole) for result in segment.results)]
     passing = [segment for segment in segments if segment.weights and segment not in lasting]
     uses = list(itertools.chain.from_iterable(in_turns(segment) for segment in passing))
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
-    return sum(gathered_bytes(segment.weights) for segment in lasting) + max(at_once, default=0)
+    turning = {weight.root for segment in passing if segment.kind == "scan" for weight in loop_of(segment).turning}
+    return WorkingSet(
+        sum(gathered_bytes(segment.weights) for segment in lasting) + max(at_once, default=0),
+        frozenset(i for i, var in enumerate(program.invars) if var in turning),
+    )
 
 
 def in_turns(segment: Segment) -> list[int]:
