@@ -81,7 +81,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     axes.invert_yaxis()
     axes.set(xlabel=f"{unit} per device", xlim=(0, 1.15 * max(*base, (capacity or 0) / size)))
     axes.set_title(f"{estimate.parameters:,} parameters, devices: {rows[0].devices}")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
