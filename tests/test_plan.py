@@ -203,6 +203,14 @@ def test_the_largest_fits_and_the_next_does_not(peak, usable, start):
     assert len(asked) == len(set(asked)) <= MOST
 
 
+def test_round_counts_have_five_binary_digits():
+    some = [0]
+    while some[-1] < 200:
+        some.append(after(some[-1]))
+    assert some == [*range(33), *range(34, 65, 2), *range(68, 129, 4), *range(136, 201, 8)]
+    assert after(33) == 34
+
+
 # Absent GPUs
 
 
@@ -224,8 +232,8 @@ def test_who_divides_nothing_is_told_so():
 
 
 @aot
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_is_what_the_formulas_say(stage):
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+def test_a_step_is_what_the_formulas_say(stage, accumulate):
     """A state on two simulated devices is planned for sixteen absent ones."""
     deep = {"layers": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH}
     tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(2), precision=Precision.bf16(), prefetch=0)
@@ -235,8 +243,9 @@ def test_a_step_is_what_the_formulas_say(stage):
             batch = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w.T)(batch, w)
         return jnp.mean(batch.astype(jnp.float32) ** 2)
 
-    found = plan(tx.train_step(blocks), tx.create(deep), rows(64), topology="h100:16")
-    row = estimate(deep, stages=[stage], devices=16, precision=Precision.bf16())[stage]
+    step = tx.train_step(blocks, accumulate=accumulate)
+    found = plan(step, tx.create(deep), rows(64), topology="h100:16")
+    row = estimate(deep, stages=[stage], devices=16, precision=Precision.bf16(), accumulate=accumulate)[stage]
     assert found.devices == 16
     assert found.memory["parameters"] == row.params
     assert found.memory["optimizer state"] + found.memory.get("master weights", 0) == row.opt_state + row.master

@@ -127,6 +127,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits."""
+    # XLA warns of every program that does not fit; the plan says so itself.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
     def found() -> Any:
         from . import user_code

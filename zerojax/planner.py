@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .config import STAGES, Config, Offload
+from .config import STAGES, Config, Offload, check_count
 from .layout.tree import Layout
 from .offload.measure import Choice
 from .planning.activations import PlainGradient
@@ -29,6 +29,11 @@ from .stages.loss import Loss
 from .train.state import ZeroState
 from .train.step import Step
 from .zero import ZeroTransformation
+
+UNEVEN_ROWS = (
+    "{} is looked for in rows, but the leaves of this batch have different numbers of them on dim 0, or none. Pass "
+    "values that belong to no row as further arguments, after the batch."
+)
 
 
 class Moved(NamedTuple):
@@ -74,8 +79,8 @@ class Planner:
             memory: Bytes of a device that the program may take. Default: 95% of what there is.
             link: Bytes per second that a GPU sends within its machine. Default: NVLink's.
             network: Bytes per second that a GPU sends to other machines. Default: its adapter's.
-            largest_batch: Whether to look for the largest batch that fits, which takes some
-                four compilations more.
+            largest_batch: Whether to look for the largest batch that fits, which takes four
+                to eight compilations more.
 
         Returns:
             The plan; print it for tables.
@@ -86,14 +91,15 @@ class Planner:
                 do not divide the batch.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        parsed = Topology.parse(topology)
-        device = Device.of(parsed, link=link, network=network)
+        device = Device.of(Topology.parse(topology), link=link, network=network)
+        rows = rows_of(batch)
+        if largest_batch and not rows:
+            raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         move = moved_step if isinstance(step, Step) else moved_function
         moved = move(step, state, batch, args, topology)
         compiled = moved.lower(batch).compile()
-        rows = rows_of(batch)
         usable = USABLE * device.memory if memory is None else memory
-        largest = largest_rows(moved, batch, rows, peak_of(compiled), usable) if largest_batch else None
+        largest = largest_rows(moved, batch, rows, peak_of(compiled), usable) if largest_batch and rows else None
         return planned(
             compiled,
             topology,
@@ -129,7 +135,7 @@ class Planner:
         GPU and each number of rows, for its activations and its kernels' time, and layouts
         say the rest. They are put in order of estimated seconds a row; costs within 2% count
         as equal, and then no offload, a low stage, an early loss and a small batch come
-        first. What the estimate says exceeds the memory by more than a tenth is left out;
+        first. What the estimate says exceeds the memory by more than a quarter is left out;
         of the others the first whose compiled step fits is chosen.
 
         Args:
@@ -160,28 +166,32 @@ class Planner:
             The choice, its compiled plan, and everything tried; print it for a table.
 
         Raises:
-            ValueError: If nothing fits, the GPU is unknown, or an option is out of range.
+            ValueError: If nothing fits, the GPU is unknown, an option is out of range, or the
+                leaves of the batch have different numbers of rows.
+            TypeError: If a number of rows is no integer.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
-        limits = Limits(
-            gpu, stages, offload, (rows,) if isinstance(rows, int) else rows, memory, link, network, host_link
-        )
+        some = (rows,) if isinstance(rows, int) else rows
+        for count in some or ():
+            check_count("rows", count, "rows of the global batch", least=1)
+        if not rows_of(batch):
+            raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
+        limits = Limits(gpu, stages, offload, some, memory, link, network, host_link)
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
-        there = absent_mesh(f"{gpu}:{counts[0]}")  # says at once what is not installed, or not known
-        config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, there)
+        first = absent_mesh(f"{gpu}:{counts[0]}")  # says at once what is not installed, or not known
+        config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, first)
         shapes = as_shapes(params, keep_shardings=False)
 
         def check(found: Candidate) -> Plan:
             topology = f"{gpu}:{found.devices}"
             mesh = absent_mesh(topology, axis=config.axis)
-            there = dataclasses.replace(config, stage=found.stage, offload=found.offload, mesh=mesh)
-            sharded = ZeroTransformation.of(there)
-            step = sharded.train_step(losses[found.remat], has_aux=has_aux, weighted=weighted)
-            given = with_rows(batch, found.rows)
-            return self(
-                step, sharded.create(shapes), given, *args, topology=topology, memory=memory, link=link, network=network
+            sharded = ZeroTransformation.of(
+                dataclasses.replace(config, stage=found.stage, offload=found.offload, mesh=mesh)
             )
+            step = sharded.train_step(losses[found.remat], has_aux=has_aux, weighted=weighted)
+            state, some = sharded.create(shapes), with_rows(batch, found.rows)
+            return self(step, state, some, *args, topology=topology, memory=memory, link=link, network=network)
 
         plain = {name: PlainGradient(Loss(loss, has_aux, weighted), args, gpu) for name, loss in losses.items()}
         return search(config, plain, shapes, with_rows(batch, 1), limits=limits, counts=counts, check=check)
@@ -336,17 +346,8 @@ def with_rows(batch: Any, rows: int) -> Any:
     return jax.tree.map(one, batch)
 
 
-def largest_rows(moved: Moved, batch: Any, rows: int | None, peak: int, usable: float) -> int:
-    """Rows of the largest batch that fits.
-
-    Raises:
-        ValueError: If the leaves of the batch have different numbers of rows.
-    """
-    if not rows:
-        raise ValueError(
-            "The largest batch is looked for in rows, but the leaves of this batch have different numbers of them on "
-            "dim 0. Pass values that belong to no row as further arguments, after the batch."
-        )
+def largest_rows(moved: Moved, batch: Any, rows: int, peak: int, usable: float) -> int:
+    """Rows of the largest batch that fits, where one of `rows` has the peak given."""
     peaks = {rows // moved.unit: peak}
 
     def peak_at(count: int) -> int:

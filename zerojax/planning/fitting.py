@@ -24,8 +24,8 @@ from .estimate import Estimate, StageEstimate, abstract_mesh, in_words, stage_es
 from .planned import Plan, duration
 from .topology import Topology
 
-# Estimated peaks are up to this share too high: what exceeds the memory by no more is compiled to see.
-MARGIN = 0.1
+# Estimated peaks of unlike layers are up to this share too high: what exceeds the memory by no more is compiled to see.
+MARGIN = 0.25
 # Costs closer than this are equal: estimates are no finer.
 ALIKE = 0.02
 MOST_ROWS = 1024  # a device
