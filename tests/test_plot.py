@@ -163,6 +163,43 @@ def test_collectives_share_one_link():
     assert gathers == [pytest.approx((begin, begin + MOVES)) for begin in (0, MOVES, 2 * MOVES)]
 
 
+BRANCHES = """HloModule m, is_scheduled=true, num_partitions=8
+
+%moved (p: f32[8,64]) -> f32[1,64] {
+  %p = f32[8,64] parameter(0)
+  ROOT %rs = f32[1,64] reduce-scatter(%p), dimensions={0}, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+
+%short (q: f32[8,64]) -> f32[8,64] {
+  ROOT %q = f32[8,64] parameter(0)
+}
+
+%long (r: f32[8,64]) -> f32[8,64] {
+  %r = f32[8,64] parameter(0)
+  ROOT %twice = f32[8,64] add(%r, %r)
+}
+
+ENTRY %main (a: f32[8,64], i: s32[]) -> f32[8,64] {
+  %a = f32[8,64] parameter(0)
+  %i = s32[] parameter(1)
+  %start = ((f32[8,64]), f32[1,64]) async-start(%a), calls=%moved
+  %chosen = f32[8,64] conditional(%i, %a, %a), branch_computations={%short, %long}
+  %done = f32[1,64] async-done(%start)
+  ROOT %out = f32[8,64] call(%chosen), to_apply=%long
+}
+"""
+
+
+def test_what_a_start_wraps_what_is_called_and_the_longer_branch_are_played():
+    spans = play(BRANCHES, H200).spans
+    assert [(span.lane, span.kind, span.name) for span in spans] == [
+        ("reduce-scatter", "exposed", "start"),
+        ("compute", "kernel", "twice"),
+        ("compute", "waiting", "start"),
+        ("compute", "kernel", "twice"),
+    ]
+
+
 def second(line):
     """A line about a gather, said of another one."""
     return line.replace("%ag", "%ag.2").replace("%got", "%got.2")
