@@ -6,23 +6,34 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .config import STAGES, Config, Offload, check_count
 from .layout.tree import Layout
 from .offload.measure import Choice
+from .planning.activations import PlainGradient
+from .planning.check import as_shapes
 from .planning.devices import USABLE, Device
 from .planning.estimate import in_words, stage_estimate
+from .planning.fitting import MOST_DEVICES, Candidate, Fit, Limits, search
 from .planning.planned import STATE_PARTS, Plan, largest_that_fits, peak_of, planned
-from .planning.topology import Topology, absent_like
+from .planning.topology import Topology, absent_like, absent_mesh
+from .stages.loss import Loss
 from .train.state import ZeroState
 from .train.step import Step
 from .zero import ZeroTransformation
+
+UNEVEN_ROWS = (
+    "{} is looked for in rows, but the leaves of this batch have different numbers of them on dim 0, or none. Pass "
+    "values that belong to no row as further arguments, after the batch."
+)
 
 
 class Moved(NamedTuple):
@@ -83,10 +94,7 @@ class Planner:
         device = Device.of(Topology.parse(topology), link=link, network=network)
         rows = rows_of(batch)
         if largest_batch and not rows:
-            raise ValueError(
-                "The largest batch is looked for in rows, but the leaves of this batch have different numbers of them "
-                "on dim 0, or none. Pass values that belong to no row as further arguments, after the batch."
-            )
+            raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         move = moved_step if isinstance(step, Step) else moved_function
         moved = move(step, state, batch, args, topology)
         compiled = moved.lower(batch).compile()
@@ -101,6 +109,92 @@ class Planner:
             largest_batch=largest,
             **moved.known,
         )
+
+    def fit(
+        self,
+        tx: optax.GradientTransformation,
+        loss_fn: Callable | Mapping[str, Callable],
+        params: Any,
+        batch: Any,
+        *args: Any,
+        gpu: str = "h200",
+        devices: int | None = 8,
+        stages: Sequence[int] = tuple(STAGES),
+        offload: Sequence[Offload | None] = (None, Offload(optimizer="host")),
+        rows: int | Sequence[int] | None = None,
+        memory: float | None = None,
+        link: float | None = None,
+        network: float | None = None,
+        host_link: float | None = None,
+        has_aux: bool = False,
+        weighted: bool = False,
+    ) -> Fit:
+        """Find the stage, loss, offload and batch that cost least a row and fit, or the fewest GPUs for a model.
+
+        Candidates are estimated first: the plain gradient of each loss is compiled for one
+        GPU and each number of rows, for its activations and its kernels' time, and layouts
+        say the rest. They are put in order of estimated seconds a row; costs within 2% count
+        as equal, and then no offload, a low stage, an early loss and a small batch come
+        first. What the estimate says exceeds the memory by more than a quarter is left out;
+        of the others the first whose compiled step fits is chosen.
+
+        Args:
+            tx: Any optax transformation; or what `zero_shard` gave, whose precision and
+                thresholds are kept and whose stage, mesh and offload are replaced.
+            loss_fn: As for `train_step`; or several by name that compute the same, such as
+                `{"plain": loss, "remat": loss_with_remat_in_each_layer}`. `jax.checkpoint`
+                around a whole loss saves nothing: what it recomputes lives all at once.
+            params: Parameters in any form; shapes are enough.
+            batch: A batch of any number of rows; shapes are enough.
+            *args: Further arguments of the loss; shapes are enough.
+            gpu: Which, as in a topology: `"h200"`.
+            devices: How many; None looks for the fewest: 1, 2, 4, 8 and so on.
+            stages: Which may be chosen.
+            offload: What may be chosen; None is nothing. Stage 0 offloads nothing. The compiled
+                check does not see host memory, and counts offloaded parameters as the device's.
+            rows: Of the global batch, one number or several to choose from; those that the
+                devices divide count. Default: one a device, doubled as long as a row gets
+                2% cheaper by it and something fits.
+            memory: As for a plan.
+            link: As for a plan.
+            network: As for a plan.
+            host_link: Bytes per second each way between a GPU and its host. Default: PCIe's.
+            has_aux: As for `train_step`.
+            weighted: As for `train_step`.
+
+        Returns:
+            The choice, its compiled plan, and everything tried; print it for a table.
+
+        Raises:
+            ValueError: If nothing fits, the GPU is unknown, an option is out of range, or the
+                leaves of the batch have different numbers of rows.
+            TypeError: If a number of rows is no integer.
+            ModuleNotFoundError: If the extra `aot` is not installed.
+        """
+        losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        some = (rows,) if isinstance(rows, int) else rows
+        for count in some or ():
+            check_count("rows", count, "rows of the global batch", least=1)
+        if not rows_of(batch):
+            raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
+        limits = Limits(gpu, stages, offload, some, memory, link, network, host_link)
+        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
+        first = absent_mesh(f"{gpu}:{counts[0]}")  # says at once what is not installed, or not known
+        config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, first)
+        shapes = as_shapes(params, keep_shardings=False)
+
+        def check(found: Candidate) -> Plan:
+            topology = f"{gpu}:{found.devices}"
+            mesh = absent_mesh(topology, axis=config.axis)
+            sharded = ZeroTransformation.of(
+                dataclasses.replace(config, stage=found.stage, offload=found.offload, mesh=mesh)
+            )
+            step = sharded.train_step(losses[found.remat], has_aux=has_aux, weighted=weighted)
+            state, some = sharded.create(shapes), with_rows(batch, found.rows)
+            return self(step, state, some, *args, topology=topology, memory=memory, link=link, network=network)
+
+        plain = {name: PlainGradient(Loss(loss, has_aux, weighted), args, gpu) for name, loss in losses.items()}
+        return search(config, plain, shapes, with_rows(batch, 1), limits=limits, counts=counts, check=check)
 
 
 plan = Planner()

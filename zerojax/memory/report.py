@@ -1,14 +1,21 @@
 """Bytes per device, found on live arrays, leaf by leaf."""
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from ..layout.chunked import Chunked, is_chunked
 from ..layout.padded import Padded, is_padded
+from .tree import Leaf, Node, as_rich, as_text, grown
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +25,7 @@ class Row:
     Attributes:
         part: The field of the state it stands in: `"params"`, `"opt_state"`, ...
         path: Its path within the part.
+        steps: Where it stands in the tree: its part, master weights being one, and its path step by step.
         shape: Logical shape where it is known, else storage shape.
         dtype: Element type.
         place: `"device"`, `"host"` or `"disk"`.
@@ -29,6 +37,7 @@ class Row:
 
     part: str
     path: str
+    steps: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
     place: str
@@ -37,10 +46,15 @@ class Row:
     where: str
     note: str
 
+    def __str__(self) -> str:
+        """Type, shape, where it lies, and why it is not cut."""
+        text = f"{self.dtype}{list(self.shape)}  {self.where}"
+        return f"{text}  ({self.note})" if self.note else text
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state.
+    """Bytes per device of a state. Prints as a tree, by part and module; rich's consoles show it in colours.
 
     Attributes:
         bytes: For each part, the bytes on the device that holds most of it.
@@ -63,21 +77,32 @@ class Report:
         """Bytes on the fullest device."""
         return max(self.per_device.values(), default=0)
 
+    @functools.cached_property
+    def tree(self) -> Node:
+        """Bytes by part, module and leaf; `tree["master"]` are the master weights, `tree["opt_state"]` the rest."""
+        return grown(Leaf(row.steps, row.place, row.bytes, str(row)) for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        """The totals, in words."""
+        waiting = {"in host memory": sum(self.host.values()), "in files": sum(self.disk.values())}
+        return "; ".join(
+            [
+                f"{self.total:,d} bytes on the fullest of {len(self.per_device)} devices",
+                *(f"{size:,d} bytes/device {where}" for where, size in waiting.items() if size),
+                *([f"update on the {self.update}"] if self.update else []),
+            ]
+        )
+
     def __str__(self) -> str:
-        """A table: the parts, then a line for every leaf."""
-        lines = [f"{part:12s} {size:>14,d} bytes/device" for part, size in self.bytes.items()]
-        lines += [f"{'all':12s} {self.total:>14,d} bytes on the fullest of {len(self.per_device)} devices"]
-        for place in ("host", "disk"):
-            for part, size in getattr(self, place).items():
-                lines.append(
-                    f"{part:12s} {size:>14,d} bytes/device in {place} {'memory' if place == 'host' else 'files'}"
-                )
-        lines += [f"update on the {self.update}"] if self.update else []
-        lines.append("")
-        for row in self.rows:
-            text = f"{row.part}{row.path}  {row.dtype}{list(row.shape)}  {row.bytes:,d} bytes/device  {row.where}"
-            lines.append(f"{text}  ({row.note})" if row.note else text)
-        return "\n".join(lines)
+        """The totals, and a line for each part, module and leaf; alike modules share one."""
+        return f"{self.title}\n\n{as_text(self.tree)}"
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Tree:
+        """The same for `rich.print`."""
+        return as_rich(self.title, self.tree)
 
 
 def report(state: Any) -> Report:
@@ -103,6 +128,8 @@ def report(state: Any) -> Report:
         array = x.storage if isinstance(x, Padded) else x
         part = name_of(path[0]) if path else "array"
         inner = jax.tree_util.keystr(path[1:])
+        steps = (part, *map(name_of, path[1:]))
+        steps = steps[1:] if inner.startswith(".master") and part == "opt_state" else steps
         if isinstance(array, bool | int | float | complex):
             continue  # a TrainState counts its steps in Python
         if not isinstance(array, jax.Array | Chunked):
@@ -114,7 +141,7 @@ def report(state: Any) -> Report:
             devices[device] = devices.get(device, 0) + size
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
         most, reason = max(held.values(), default=0), reasons.get((part, inner)) or found_note(x, array, held)
-        rows.append(Row(part, inner, shape, x.dtype, place, most, whole_bytes(array), describe(array), reason))
+        rows.append(Row(part, inner, steps, shape, x.dtype, place, most, whole_bytes(array), describe(array), reason))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in found.items()} for found in places.values())
     return Report(device, per_device, tuple(rows), host, disk, updated(state))
 
@@ -197,5 +224,5 @@ def describe(array: jax.Array | Chunked) -> str:
 
 
 def name_of(key: Any) -> str:
-    """The first step of a path as a word."""
+    """One step of a path as a word."""
     return jax.tree_util.keystr((key,), simple=True)

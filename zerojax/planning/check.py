@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..config import Config
 from ..layout.leaf import Leaf
@@ -22,6 +22,7 @@ from ..layout.tree import Layout
 from ..stages.loss import Loss
 from ..stages.publics import value_and_grad_tree
 from ..stages.storage import forms_of
+from .activations import memory_of, plain_gradient
 from .hlo import Collective, Collectives, collectives
 from .overlap import Overlap, overlap
 
@@ -105,9 +106,10 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     memory = memory_of(compiled)
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     found, flights = collectives(compiled), overlap(compiled)
+    plain = memory_of(plain_gradient(layout, loss, batch, args, mesh=config.mesh))
     layer = max((c.bytes for c in found.of("all-gather")), default=0)
     peak = kept + memory.temp_size_in_bytes
-    floor = kept + _plain_temp(config, layout, loss, batch, args) + 3 * layer
+    floor = kept + plain.temp_size_in_bytes + 3 * layer
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     cut = [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
     gathered = found.moved("all-gather", unknown_once=True).elements
@@ -134,32 +136,6 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
         hidden,
         tuple(findings),
     )
-
-
-def _plain_temp(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> int:
-    """Temporary bytes of the same gradient by plain jit on whole parameters."""
-    whole = NamedSharding(config.mesh, PartitionSpec())
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=whole)
-        for leaf, dtype in zip(layout.params, layout.compute, strict=True)
-    ]
-    moving = [i for i in layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
-
-    def value(values, leaves, batch, *args):
-        merged = dict(enumerate(leaves)) | dict(zip(moving, values, strict=True))
-        params = jax.tree.unflatten(layout.treedef, [merged[i] for i in range(len(leaves))])
-        returned = loss.call(params, None, batch, args)
-        return returned.total / returned.weight
-
-    lowered = jax.jit(jax.value_and_grad(value)).lower([leaves[i] for i in moving], leaves, batch, *args)
-    return memory_of(lowered.compile()).temp_size_in_bytes
-
-
-def memory_of(compiled: Any) -> Any:
-    """`memory_analysis()` of a compiled program, which every backend here has."""
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return memory
 
 
 def _memory_findings(peak: int, floor: int, cut: Sequence[Leaf], found: Collectives) -> list[str]:

@@ -3,7 +3,8 @@
 The optimizer's state is measured on the transformation itself (`jax.eval_shape` of its
 `init`), laid out as training will lay it out. What is estimated is what lives from step
 to step, gradients as `value_and_grad` returns them, and the parameters gathered at once
-at stage 3. Activations are the model's own: compile it to see them.
+at stage 3. Activations are the model's own: given the loss and a batch, it is compiled
+for one device to see them, and with them the peak of a step is known for any number.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -12,10 +13,11 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,9 +29,11 @@ from jax.sharding import AbstractMesh, AxisType
 from ..config import PERSIST_BELOW, STAGES, Config, Offload, Precision, check_count
 from ..layout.leaf import Leaf
 from ..layout.tree import Layout
+from ..stages.loss import Loss
 from ..stages.publics import grad_parts
 from ..stages.storage import layout_of, storage_forms
 from ..stages.update import UpdatePlan, plan_update
+from .activations import PlainGradient, share_of
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -54,6 +58,11 @@ class StageEstimate:
         host: Waits in host memory, for each device.
         disk: Waits on disk, for each device.
         sent: What a device sends in a step (and receives as much).
+        backward: Gradients held while they are computed: at stages 0 to 2 whole, until they are summed
+            over the devices; with several microbatches the sums so far, too.
+        update: The optimizer's own need: gradients as it sees them, and as much for its updates.
+        activations: One device's rows, and the temporary memory of the model's own gradient
+            on them; None unless the loss was given.
     """
 
     stage: int
@@ -66,11 +75,32 @@ class StageEstimate:
     host: int
     disk: int
     sent: float
+    backward: int
+    update: int
+    activations: int | None = None
+
+    @property
+    def lasting(self) -> int:
+        """Bytes that live on a device from step to step, without gradients."""
+        return self.params + self.master + self.opt_state
+
+    @property
+    def peak(self) -> int | None:
+        """Most bytes on a device in a step; None where activations are not known.
+
+        What lives, and the more of what the backward pass holds (its gradients, the
+        activations, what is gathered) and what the update does. At stages 1 and 2 it is an
+        upper bound for unrolled layers, whose gradients may be reduced one by one. Pieces
+        of an offloaded update are not in it.
+        """
+        if self.activations is None:
+            return None
+        return self.lasting + max(self.backward + self.activations + (self.gathered or 0), self.update)
 
     @property
     def total(self) -> int:
         """Bytes that live on a device from step to step, with gradients; without what is gathered."""
-        return self.params + self.grads + self.master + self.opt_state
+        return self.lasting + self.grads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +160,8 @@ class Estimate:
     def __str__(self) -> str:
         """A table: stages in rows, parts in columns."""
         waits = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
-        columns = [*PARTS, "total", "gathered", *waits, "sent"]
+        peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
+        columns = [*PARTS, "total", "gathered", *peaks, *waits, "sent"]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         lines += [
@@ -153,8 +184,17 @@ def estimate(
     trainable: Any = None,
     accumulate: int = 1,
     inputs: Sequence[Any] = (),
+    loss_fn: Callable | None = None,
+    batch: Any = None,
+    args: Sequence[Any] = (),
+    has_aux: bool = False,
+    weighted: bool = False,
+    gpu: str | None = None,
 ) -> Estimate:
     """Bytes per device and bytes sent per step, for every stage, without building anything.
+
+    Given the loss and a batch, the peak of a step too: the gradient is compiled for one
+    device (which takes seconds), and its temporary memory is the activations of any stage.
 
     Args:
         model: How many parameters there are (`7.5e9`; they are taken for one long vector);
@@ -170,13 +210,22 @@ def estimate(
         trainable: As for `zero_shard`.
         accumulate: Microbatches a step; stages 2 and 3 send more with more of them.
         inputs: What a Linen module's `init` takes beside the key; shapes are enough.
+        loss_fn: As for `train_step`; None leaves activations and peak unknown.
+        batch: The global batch; shapes are enough.
+        args: Further arguments of the loss.
+        has_aux: As for `train_step`.
+        weighted: As for `train_step`.
+        gpu: An absent GPU to compile for, as `"h200"`; needs the extra `aot`. Default: the
+            first device here. What XLA fuses differs between CPU and GPU, and so do activations.
 
     Returns:
         Rows in the order of `devices`, then of `stages`.
 
     Raises:
         TypeError: If the model is none of these, or a count is no integer.
-        ValueError: If a count is not positive, or a stage unknown.
+        ValueError: If a count is not positive, a stage unknown, the batch cannot be divided, or
+            a loss is given for a mere count of parameters.
+        ModuleNotFoundError: If `gpu` is given and the extra `aot` is not installed.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5, table 1.
@@ -188,6 +237,9 @@ def estimate(
     number = float(model) if isinstance(model, numbers.Real) else None
     tx = optax.adam(1e-3) if tx is None else tx
     precision = Precision.bf16() if number is not None and precision is None else precision
+    if loss_fn is not None and number is not None:
+        raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
+    plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, has_aux, weighted), tuple(args), gpu)
     rows, size, trained = [], 0, 0
     for count in devices if isinstance(devices, Sequence) else (devices,):
         check_count("devices", count, "devices", least=1)
@@ -196,7 +248,7 @@ def estimate(
             config = Config(
                 tx,
                 stage,
-                AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,)),  # pyright: ignore[reportArgumentType]
+                abstract_mesh(count, AXIS),
                 AXIS,
                 persist_below=persist_below if number is None else 0,
                 prefetch=prefetch,
@@ -207,12 +259,20 @@ def estimate(
             layout = layout_of(config, params)
             plan = plan_update(config, layout)
             row = stage_estimate(config, layout, plan, accumulate)
+            if plain is not None:
+                seen = plain.seen(config, layout, share_of(batch, config, accumulate))
+                row = dataclasses.replace(row, activations=seen.activations, gathered=seen.gathered)
             rows.append(row if number is None else dataclasses.replace(row, gathered=None))
             size = sum(leaf.size for leaf in layout.params)
             trained = sum(layout.params[i].size for i in layout.trained)
     if number is not None:  # without the elements that round it up
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
+
+
+def abstract_mesh(count: int, axis: str) -> Any:
+    """A mesh of so many devices of no kind, to lay out for."""
+    return AbstractMesh((count,), (axis,), axis_types=(AxisType.Auto,))
 
 
 def vector(count: float, devices: int) -> PyTree:
@@ -266,7 +326,26 @@ def stage_estimate(config: Config, layout: Layout, plan: UpdatePlan, accumulate:
         host=waiting + (0 if on_disk else far),
         disk=far if on_disk else 0,
         sent=sent_bytes(config, layout, accumulate),
+        backward=backward_bytes(config, plan, accumulate),
+        update=(1 if config.offload else 2) * sum(part.local_bytes for part in plan.parts),
     )
+
+
+def backward_bytes(config: Config, plan: UpdatePlan, accumulate: int) -> int:
+    """Gradients that a device holds while they are computed.
+
+    What is gathered on use is reduced on the spot; all else is whole, in the type computed in, until
+    the backward pass ends. Stages 0 and 1 add up whole gradients, the others what is reduced.
+    """
+    total = 0
+    for part, leaf, dtype in zip(plan.parts, plan.trained.params, plan.trained.compute, strict=True):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        summed = reduced_type(config, np.dtype(dtype)).itemsize
+        total += part.local_bytes if leaf.kind == "cut" else leaf.size * np.dtype(dtype).itemsize
+        if accumulate > 1:
+            total += (leaf.size if config.stage < 2 else math.prod(part.local_shape)) * max(summed, 4)
+    return total
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .check import memory_of
+from .activations import memory_of
 from .devices import USABLE, Device
 from .estimate import in_words
 from .hlo import Collectives, arrays_of

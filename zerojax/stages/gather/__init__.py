@@ -4,9 +4,11 @@ program   a loss's jaxpr, cut into segments that use parameters together
 tape      runs the segments forward and backward, gathering ahead of each
 vjp       a segment's two passes, and what must be kept between them
 weight, collectives, evaluate   a shard; how shards move; casts made before the gather
+working_set   how much is gathered at a time
 """
 
 from zerojax.stages.gather.engine import block, gather_on_use
 from zerojax.stages.gather.kept import Far
+from zerojax.stages.gather.working_set import WorkingSet, working_set
 
-__all__ = ["Far", "block", "gather_on_use"]
+__all__ = ["Far", "WorkingSet", "block", "gather_on_use", "working_set"]

@@ -1,7 +1,7 @@
 """`gather_on_use`: a loss function on whole parameters, rewritten to take shards."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -71,23 +71,53 @@ def gather_on_use(
         shards = [x.shard if isinstance(x, Far) else x for x in found]
         standins = {i: x.standin for i, x in enumerate(found) if isinstance(x, Far)}
         leaves = _checked(tree.unflatten(shards), layout, axis)
-        known, arrays, put_back = _without_constants(args)
         whole = [
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "cut" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-
-        def on_leaves(whole, arrays):
-            return fn(tree.unflatten(whole), *put_back(known, arrays))
-
-        closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(whole, arrays)
-        cut = [leaf.kind == "cut" for leaf in leaves] + [False] * len(arrays)
-        program, consts = _planned(closed, leaves, cut)
+        program, arrays, consts, structure = traced(fn, tree, leaves, whole, args)
         run = _differentiable(program, options, tuple(standins))
         results = run(*shards, *arrays, *consts, *standins.values())
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
+        return jax.tree.unflatten(structure, results)
 
     return wrapped
+
+
+class Traced(NamedTuple):
+    """A function as a program.
+
+    Attributes:
+        program: Its arguments are the parameters, then `arrays`, then `consts`.
+        arrays: Those of the function's further arguments that are arrays.
+        consts: Arrays that it closes over.
+        structure: Of what it returns.
+    """
+
+    program: programs.Program
+    arrays: list
+    consts: list
+    structure: Any
+
+
+def traced(fn: Callable, tree: Any, leaves: Sequence[Leaf], whole: Sequence, args: Sequence) -> Traced:
+    """Trace `fn` on whole parameters and cut it into segments.
+
+    Args:
+        fn: As for `gather_on_use`.
+        tree: Structure of the parameters.
+        leaves: How each of them is laid out.
+        whole: Arrays or shapes of them; logical shape.
+        args: Further arguments of `fn`; shapes are enough.
+    """
+    known, arrays, put_back = _without_constants(args)
+
+    def on_leaves(whole, arrays):
+        return fn(tree.unflatten(whole), *put_back(known, arrays))
+
+    closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(whole, arrays)
+    cut = [leaf.kind == "cut" for leaf in leaves] + [False] * len(arrays)
+    program, consts = _planned(closed, leaves, cut)
+    return Traced(program, arrays, consts, jax.tree.structure(shape))
 
 
 def block(fn: Callable) -> Callable:

@@ -1,0 +1,262 @@
+"""The search for what fits: it chooses the cheapest that the check lets pass, and says why not the others."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from zerojax import Offload, Precision, estimate, plan, zero_shard
+from zerojax.config import Config
+from zerojax.planning import fitting
+from zerojax.planning.devices import Device
+from zerojax.planning.estimate import abstract_mesh
+from zerojax.planning.fitting import ALIKE, MARGIN, Limits, search
+from zerojax.planning.topology import Topology, installed
+
+PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
+BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
+HOST = Offload(optimizer="host")
+MB = 1e6
+aot = pytest.mark.skipif(
+    not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
+)
+
+
+class Seen(NamedTuple):
+    """What a compiled gradient would tell."""
+
+    activations: int
+    gathered: int
+    time: float
+
+    def seconds(self, device):
+        return self.time
+
+
+@dataclasses.dataclass
+class Model:
+    """A loss of which all is known: a line over the rows for activations, one for time."""
+
+    row_bytes: float
+    row_seconds: float = 1e-3
+    fixed_seconds: float = 1e-3
+
+    def seen(self, config, layout, share):
+        rows = share.shape[0]
+        gathered = PARAMS["w"].size * 4 if config.stage == 3 else 0
+        return Seen(int(rows * self.row_bytes), gathered, self.fixed_seconds + rows * self.row_seconds)
+
+
+class Checked(NamedTuple):
+    """What a compiled step would tell."""
+
+    peak: int
+    usable: int
+    topology: str = "h200:8"
+
+    @property
+    def fits(self):
+        return self.peak <= self.usable
+
+
+def looked_for(
+    memory,
+    losses=None,
+    *,
+    counts=(8,),
+    found=lambda candidate: candidate.peak,
+    stages=(0, 1, 2, 3),
+    offloads=(None, HOST),
+    rows=None,
+):
+    """`(fit, candidates that were compiled)`."""
+    compiled = []
+
+    def check(candidate):
+        compiled.append(candidate)
+        return Checked(found(candidate), memory)
+
+    config = Config(optax.adam(1e-3), 0, abstract_mesh(8, "data"))
+    limits = Limits("h200", stages, offloads, rows, memory, None, None, None)
+    losses = losses or {"loss": Model(4 * MB)}
+    return search(config, losses, PARAMS, BATCH, limits=limits, counts=counts, check=check), compiled
+
+
+@pytest.mark.parametrize("memory", [120 * MB, 200 * MB, 400 * MB, 2000 * MB])
+def test_nothing_that_fits_is_cheaper(memory):
+    fit, _ = looked_for(memory)
+    assert fit.plan.fits
+    fitting_ones = [c for c in fit.tried if c.peak <= memory]
+    assert fit.chosen in fitting_ones
+    assert all(fit.chosen.seconds <= (1 + ALIKE) * c.seconds for c in fitting_ones)
+
+
+def test_less_memory_divides_more_and_offloads_at_last():
+    chosen = [looked_for(memory, rows=(8,))[0].chosen for memory in (2000 * MB, 180 * MB, 130 * MB, 100 * MB)]
+    assert [(c.stage, c.where) for c in chosen] == [(3, "device"), (3, "device"), (3, "device"), (3, "host")]
+    below = [looked_for(m, rows=(8,), stages=(0, 1, 2))[0].chosen for m in (2000 * MB, 200 * MB, 145 * MB)]
+    assert [(c.stage, c.where) for c in below] == [(1, "device"), (1, "device"), (1, "host")]
+
+
+def test_of_equal_cost_the_simplest_is_taken():
+    fit, compiled = looked_for(2000 * MB, counts=(1,), rows=(4,))
+    assert (fit.chosen.stage, fit.chosen.offload, fit.chosen.remat) == (0, None, "loss")
+    assert len(compiled) == 1
+    same = {"first": Model(4 * MB, row_seconds=1.01e-3), "second": Model(2 * MB)}
+    assert looked_for(2000 * MB, same, rows=(8,))[0].chosen.remat == "first"
+    dearer = {"first": Model(4 * MB, row_seconds=1.1e-3), "second": Model(2 * MB)}
+    assert looked_for(2000 * MB, dearer, rows=(8,))[0].chosen.remat == "second"
+
+
+def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
+    fit, _ = looked_for(2000 * MB, rows=(16,))
+    seconds = {(c.stage, c.where): 16 * c.seconds for c in fit.tried}
+    device = Device.of(Topology.parse("h200:8"))
+    kernels, size = 3e-3, 4 * 4096**2
+    rows = estimate(PARAMS, tx=optax.adam(1e-3))
+    for stage in range(4):
+        sending = (3 if stage == 3 else 2) * size * 7 / 8 / device.links.link
+        passes = max(kernels, sending) if stage == 3 else kernels + sending
+        assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].lasting / device.bandwidth)
+    moments = 2 * size / 8
+    spared = 2 * moments / device.bandwidth
+    for stage in (1, 2, 3):
+        offloaded = seconds[stage, "host"] - seconds[stage, "device"]
+        assert offloaded == pytest.approx(moments / fitting.HOST_LINKS["h200"] - spared)
+
+
+def test_remat_is_chosen_where_it_pays():
+    losses = {"plain": Model(100 * MB), "remat": Model(1 * MB, row_seconds=1.3e-3)}
+    assert looked_for(400 * MB, losses, rows=(8,))[0].chosen.remat == "plain"
+    assert looked_for(400 * MB, losses, rows=(64,))[0].chosen.remat == "remat"
+    # a longer batch may pay for what remat costs
+    assert looked_for(400 * MB, losses)[0].chosen.remat == "remat"
+
+
+def test_doubling_ends_when_nothing_is_gained_or_nothing_fits():
+    rows = lambda **line: {c.rows for c in looked_for(4000 * MB, {"loss": Model(**line)})[0].tried}
+    assert rows(row_bytes=1000 * MB) == {8, 16, 32, 64}  # of eight rows on a device nothing fits
+    gains = rows(row_bytes=1, row_seconds=1, fixed_seconds=0)
+    assert gains == {8, 16}
+    assert max(rows(row_bytes=1, row_seconds=0)) == 8 * fitting.MOST_ROWS
+
+
+def test_the_fewest_devices_are_found():
+    counts = (1, 2, 4, 8, 16)
+    fit, _ = looked_for(120 * MB, counts=counts, offloads=(None,))
+    assert fit.chosen.devices == 8
+    alone = looked_for(120 * MB, counts=(8,), offloads=(None,))[0]
+    assert alone.chosen == fit.chosen
+    with pytest.raises(ValueError, match="Nothing fits 1 to 4 h200"):
+        looked_for(120 * MB, counts=counts[:3], offloads=(None,))
+
+
+def test_what_the_compiled_step_says_has_the_last_word():
+    first = looked_for(2000 * MB, rows=(8,))[0].chosen
+    judge = lambda candidate: int(5000 * MB) if candidate.group == first.group else candidate.peak
+    fit, compiled = looked_for(2000 * MB, rows=(8,), found=judge)
+    assert [c.group for c in compiled] == [first.group, fit.chosen.group]
+    assert fit.chosen.group != first.group
+    refused = fit.tried[0]
+    assert (refused.group, refused.verdict) == (first.group, "does not fit: 5 GB, compiled")
+
+
+def test_what_is_estimated_a_little_too_large_is_compiled_all_the_same():
+    options = {"rows": (8,), "stages": (3,), "offloads": (None,), "found": lambda candidate: 1}
+    peak = looked_for(2000 * MB, **options)[0].chosen.peak
+    assert looked_for(peak / (1 + MARGIN) + 1, **options)[0].chosen.peak == peak
+    with pytest.raises(ValueError, match="Nothing fits"):
+        looked_for(peak / (1 + MARGIN) - 1, **options)
+
+
+def test_nothing_is_compiled_for_what_cannot_fit_anyway():
+    class Never:
+        def seen(self, config, layout, share):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"nearest is stage 3, .* on the host, .* needs .* MB a device, of wh"):
+        looked_for(5 * MB, {"loss": Never()})
+
+
+def test_batches_that_the_devices_cannot_share_are_no_candidates():
+    assert {c.rows for c in looked_for(2000 * MB, rows=(4, 8, 12, 16))[0].tried} == {8, 16}
+    with pytest.raises(ValueError, match="multiple of the devices"):
+        looked_for(2000 * MB, rows=(4,))
+
+
+def test_only_ways_that_exist_are_tried():
+    params = Offload(optimizer="host", params="host")
+    fit, _ = looked_for(2000 * MB, offloads=(None, HOST, params), rows=(8,))
+    ways = {(c.stage, c.where) for c in fit.tried}
+    assert ways == {
+        *((stage, "device") for stage in range(4)),
+        *((stage, "host") for stage in (1, 2, 3)),
+        (3, "host + params"),
+    }
+
+
+def test_it_prints_a_line_for_each_way():
+    fit, _ = looked_for(320 * MB)
+    lines = str(fit).splitlines()
+    assert lines[0] == f"{fit.chosen} on h200:8"
+    assert [line.split()[-1] for line in lines[3:]].count("chosen") == 1
+    assert len(lines) == 3 + 4 + 3  # stages; and those that offload
+
+
+def chain(params, batch):
+    for w in params["layers"]:
+        batch = jnp.tanh(batch @ w)
+    return jnp.mean(batch**2)
+
+
+LAYERS = {"layers": [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4}
+
+
+@aot
+def test_a_chain_is_fitted_to_absent_gpus():
+    batch = jax.ShapeDtypeStruct((8, 64, 512), jnp.float32)
+    fit = plan.fit(optax.adam(1e-3), chain, LAYERS, batch, rows=(16,), memory=9 * MB)
+    assert (fit.chosen.stage, fit.chosen.where) == (3, "device")
+    assert fit.plan.fits
+    assert fit.plan.batch == 16
+    assert fit.chosen.peak == pytest.approx(fit.plan.peak, rel=MARGIN)
+    with pytest.raises(ValueError, match=r"Nothing fits 8 h200\. .*more devices, a loss with remat, fewer rows"):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, batch, rows=(16,), memory=MB)
+
+
+@aot
+@pytest.mark.slow
+def test_fewest_gpus_of_a_transformation_with_types_of_its_own():
+    tx = zero_shard(optax.adam(1e-3), stage=0, precision=Precision.bf16(), persist_below=1)
+    batch = jax.ShapeDtypeStruct((1, 64, 512), jnp.float32)
+    losses = {"plain": chain, "remat": lambda params, batch: jax.checkpoint(chain)(params, batch)}
+    found = {}
+    for memory in (40 * MB, 12 * MB):
+        fit = found[memory] = plan.fit(tx, losses, LAYERS, batch, devices=None, rows=32, memory=memory)
+        assert fit.plan.peak <= memory
+        assert "bf16" in {c.dtype for c in fit.plan.collectives} or fit.chosen.devices == 1
+    assert found[40 * MB].chosen.devices < found[12 * MB].chosen.devices
+
+
+@pytest.mark.skipif(installed(), reason="the extra aot is installed")
+def test_without_the_extra_it_says_what_to_install():
+    with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "error", "message"),
+    [
+        ((8, 64, 512), {"gpu": "h900"}, ValueError, "the GPUs known are"),
+        ((8, 64, 512), {"devices": 0}, ValueError, "Unknown topology 'h200:0'"),
+        ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
+        ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),
+        ((), {}, ValueError, "The cheapest batch is looked for in rows"),
+    ],
+)
+def test_bad_input_is_refused(batch, options, error, message):
+    with pytest.raises(error, match=message):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct(batch, jnp.float32), **options)

@@ -1,0 +1,185 @@
+"""The peak of a step, predicted from layouts and one device's activations, beside the compiled step's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import yardstick
+from conftest import mesh_of
+from gpt import GPT, next_byte_loss
+
+from zerojax import Precision, block, estimate, zero_shard
+from zerojax.planning.topology import absent_mesh, installed
+
+# What the prediction leaves to XLA: in which order it computes, and what it puts where something else was before.
+# The figures are within 6%, mostly within 3. (Toys of unlike layers, whose peaks fall on different times, can
+# be off by a quarter.)
+TOLERANCE = 0.1
+WIDTH, TOKENS, ROWS = 64, 64, 2
+NEWEST = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10 keeps gathered parameters of unrolled models on CPU"
+)
+AOT = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not installed(), reason="needs the extra aot"),
+    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="compiled for GPUs with the newest jax"),
+]
+
+
+@functools.cache
+def example(depth, width=WIDTH):
+    """The example's model: shapes of its parameters, and its loss."""
+    model = GPT(width, depth, heads=4)
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, TOKENS), jnp.int32)), next_byte_loss(model)
+
+
+def windows(rows=ROWS, accumulate=1):
+    return jax.ShapeDtypeStruct((8 * accumulate * rows, TOKENS + 1), jnp.int32)
+
+
+def predicted(shapes, loss, batch, stage, **options):
+    return estimate(shapes, tx=optax.adamw(1e-3), stages=(stage,), loss_fn=loss, batch=batch, **options)[stage]
+
+
+def found(shapes, loss, batch, stage, *, mesh=None, accumulate=1, precision=None):
+    """Arguments, results that are not donated ones, and temporary memory of the compiled step."""
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh or mesh_of(8), precision=precision)
+    lowered = tx.train_step(loss, accumulate=accumulate).lower(tx.create(shapes), batch)
+    memory = lowered.compile().memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kept + memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("depth", [4, 24])
+def test_the_examples_peak_at_stage_3_is_predicted(depth):
+    model = (*example(depth), windows(), 3)
+    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage):
+    model = (*example(4), windows(), stage)
+    assert predicted(*model).peak == pytest.approx(found(*model), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"precision": Precision.bf16()}], ids=["two-microbatches", "bf16"]
+)
+def test_microbatches_and_types_are_in_the_prediction(stage, options):
+    model = (*example(4), windows(accumulate=options.get("accumulate", 1)), stage)
+    assert predicted(*model, **options).peak == pytest.approx(found(*model, **options), rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "rows"), [(256, 1), (64, 16)], ids=["parameters", "activations"])
+def test_whatever_dominates(width, rows):
+    model = (*example(4, width), windows(rows), 3)
+    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
+
+
+@NEWEST
+@pytest.mark.parametrize(
+    ("scan", "remat"),
+    [(False, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, False), (True, False)])],
+)
+def test_unrolled_layers_and_those_without_remat(scan, remat):
+    init, loss, (rows, tokens) = yardstick.build("tiny", scan=scan, remat=remat)
+    batch = jax.ShapeDtypeStruct((8 * rows, tokens), jnp.int32)
+    model = (jax.eval_shape(init, jax.random.key(0)), loss, batch, 3)
+    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
+
+
+@NEWEST
+@pytest.mark.parametrize("rows", [1, 8])
+def test_activations_find_no_room_where_gradients_are_divided(rows):
+    def loss(params, batch):
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+    model = (shapes, loss, jax.ShapeDtypeStruct((8 * rows, 32, 512), jnp.float32), 3)
+    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("depth", [pytest.param(depth, marks=AOT) for depth in (4, 24)])
+def test_the_examples_peak_on_absent_gpus(depth):
+    model = (*example(depth, width=128), windows(rows=8), 3)
+    compiled = found(*model, mesh=absent_mesh("h200:8"))
+    assert predicted(*model, gpu="h200").peak == pytest.approx(compiled, rel=TOLERANCE)
+
+
+def chain(layers, width=64):
+    """A loss of unrolled blocks of one matrix each, and one wider at the end."""
+    shapes = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers + [
+        jax.ShapeDtypeStruct((width, 4 * width), jnp.float32)
+    ]
+
+    def loss(params, batch):
+        for w in params:
+            batch = block(lambda w, x: jnp.tanh(x @ w))(w, batch)
+        return jnp.mean(batch**2)
+
+    return shapes, loss, jax.ShapeDtypeStruct((8, width), jnp.float32)
+
+
+@pytest.mark.parametrize(("prefetch", "matrices"), [(0, 4), (1, 5), (2, 6), (9, 8)])
+def test_gathered_are_the_largest_uses_in_a_row(prefetch, matrices):
+    model = (*chain(layers=4), 3)
+    assert predicted(*model, prefetch=prefetch, persist_below=1).gathered == matrices * 4 * 64 * 64
+
+
+def test_a_stack_is_gathered_a_turn_at_a_time_and_small_leaves_never():
+    shapes, loss = example(24)
+    row = predicted(shapes, loss, windows(), 3, persist_below=8192)
+    layer = 12 * WIDTH**2
+    assert row.gathered == 2 * 4 * layer
+    far = predicted(shapes, loss, windows(), 3, prefetch=9)  # a loop is never more than a turn ahead
+    assert far.gathered == 2 * 4 * (layer + 256 * WIDTH)  # and the table is used before and after it
+    assert estimate(shapes, tx=optax.adamw(1e-3))[3].gathered == 2 * 4 * 24 * 4 * WIDTH**2  # only paths to go by
+
+
+def test_activations_are_those_of_a_microbatch():
+    shapes, loss, _ = chain(layers=2)
+    rows = lambda count: jax.ShapeDtypeStruct((count, 64), jnp.float32)
+    half = predicted(shapes, loss, rows(1024), 0, accumulate=2).activations
+    assert half == predicted(shapes, loss, rows(512), 0).activations
+    assert half < predicted(shapes, loss, rows(1024), 0).activations
+    assert half == predicted(shapes, loss, rows(128), 0, devices=2).activations
+
+
+def test_keys_and_what_a_loss_returns_beside():
+    def loss(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch.shape)
+        out = jnp.where(kept, batch, 0) @ params[0]
+        return (jnp.sum(out**2), jnp.float32(out.size)), {"norm": jnp.sum(out)}
+
+    shapes, batch = [jax.ShapeDtypeStruct((64, 64), jnp.float32)], jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    row = predicted(shapes, loss, batch, 3, args=(jax.random.key(0),), has_aux=True, weighted=True)
+    assert row.peak is not None
+
+
+def test_without_a_loss_nothing_is_said_of_the_peak():
+    plain = estimate(example(4)[0])
+    assert plain[3].activations is plain[3].peak is None
+    assert "peak" not in str(plain)
+    shapes, loss, batch = chain(layers=2)
+    header, row = str(estimate(shapes, stages=(3,), loss_fn=loss, batch=batch)).splitlines()[1:]
+    assert header.split()[-3:] == ["activations", "peak", "sent"]
+    assert "-" not in row.split()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (1e6, windows(), "tree of its parameters"),
+        (example(4)[0], jax.ShapeDtypeStruct((12, TOKENS + 1), jnp.int32), "12 rows, and the axis has 8 devices"),
+    ],
+)
+def test_bad_input_is_refused(model, batch, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(model, loss_fn=example(4)[1], batch=batch)
