@@ -1,11 +1,13 @@
-"""ns a parameter for AdamW on the host: optax as jit compiles it, the library's blocks, torch's fused kernel.
+"""ns a parameter for AdamW on the host: optax as jit compiles it, a streamed step's program, torch's fused kernel.
 
     python benchmarks/host_adam.py                       8 pieces of 8 million parameters
-    python benchmarks/host_adam.py --pieces 4 --rounds 5
+    python benchmarks/host_adam.py --pieces 4 --rounds 15 --processes 6
     pip install torch                                    for the comparison; it is left out otherwise
 
 Every round runs each way once, in turn, so that a slow moment of the machine falls on all
-of them; ratios are taken round by round, and their median is what counts. `floor` moves
+of them; ratios are taken round by round, and their median is what counts. Where the
+memory of a process happens to lie changes them too: several processes give the median
+of theirs, and the least and the most. `floor` moves
 the 28 bytes a parameter that any AdamW must (it reads the gradient, the parameter and two
 moments, and writes all but the first): numpy negates as much in place, on as many threads. `processor` is
 the processor time a parameter of all threads, which a busy neighbour disturbs less: beside
@@ -22,6 +24,9 @@ import os
 import pathlib
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 THREADS = os.cpu_count() or 1
@@ -32,12 +37,60 @@ def arguments():
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--size", type=int, default=1 << 23, help="parameters in a piece")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--processes", type=int, default=1, help="one after the other")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     return parser.parse_args()
 
 
 def main():
     args = arguments()
+    if args.processes == 1:
+        found = measured(args)
+        rows = found["ns a parameter"]
+        show(rows, "spread", {name: f"{row['least']:.2f}-{row['most']:.2f}" for name, row in rows.items()})
+    else:
+        found = of_processes([one_process(args) for _ in range(args.processes)])
+        spreads = {name: "{:.2f}-{:.2f}".format(*ends) for name, ends in found.get("spread of to torch", {}).items()}
+        show(found["ns a parameter"], "to torch", spreads)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def show(rows, title, spreads):
+    columns = ["median", "processor", "to floor", "to torch", "to torch on one thread"]
+    print(f"{'ns a parameter':26s}{title:>12s}" + "".join(f"{c:>{len(c) + 3}s}" for c in columns))
+    for name, row in rows.items():
+        figures = "".join(f"{row.get(c, math.nan):{len(c) + 3}.2f}" for c in columns)
+        print(f"{name:26s}{spreads.get(name, ''):>12s}{figures}")
+
+
+def one_process(args):
+    """The figures of a fresh process."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "figures.json")
+        given = {"--pieces": args.pieces, "--size": args.size, "--rounds": args.rounds, "--out": out}
+        command = [sys.executable, __file__, *(str(x) for pair in given.items() for x in pair)]
+        print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, flush=True)
+        return json.loads(out.read_text())
+
+
+def of_processes(runs):
+    """The median of each figure, and the spread of the ratio to torch."""
+    rows = [run["ns a parameter"] for run in runs]
+    found = dict(runs[-1], processes=len(runs))
+    found["ns a parameter"] = {
+        name: {figure: statistics.median(row[name][figure] for row in rows) for figure in rows[0][name]}
+        for name in rows[0]
+    }
+    if found["torch"]:
+        ratios = {name: [row[name]["to torch"] for row in rows] for name in rows[0]}
+        found["spread of to torch"] = {name: (min(values), max(values)) for name, values in ratios.items()}
+    return found
+
+
+def measured(args):
+    """The figures of this process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -56,13 +109,7 @@ def main():
                 if i >= 2:  # the first rounds compile and touch the memory
                     wall[name].append(passed * 1e9 / (args.pieces * args.size))
                     processor[name].append(spent * 1e9 / (args.pieces * args.size))
-    rows = {name: figures(name, wall, processor) for name in ways}
-    columns = ["median", "processor", "to floor", "to torch", "to torch on one thread"]
-    print(f"{'ns a parameter':26s}{'spread':>12s}" + "".join(f"{c:>{len(c) + 3}s}" for c in columns))
-    for name, row in rows.items():
-        spread = f"{row['least']:.2f}-{row['most']:.2f}"
-        print(f"{name:26s}{spread:>12s}" + "".join(f"{row.get(c, math.nan):{len(c) + 3}.2f}" for c in columns))
-    result = {
+    return {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "torch": torch_version(),
@@ -73,11 +120,8 @@ def main():
         "loops become kernels": loops_become_kernels(),
         "pieces": [args.pieces, args.size],
         "rounds": args.rounds,
-        "ns a parameter": rows,
+        "ns a parameter": {name: figures(name, wall, processor) for name in ways},
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def figures(name, wall, processor):
@@ -123,36 +167,34 @@ def make_ways(args, pool):
     import numpy as np
     import optax
 
-    from zerojax.offload.blocked import in_blocks
-
     tx = optax.adamw(1e-3, weight_decay=0.1)
     draw = np.random.default_rng(0)
 
-    def update(wide, scalars):
-        grad, param, mu, nu = wide
+    def update(grad, state, count):
+        param, mu, nu = state
         adam, *rest = tx.init(param)
-        state = (adam._replace(count=scalars[0], mu=mu, nu=nu), *rest)
-        updates, (adam, *_) = tx.update(grad, state, param)
-        return [optax.apply_updates(param, updates), adam.mu, adam.nu]
+        updates, (adam, *_) = tx.update(grad, (adam._replace(count=count, mu=mu, nu=nu), *rest), param)
+        return optax.apply_updates(param, updates), adam.mu, adam.nu
 
-    def blocks(grad, state, count):
-        return in_blocks(update, [grad, *state], [count], overwrites=(1, 2, 3))
-
-    whole = jax.jit(lambda grad, state, count: update([grad, *state], [count]), donate_argnums=1)
-    blocked = jax.jit(blocks, donate_argnums=1)
-    count = jnp.int32(3)
+    whole, count = jax.jit(update, donate_argnums=1), jnp.int32(3)
     some = lambda: jnp.asarray(draw.standard_normal(args.size, np.float32))
     grads = [some() for _ in range(args.pieces)]
     states = [[some(), some(), jnp.abs(some())] for _ in range(args.pieces)]
+    streamed, waiting = streamed_program(args, tx, grads, states)
 
-    def one(step, i):
-        states[i] = jax.block_until_ready(step(grads[i], states[i], count))
+    def optax_once(i):
+        states[i] = jax.block_until_ready(whole(grads[i], states[i], count))
 
-    def in_turn(step):
-        return lambda: [one(step, i) for i in range(args.pieces)]
+    def zerojax_once(i):
+        params, grads, state, *others = waiting[i]
+        params, state = jax.block_until_ready(streamed(params, grads, state, *others))
+        waiting[i] = params, grads, state, *others
 
-    def side_by_side(step):
-        return lambda: list(pool.map(lambda i: one(step, i), range(args.pieces)))
+    def in_turn(once):
+        return lambda: [once(i) for i in range(args.pieces)]
+
+    def side_by_side(once):
+        return lambda: list(pool.map(once, range(args.pieces)))
 
     floor = np.ones(args.size * 7 // 2, np.float32)  # 14 bytes a parameter read, and 14 written
     edges = np.linspace(0, floor.size, THREADS + 1, dtype=int)
@@ -164,10 +206,10 @@ def make_ways(args, pool):
 
     ways = {
         "floor": negate,
-        "optax": in_turn(whole),
-        "optax, threads": side_by_side(whole),
-        "blocks": in_turn(blocked),
-        "blocks, threads": side_by_side(blocked),
+        "optax": in_turn(optax_once),
+        "optax, threads": side_by_side(optax_once),
+        "zerojax": in_turn(zerojax_once),
+        "zerojax, threads": side_by_side(zerojax_once),
     }
     if torch_version() is None:
         print("torch is not installed: its fused AdamW is left out")
@@ -175,6 +217,37 @@ def make_ways(args, pool):
         ways["torch fused, one thread"] = torch_way(args, threads=1)
         ways["torch fused"] = torch_way(args, threads=THREADS)
     return ways
+
+
+def streamed_program(args, tx, grads, states):
+    """What a streamed step runs on the host, from as many threads as there are cores, and what each piece is given.
+
+    Scalars such as the bias corrections are computed once a step, with the gradients, and come from there.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from zerojax import Offload, zero_shard
+    from zerojax.stages.split import SHARED
+    from zerojax.train.hosted import on_host
+    from zerojax.train.streaming import Streamed
+
+    offload = Offload(optimizer="host", update="host", chunk_bytes=grads[0].nbytes)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    zero = zero_shard(tx, stage=3, mesh=mesh, offload=offload)
+    plan = zero.create([jax.ShapeDtypeStruct((args.size,), jnp.float32)]).plan
+    streamed = Streamed(zero.config, plan)
+    (task,) = streamed.split.tasks
+    ((_, length),) = task.pieces
+    host = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host")
+    of_leaf = lambda x: jax.device_put(x + 0, host("data"))  # moved from the device, as gradients are
+    types = [var.aval for var in streamed.split.first.jaxpr.outvars[-streamed.split.shared :]]
+    shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in task.reading(SHARED)]
+    pieces = zip(grads, states, strict=True)
+    given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in pieces]
+    return on_host(zero.config, streamed.kind(0, length)), given
 
 
 def torch_way(args, threads):

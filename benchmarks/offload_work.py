@@ -227,7 +227,7 @@ def bytes_across(tx, step, state):
     plan, streamed = state.plan, step._streamed(state.plan)
     to_device = to_host = 0
     for task in streamed.split.tasks:
-        if streamed._runs_on_host(task):
+        if streamed.runs_on_host(task):
             to_host += sum(plan.parts[i].local_bytes for i in task.params)
             to_device += sum(plan.trained.params[i].local_bytes for i in task.params)
         else:

@@ -5,11 +5,9 @@
 Needs the extras `aot` and `examples`, no GPU. The order of the work, what overlaps what, the bytes
 and the memory are the compiled program's own. The time axis is an estimate: the program is played
 on two queues, one for kernels and one for collectives, each piece of work taking as long as it
-would at the device's peak rates.
+would at the device's peak rates (`zerojax.planning.timeline`).
 """
 
-import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -27,51 +25,43 @@ import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, zero_shard
-from zerojax.planning.hlo import Array
+from zerojax.planning.devices import Device
 from zerojax.planning.overlap import overlap
-from zerojax.planning.program import Computation, Instruction, Module, read
-from zerojax.planning.topology import absent_mesh
+from zerojax.planning.program import Instruction, read
+from zerojax.planning.timeline import play
+from zerojax.planning.topology import Topology, absent_mesh
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-# An H200's peak rates: bfloat16 products, device memory, and NVLink in one direction.
-FLOPS, MEMORY, LINK = 989e12, 4.8e12, 450e9
+H200 = Device.of(Topology.parse("h200:8"))
 COLOURS = {
     "forward": "#4c6a92",
     "recomputed": "#9db4d0",
     "backward": "#2f4460",
-    "other": "#d5d8dc",
-    "all-gather": "#e08a1e",
+    "kernel": "#d5d8dc",
+    "gather": "#e08a1e",
     "reduce-scatter": "#2a9d6f",
     "waiting": "#c0392b",
 }
-FREE = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
-LANES, PALE = {"kernels": 2.0, "all-gather": 1.0, "reduce-scatter": 0.3}, 0.25
+LANES, PALE = {"compute": 2.0, "gather": 1.0, "reduce-scatter": 0.3}, 0.25
 # Few layers can be told apart; few rows, and waiting is wide enough to be seen; a small vocabulary, so
 # that the embedding weighs beside 4 layers about what it does beside 24.
 SMALL = {"layers": 4, "rows": 2, "vocabulary": 8192}
 
 
-@dataclasses.dataclass
-class Span:
-    """One piece of work: which lane it is drawn in, its colour, and its milliseconds.
-
-    Attributes:
-        layer: Which layer of the model it belongs to, as a label.
-        done: Of a collective, when its done is reached: until then it may fly.
-        hidden: Of a collective, whether a matrix product executes between its start and its done.
-    """
+class Bar(NamedTuple):
+    """A span of the timeline in milliseconds; its colour, and the layer of the model it belongs to as a label."""
 
     lane: str
     kind: str
     begin: float
     end: float
-    layer: str = ""
-    done: float = 0.0
-    hidden: bool = True
+    done: float
+    layer: str
+    hidden: bool
 
 
 class Compiled(NamedTuple):
@@ -95,34 +85,29 @@ def compiled(prefetch: int) -> Compiled:
     return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, cut)
 
 
-def play(text: str) -> list[Span]:
-    """Run a program on two queues, one for kernels and one for collectives."""
+def bars(text: str) -> list[Bar]:
+    """The timeline of a program on an H200, without the all-reduce of its loss."""
     module = read(text)
-    flights = {f.collective.name: f for f in overlap(text).flights}
-    entry = module.computations[module.entries[0]]
-    spans: list[Span] = []
-    flying: dict[str, Span] = {}
-    now = link = 0.0
-    for i in entry.instructions:
-        if (flight := flights.get(i.name)) is not None:
-            begin, took = max(now, link), 1e3 * flight.collective.sent / LINK
-            lane = "all-gather" if flight.collective.kind == "all-gather" else "reduce-scatter"
+    entry = module.computations[module.entries[0]].by_name
+    found = []
+    for span in play(text, H200).spans:
+        i = entry[span.name]
+        stack, kind, moved = stack_of(i), span.kind, []
+        if span.lane != "compute":
             # XLA may have combined the collectives of two layers, under the name of one: ask what feeds it.
-            feeding = [layer(entry.by_name[name].rest) for name in i.operands]
-            label = ",".join(dict.fromkeys(filter(None, [*feeding, layer(flight.collective.op_name)])))
-            span = Span(lane, lane, begin, begin + took, label, hidden=flight.products > 0)
-            flying[i.name], link = span, span.end
-            spans.append(span)
-            if not i.synchronous:
-                continue
-        if (span := flying.pop(i.operands[0] if i.opcode.endswith("-done") else i.name, None)) is not None:
-            if span.end > now:
-                spans.append(Span("kernels", "waiting", now, span.end))
-            span.done = now = max(now, span.end)
-        elif i.opcode not in FREE:
-            spans.append(kernel(module, entry, i, now))
-            now = spans[-1].end
-    return spans
+            kind, moved = span.lane, [layer(entry[name].rest) for name in i.operands]
+        elif kind == "backward" and "rematted" in stack:
+            kind = "recomputed"
+        label = ",".join(dict.fromkeys(filter(None, [*moved, layer(stack)])))
+        times = [1e3 * time for time in (span.begin, span.end, span.done)]
+        found.append(Bar(span.lane, kind, *times, label, span.kind != "exposed"))
+    return [bar for bar in found if bar.lane in LANES]
+
+
+def stack_of(i: Instruction) -> str:
+    """The JAX operation that an instruction came from."""
+    found = re.search(r'op_name="([^"]*)"', i.rest)
+    return found.group(1) if found else ""
 
 
 def layer(stack: str) -> str:
@@ -131,58 +116,14 @@ def layer(stack: str) -> str:
     return "" if not found else found.group(1) or "E"
 
 
-def kernel(module: Module, entry: Computation, i: Instruction, now: float) -> Span:
-    """A kernel, as long as its products or its memory traffic take at peak rates, whichever is longer."""
-    inner = [module.computations[c.callee] for c in module.calls[entry.name] if c.instruction is i]
-    flops = sum(dot_flops(c, j) for c in [entry._replace(instructions=[i]), *inner] for j in c.instructions)
-    inputs = [read_bytes(c, j) for c in inner for j in c.instructions if j.opcode == "parameter"]
-    traffic = size(i.shape) + sum(inputs or [size(entry.by_name[name].shape) for name in i.operands])
-    found = re.search(r'op_name="([^"]*)"', i.rest)
-    stack = found.group(1) if found else ""
-    kind = "recomputed" if "rematted" in stack else "backward" if "transpose(" in stack else "forward"
-    took = 1e3 * max(flops / FLOPS, traffic / MEMORY)
-    return Span("kernels", kind if flops else "other", now, now + took, layer(stack))
-
-
-def read_bytes(c: Computation, parameter: Instruction) -> int:
-    """Bytes that a fusion reads of one parameter: where it only slices it, those of the slices."""
-    names, users = {parameter.name}, []
-    for i in c.instructions:
-        if names.intersection(i.operands):
-            names.update([i.name] if i.opcode == "bitcast" else [])
-            users.extend([i] if i.opcode != "bitcast" else [])
-    sliced = users and all(i.opcode in ("slice", "dynamic-slice", "gather") for i in users)
-    return sum(size(i.shape) for i in users) if sliced else size(parameter.shape)
-
-
-def size(shape: str) -> int:
-    """Bytes of all arrays in an HLO shape."""
-    return sum(array.bytes for array in arrays(shape))
-
-
-def arrays(shape: str) -> list[Array]:
-    """The arrays in an HLO shape."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
-    return [Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found]
-
-
-def dot_flops(c: Computation, i: Instruction) -> int:
-    """Floating-point operations of a matrix product; 0 for anything else."""
-    if i.opcode != "dot":
-        return 0
-    (left, *_), (out, *_) = arrays(c.by_name[i.operands[0]].shape), arrays(i.shape)
-    dims = re.findall(r"\d+", re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)[0])
-    return 2 * out.elements * math.prod(left.shape[int(d)] for d in dims)
-
-
 def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
     """One panel a program, on one time axis."""
     plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False})
     figure, panels = plt.subplots(len(programs), 1, figsize=(16, 9), dpi=100, sharex=True)
     for panel, (name, program) in zip(panels, programs.items(), strict=True):
-        spans = play(program.text)
+        spans = bars(program.text)
         for span in spans:
-            bar(panel, span)
+            draw_bar(panel, span)
         marks(panel, spans)
         waiting = sum(s.end - s.begin for s in spans if s.kind == "waiting")
         figures = (
@@ -196,24 +137,25 @@ def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
         panel.set_yticks(list(LANES.values()), ["kernels", "all-gathers", "reduce-scatters"])
         panel.tick_params(axis="y", length=0)
         panel.set(xlim=(0, None), ylim=(-0.15, 2.75))
+    rates = H200.rates["bf16"] / 1e12, H200.bandwidth / 1e12, H200.links.link / 1e9
     panels[-1].set_xlabel(
-        f"milliseconds, estimated: the compiled schedule played at peak rates ({FLOPS / 1e12:.0f} bf16 TFLOP/s, "
-        f"{MEMORY / 1e12:.1f} TB/s of memory, {LINK / 1e9:.0f} GB/s of link)"
+        "milliseconds, estimated: the compiled schedule played at peak rates ({:.0f} bf16 TFLOP/s, "
+        "{:.1f} TB/s of memory, {:.0f} GB/s of link)".format(*rates)
     )
     names = {"forward": "matrix products, forward", "recomputed": "the same, recomputed", "backward": "backward"}
-    names |= {"other": "kernels without products", "waiting": "waiting for a collective"}
-    names |= {"all-gather": "all-gather", "reduce-scatter": "reduce-scatter"}
+    names |= {"kernel": "kernels without products", "waiting": "waiting for a collective"}
+    names |= {"gather": "all-gather", "reduce-scatter": "reduce-scatter"}
     handles: list[Patch] = [Patch(color=COLOURS[kind], label=label) for kind, label in names.items()]
-    handles.append(Patch(color=COLOURS["all-gather"], alpha=PALE, linewidth=0, label="the rest of start to done"))
+    handles.append(Patch(color=COLOURS["gather"], alpha=PALE, linewidth=0, label="the rest of start to done"))
     handles.append(Patch(facecolor="white", edgecolor=COLOURS["waiting"], linewidth=2, label="no product meanwhile"))
     figure.legend(handles=handles, loc="upper center", ncols=5, frameon=False, fontsize=13)
     figure.tight_layout(rect=(0, 0, 1, 0.93), h_pad=2)
     figure.savefig(out)
 
 
-def bar(panel: Axes, span: Span) -> None:
+def draw_bar(panel: Axes, span: Bar) -> None:
     """One piece of work; of a collective also, pale, the time from its start to its done."""
-    y, colour, collective = LANES[span.lane], COLOURS[span.kind], span.lane != "kernels"
+    y, colour, collective = LANES[span.lane], COLOURS[span.kind], span.lane != "compute"
     style = {"height": 0.5 if collective else 0.75, "left": span.begin, "color": colour}
     if collective:
         panel.barh(y, max(span.done, span.end) - span.begin, alpha=PALE, **style)
@@ -224,7 +166,7 @@ def bar(panel: Axes, span: Span) -> None:
         panel.text(span.begin + width / 2, y, span.layer, ha="center", va="center", **font)
 
 
-def marks(panel: Axes, spans: list[Span]) -> None:
+def marks(panel: Axes, spans: list[Bar]) -> None:
     """Where each layer's products begin, and where the backward pass does."""
     products = [s for s in spans if s.kind in ("forward", "recomputed", "backward") and s.layer]
     begins: dict = {}

@@ -93,3 +93,19 @@ def test_importing_costs_little():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"flax", "matplotlib", "rich", "orbax", "torch", "tensorstore", "scipy"} & {m.split(".")[0] for m in loaded}
     assert not heavy
+
+
+def test_help_imports_nothing_heavy():
+    """So that it answers at once."""
+    code = """
+import sys
+from zerojax.cli import main
+sys.argv = ["zerojax", "--help"]
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "estimate" in done.stdout
+    assert not {"jax", "jaxlib", "numpy", "optax", "flax", "matplotlib", "orbax"} & set(done.stderr.split())

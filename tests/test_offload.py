@@ -3,7 +3,9 @@
 import functools
 import itertools
 import re
+import threading
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from zerojax.offload import host, measure
 from zerojax.stages.pieces import joined
 from zerojax.stages.update import offloaded_part
 from zerojax.testing import assert_parity, train_plain
+from zerojax.train import streaming
 
 # Bytes of a piece: the larger leaves of the awkward model take several, the last one shorter.
 CHUNK = 64
@@ -242,6 +245,33 @@ def test_few_pieces_are_under_way(monkeypatch):
     assert not open_ones
     assert len(most) >= 9
     assert 2 <= max(most) <= 6  # one updated, two coming, three going
+
+
+def test_pieces_of_one_device_are_updated_on_several_cores(monkeypatch):
+    """Every update of a piece waits for another one to be under way: in turn they would wait for good."""
+    monkeypatch.setattr(streaming, "cores", lambda: 2)
+    params = {"a": jnp.arange(32.0), "b": jnp.arange(32.0)}  # two pieces each
+    loss = lambda params, batch: sum(jnp.sum(x**2) for x in params.values()) * jnp.mean(batch)
+    tx = zero(optax.adam(0.1), count=1, offload=offload(update="host"))
+    step, batches = tx.train_step(loss), [jnp.ones(8)] * 2
+    meeting, compiled, met = threading.Barrier(2, timeout=60), streaming.Streamed.compiled, []
+
+    def meets(self, kind, *args):
+        run = compiled(self, kind, *args)
+
+        def together(*args):
+            met.append(meeting.wait())
+            return run(*args)
+
+        return together
+
+    monkeypatch.setattr(streaming.Streamed, "compiled", meets)
+    state = tx.create(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+    assert sorted(met) == [0, 0, 0, 0, 1, 1, 1, 1]
+    plain, _ = train_plain(optax.adam(0.1), loss, params, batches)
+    chex.assert_trees_all_close(state.params, plain, rtol=2e-6)  # other programs round otherwise
 
 
 def test_what_is_shared_is_computed_once():

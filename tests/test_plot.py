@@ -75,7 +75,16 @@ def test_memory_is_stacked_by_part():
     assert [text.get_text() for text in axes.texts] == ["120 GB", "30 GB", "15.2 GB", "469 MB"]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["parameters", "gradients", "master weights", "optimizer state", "in host memory"]
+    assert axes.get_xlabel() == "GB per device"
     assert png(figure).startswith(b"\x89PNG")
+
+
+def test_units_suit_the_sizes():
+    (axes,) = plot.memory(estimate(1e6, stages=(0,)), capacity=24e6).axes
+    assert axes.get_xlabel() == "MB per device"
+    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(16)
+    assert axes.lines[0].get_xdata() == [24, 24]
+    assert axes.get_legend().get_texts()[0].get_text() == "a device's 24 MB"
 
 
 def test_holdings_are_those_of_the_arrays(mesh):
@@ -96,6 +105,8 @@ def test_holdings_of_a_state_that_waits(mesh):
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert "params['tied']" in names
     assert "opt_state[0].mu['tied']" in names
+    assert names.index("params['tied']") < names.index("opt_state[0].mu['tied']")
+    assert "params['scale']" not in names
     hatched = [bar for bar in axes.patches if bar.get_hatch()]
     assert len(hatched) == 8 * 2 * 4  # eight devices, two moments, four large leaves
     assert png(figure).startswith(b"\x89PNG")
@@ -142,6 +153,56 @@ def test_what_flies_around_a_loop_moves_during_all_of_its_turns():
     assert waiting.end - waiting.begin == pytest.approx(MOVES - 5 * MULTIPLIES)
     (gather,) = (span for span in played.spans if span.lane == "gather")
     assert (gather.begin, gather.end, gather.done) == (0, pytest.approx(waiting.end), pytest.approx(waiting.end))
+
+
+def test_collectives_share_one_link():
+    """Of two in flight at once the second moves when the first has moved, and both are waited for."""
+    lines = [line for said in SCHEDULE.split("\n") for line in [said, *([second(said)] if "%ag" in said else [])]]
+    played = play("\n".join(lines), H200)
+    gathers = [(span.begin, span.end) for span in played.spans if span.lane == "gather"]
+    assert gathers == [pytest.approx((begin, begin + MOVES)) for begin in (0, MOVES, 2 * MOVES)]
+
+
+BRANCHES = """HloModule m, is_scheduled=true, num_partitions=8
+
+%moved (p: f32[8,64]) -> f32[1,64] {
+  %p = f32[8,64] parameter(0)
+  ROOT %rs = f32[1,64] reduce-scatter(%p), dimensions={0}, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+
+%short (q: f32[8,64]) -> f32[8,64] {
+  ROOT %q = f32[8,64] parameter(0)
+}
+
+%long (r: f32[8,64]) -> f32[8,64] {
+  %r = f32[8,64] parameter(0)
+  ROOT %twice = f32[8,64] add(%r, %r)
+}
+
+ENTRY %main (a: f32[8,64], i: s32[]) -> f32[8,64] {
+  %a = f32[8,64] parameter(0)
+  %i = s32[] parameter(1)
+  %start = ((f32[8,64]), f32[1,64]) async-start(%a), calls=%moved
+  %chosen = f32[8,64] conditional(%i, %a, %a), branch_computations={%short, %long}
+  %done = f32[1,64] async-done(%start)
+  ROOT %out = f32[8,64] call(%chosen), to_apply=%long
+}
+"""
+
+
+def test_what_a_start_wraps_what_is_called_and_the_longer_branch_are_played():
+    spans = play(BRANCHES, H200).spans
+    assert [(span.lane, span.kind, span.name) for span in spans] == [
+        ("reduce-scatter", "exposed", "start"),
+        ("compute", "kernel", "twice"),
+        ("compute", "waiting", "start"),
+        ("compute", "kernel", "twice"),
+    ]
+
+
+def second(line):
+    """A line about a gather, said of another one."""
+    return line.replace("%ag", "%ag.2").replace("%got", "%got.2")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ NAMES = {"params": "parameters", "grads": "gradients", "master": "master weights
 WAITING = {"host": "in host memory", "disk": "on disk"}
 WHOLE = "#bbbbbb"
 MOST_LEAVES = 24
+SCALAR = 8  # bytes
+UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 LANES = {"compute": "compute", "gather": "gather", "reduce-scatter": "reduce-scatter", "other": "other\ncollectives"}
 WORK = {
     ("compute", "forward"): ("#4477aa", "matrix products, forward"),
@@ -39,14 +41,16 @@ WORK = {
 }
 EXPOSED = ("#cc3311", "exposed: no product meanwhile")
 PALE = 0.3
+COLORS_SHOWN = 128  # a third of the bytes, of which a notebook stores every one
 FINEST = 1 / 800  # of the width: what is shorter is drawn together with its neighbours
 
 
-def memory(estimate: Estimate) -> Figure:
+def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     """Bytes per device by stage, stacked by part; what waits elsewhere hatched behind.
 
     Args:
         estimate: Of one number of devices or of several; the first one is drawn.
+        capacity: Bytes of a device's memory, drawn as a line.
 
     Returns:
         A figure that belongs to no window. A notebook shows it; `figure.savefig("memory.png")` writes it.
@@ -59,10 +63,11 @@ def memory(estimate: Estimate) -> Figure:
     """
     rows = [row for row in estimate.rows if row.devices == estimate.rows[0].devices]
     figure, axes = new_figure(height=1.4 + 0.55 * len(rows))
+    unit, size = unit_of(max(row.total + row.host + row.disk for row in rows))
     base = [0.0] * len(rows)
     labels = [f"stage {row.stage}" for row in rows]
     for part in (*PARTS, *WAITING):
-        sizes = [getattr(row, part) / 1e9 for row in rows]
+        sizes = [getattr(row, part) / size for row in rows]
         if not any(sizes):
             continue
         hatched = {"color": "white", "edgecolor": "#888888", "hatch": "///"}
@@ -71,15 +76,19 @@ def memory(estimate: Estimate) -> Figure:
         base = [b + size for b, size in zip(base, sizes, strict=True)]
     for i, (row, end) in enumerate(zip(rows, base, strict=True)):
         axes.annotate(in_words(row.total), (end, i), (4, 0), textcoords="offset points", va="center")
+    if capacity is not None:
+        axes.axvline(capacity / size, color="black", linestyle="--", label=f"a device's {in_words(capacity)}")
     axes.invert_yaxis()
-    axes.set(xlabel="GB per device", xlim=(0, 1.15 * max(base)))
+    axes.set(xlabel=f"{unit} per device", xlim=(0, 1.15 * max(*base, (capacity or 0) / size)))
     axes.set_title(f"{estimate.parameters:,} parameters, devices: {rows[0].devices}")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def holdings(state: Any) -> Figure:
-    """Which device holds what: one bar a leaf, cut where the devices' parts begin, the largest leaves first.
+    """Which device holds what: one bar a leaf, cut where the devices' parts begin.
+
+    Of many leaves the largest are drawn; scalars are not.
 
     Args:
         state: A `ZeroState`, or any tree of arrays.
@@ -91,8 +100,9 @@ def holdings(state: Any) -> Figure:
         ModuleNotFoundError: If matplotlib is not installed.
     """
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: is_padded(x) or is_chunked(x))[0]
-    found = [held for path, x in leaves if (held := Held.of(path, x)) is not None]
-    found = sorted(found, key=lambda held: -held.size)[:MOST_LEAVES]
+    every = [held for path, x in leaves if (held := Held.of(path, x)) is not None and held.size > SCALAR]
+    largest = sorted(every, key=lambda held: -held.size)[:MOST_LEAVES]
+    found = [held for held in every if held in largest]
     devices = sorted({device for held in found for device, _, _ in held.parts})
     figure, axes = new_figure(height=1.4 + 0.28 * len(found))
     shade = devices_colors(len(devices))
@@ -222,6 +232,11 @@ class Held(NamedTuple):
         return cls(name, array.dtype.itemsize * math.prod(shape), parts, whole, waits)
 
 
+def unit_of(size: float) -> tuple[str, float]:
+    """The largest unit of which a size in bytes has one, and its bytes."""
+    return next((name, unit) for name, unit in UNITS.items() if size >= unit or unit == 1)
+
+
 def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
     """A figure that no window shows and no global state knows, so that nothing has to be closed."""
     figure = picture()(figsize=(width, height), layout="constrained")
@@ -234,11 +249,14 @@ def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
 def picture() -> type[Figure]:
     """The class of figures that a notebook shows by itself: of those of no window it prints a line of text."""
     from matplotlib.figure import Figure
+    from PIL import Image
 
     class Picture(Figure):
         def _repr_png_(self) -> bytes:
             data = io.BytesIO()
             self.savefig(data, format="png")
+            few = Image.open(data).convert("RGB").quantize(COLORS_SHOWN, Image.Quantize.MAXCOVERAGE)
+            few.save(data := io.BytesIO(), "PNG", optimize=True)
             return data.getvalue()
 
     return Picture

@@ -3,20 +3,24 @@
 XLA:CPU writes each output of an elementwise program in a loop of its own, and each loop
 reads its operands from memory again: AdamW moves 40 bytes a parameter where 28 would do.
 Here one loop goes over blocks so small that everything about a block stays in the first
-cache, and the newer XLA:CPU makes one kernel of that loop, whose unrolled blocks overlap
-their arithmetic with the next block's memory. An older one runs the loop's body as many
-small kernels, which costs more than it saves: there the function is left as it is.
+cache, each output written over what no later one reads, and the newer XLA:CPU makes one
+kernel of that loop, whose unrolled blocks overlap their arithmetic with the next block's
+memory. An older one runs the loop's body as many small kernels, which costs more than it
+saves: there the function is left as it is.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
+
+from .. import compat
 
 BLOCK_BYTES = 512
 
@@ -45,8 +49,8 @@ def in_blocks(
         block_bytes: Size of one block of the widest operand.
 
     Returns:
-        The outputs, in the shape of `wide`, bit for bit those of `jax.jit(fn)` on whole arrays
-        as far as the compiler contracts no multiply-add in one form only; XLA:CPU does not.
+        The outputs, in the shape of `wide`: those of `jax.jit(fn)` on whole arrays, rounded otherwise
+        where the compiler contracts a multiply-add in one form only.
 
     Raises:
         ValueError: If the shapes of `wide` differ, or `overwrites` does not fit the outputs.
@@ -100,6 +104,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
     fresh = lambda dtype: _beside(jnp.zeros(size, dtype), wide[0])
     carry = tuple(fresh(d) if i is None else wide[i] for i, d in zip(overwrites, dtypes, strict=True))
+    order = _in_place(fn, wide, scalars, overwrites, block)
 
     def compute(start, kept, carry):
         operands = [carry[overwrites.index(i)] if i in overwrites else kept[i] for i in range(len(wide))]
@@ -108,17 +113,46 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
     def skip(start, kept, carry):
         return tuple(_slice(x, start, block) for x in carry)
 
-    def body(i, carry):
-        start = jnp.minimum(i * block, size - block)
-        # Always taken. It keeps the outputs apart from the update in place: fused with it, each
-        # would read operands that another one overwrites, and XLA would copy whole arrays to allow it.
-        outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
+    def written(x, new, i, start):
         if size % block:
             done = _beside(start + jnp.arange(block) < i * block, wide[0])
-            outputs = [jnp.where(done, _slice(x, start, block), new) for x, new in zip(carry, outputs, strict=True)]
-        return tuple(lax.dynamic_update_slice(x, new, (start,)) for x, new in zip(carry, outputs, strict=True))
+            new = jnp.where(done, _slice(x, start, block), new)
+        return lax.dynamic_update_slice(x, new, (start,))
 
-    return lax.fori_loop(0, -(-size // block), body, carry)
+    def one_by_one(i, carry):
+        """Each output is computed where it is written; the barrier keeps them in order."""
+        start, here = jnp.minimum(i * block, size - block), kept
+        for k in order or ():
+            new = written(carry[k], compute(start, here, carry)[k], i, start)
+            here, carry = lax.optimization_barrier((here, (*carry[:k], new, *carry[k + 1 :])))
+        return carry
+
+    def together(i, carry):
+        """Through a `cond` that is always taken, which keeps the outputs apart from the update in place."""
+        start = jnp.minimum(i * block, size - block)
+        outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
+        return tuple(written(x, new, i, start) for x, new in zip(carry, outputs, strict=True))
+
+    return lax.fori_loop(0, -(-size // block), together if order is None else one_by_one, carry)
+
+
+def _in_place(fn, wide, scalars, overwrites, block) -> list[int] | None:
+    """An order in which no output is written over what a later one reads; None if there is none.
+
+    Without such an order XLA would copy whole arrays, to have what one output overwrites for another.
+    """
+    first = [_slice(x, 0, block) for x in wide]
+    jaxpr, _ = compat.opened(jax.make_jaxpr(lambda wide, scalars: list(fn(wide, scalars)))(first, list(scalars)))
+    reads: dict[Any, frozenset[int]] = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars[: len(wide)])}
+    read_by = lambda atom: frozenset() if compat.is_literal(atom) else reads.get(atom, frozenset())
+    for eqn in jaxpr.eqns:
+        reads |= dict.fromkeys(eqn.outvars, frozenset().union(*map(read_by, eqn.invars)))
+    read = list(map(read_by, jaxpr.outvars))
+    before = {k: [j for j in range(len(read)) if j != k and i in read[j]] for k, i in enumerate(overwrites)}
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError:
+        return None
 
 
 def _slice(x, start, block):

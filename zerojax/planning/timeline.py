@@ -81,7 +81,7 @@ class Timeline:
 def play(compiled: Any, device: Device) -> Timeline:
     """Play a compiled program on two queues, one for kernels and one for collectives.
 
-    Of a conditional the longest branch is played, of a loop one turn. What is in flight around
+    Of a conditional the branch of most lines is played, of a loop one turn. What is in flight around
     a loop moves during all of its turns.
 
     Args:

@@ -2,7 +2,8 @@
 
 The pieces form one queue. While a piece is updated, the next ones are on their way in and
 the last ones on their way out; nothing is started before its turn, so that the device
-holds a few pieces, whatever the size of the model.
+holds a few pieces, whatever the size of the model. On the host an update is one thread's
+work, so as many pieces are updated at a time as a device has cores, a few at most.
 
 References:
     Ren et al. 2021, arXiv 2101.06840, section 4; Rajbhandari et al. 2021, arXiv 2104.07857, section 5.
@@ -14,6 +15,9 @@ import collections
 import dataclasses
 import functools
 import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -58,33 +62,45 @@ class Begun(NamedTuple):
 
 
 class Streamed:
-    """The streamed update of one transformation: its programs, compiled when they are first needed."""
+    """The streamed update of one transformation: its programs, compiled when they are first needed.
+
+    Attributes:
+        config: Says where state waits and what updates it.
+        plan: How everything lies.
+        split: The tasks that the update is divided into.
+        update: `"device"` or `"host"`.
+    """
 
     def __init__(self, config: Config, plan: UpdatePlan):
         """Nothing is compiled yet."""
-        self._config = config
-        self._plan = plan
+        self.config = config
+        self.plan = plan
         choice = plan.choice or chosen_update(config, plan)
-        self._update = choice and choice.update
-        self._host = host_kind(config.mesh)
+        self.update = choice and choice.update
         self.split = offloaded_part(config, plan).split
-        self._program = functools.cache(lambda make, *given: make(config, *given))
-        self._kind = functools.cache(lambda t, length: Kind.of(plan, self.split.tasks[t], length))
+        self.program = functools.cache(lambda make, *given: make(config, *given))
+        self.kind = functools.cache(lambda t, length: Kind.of(plan, self.split.tasks[t], length))
+        self._compiled: dict[Any, Callable] = {}
+
+    @property
+    def at_once(self) -> int:
+        """Pieces of each device that are updated on the host at a time."""
+        return max(1, min(UNDER_WAY, cores() // len(self.config.mesh.local_devices)))
 
     def lower(self) -> list[Any]:
         """The programs that update a piece on the device, one a kind, lowered as `jax.jit(...).lower` does."""
-        config, plan, split = self._config, self._plan, self.split
+        config, plan, split = self.config, self.plan, self.split
         shared = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in split.first.jaxpr.outvars[-split.shared :]]
         lowered: dict[Kind, Any] = {}
         for t, task in enumerate(split.tasks):
             for length in task.parts:
-                kind = self._kind(t, length)
+                kind = self.kind(t, length)
                 if kind in lowered:
                     continue
                 typed = [dataclasses.replace(plan.parts[i], dtype=plan.trained.params[i].dtype) for i in task.params]
                 grads: list[Any] = [piece_shape(config, plan.parts[i], None, 0) for i in task.reading(GRAD)]
                 common: list[Any] = [shared[i] for i in task.reading(SHARED)]
-                lowered[kind] = self._program(on_device, kind).lower(
+                lowered[kind] = self.program(on_device, kind).lower(
                     [piece_shape(config, leaf, None, 0) for leaf in typed],
                     [piece_shape(config, plan.state[k], task.cut, length) for k in task.state],
                     [piece_shape(config, plan.state[k], None, 0) for k in task.resident],
@@ -105,80 +121,14 @@ class Streamed:
             `(params, state)`: one array a parameter, as stored, and one node a leaf of the state.
         """
         try:
-            return self._run(begun, tier)
+            self.wait_if_simulated(begun)
+            if self.update == "host" and begun.skipped:  # the host waits for the gradients anyway
+                return self._skipped(begun, tier)
+            with ThreadPoolExecutor(self.at_once) as threads:
+                return Run(self, begun, tier, threads).update()
         except BaseException:
             tier.abandon()
             raise
-
-    def _run(self, begun: Begun, tier: Tier) -> tuple[list, list]:
-        self._wait_if_simulated(begun)
-        tasks, leaves = self.split.tasks, self._plan.trained.params
-        params, state = list(begun.params), list(begun.state)
-        leaving: list[Array] = []
-        last = {i: t for t, task in enumerate(tasks) for i in task.reading(GRAD)}
-        if self._update == "host" and begun.skipped:  # the host waits for the gradients anyway
-            return self._skipped(begun, tier)
-        there = [moved(x, self._host) for x in begun.shared] if self._update == "host" else []
-        coming, going = collections.deque(), collections.deque()
-        ahead = ((t, n) for t, task in enumerate(tasks) for n in range(len(task.pieces)))
-
-        def fetch(count: int) -> None:
-            for t, n in itertools.islice(ahead, count):
-                coming.append(tier.fetch(tasks[t], n, self._host if self._runs_on_host(tasks[t]) else DEVICE))
-
-        fetch(UNDER_WAY - 1)
-        for t, task in enumerate(tasks):
-            held = [arrived(begun.divided.pop(i)) for i in task.params]
-            kept = [state[k] for k in task.resident]
-            others = Values(
-                params=(),
-                grads=[begun.grads[i] for i in task.reading(GRAD)],
-                state=(),
-                resident=(),
-                shared=[begun.shared[i] for i in task.reading(SHARED)],
-                consts=[self.split.consts[i] for i in task.reading(CONST)],
-            )
-            for n, (start, length) in enumerate(task.pieces):
-                arrays = tier.receive(coming.popleft())
-                kind, at = self._kind(t, length), np.int32(start)
-                if self._runs_on_host(task):
-                    shared = [there[i] for i in task.reading(SHARED)]
-                    held, arrays = self._on_host(kind, held, arrays, others, at, begun.skipped, shared)
-                else:
-                    program = self._program(on_device, kind)
-                    held, arrays, kept = program(held, arrays, kept, others, at, begun.skipped)
-                going.append(tier.stow(task, n, arrays))
-                del arrays
-                fetch(1)
-                if len(going) >= UNDER_WAY:
-                    tier.settle(going.popleft())
-            for i in {i for i in task.reading(GRAD) if last[i] == t}:
-                del begun.grads[i]
-            for k, x in zip(task.resident, kept, strict=True):
-                state[k] = x
-            for k, node in zip(task.state, tier.nodes(task), strict=True):
-                state[k] = node
-            # Parameters pass through the device where the update runs on the host too, as their gradients do.
-            home = homed(self._config, dict(zip(task.params, self._whole(task, held), strict=True)), leaves)
-            for i, x in home.items():
-                params[self._plan.layout.trained[i]] = x
-            # The device holds the shards of two tasks: one arrives and is updated while the other leaves.
-            jax.block_until_ready(leaving)
-            leaving = [x for x in home.values() if waits(x)]
-            self._wait_if_simulated(home)
-            del held, home, others
-        while going:
-            tier.settle(going.popleft())
-        return params, state
-
-    def _wait_if_simulated(self, arrays: Any) -> None:
-        """Simulated devices share a pool of threads, and the collectives of two programs can starve each other."""
-        if self._config.mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(arrays)
-
-    def _runs_on_host(self, task: Task) -> bool:
-        """A task on whole matrices goes through the device, whose programs span all devices."""
-        return self._update == "host" and task.cut is not None
 
     def _skipped(self, begun: Begun, tier: Tier) -> tuple[list, list]:
         """A step that moves nothing."""
@@ -186,24 +136,34 @@ class Streamed:
         for task in self.split.tasks:
             for k, node in zip(task.state, tier.unchanged(task), strict=True):
                 state[k] = node
-            for i, x in zip(task.params, self._whole(task, [begun.divided.pop(i) for i in task.params]), strict=True):
-                params[self._plan.layout.trained[i]] = x
+            for i, x in zip(task.params, self.whole(task, [begun.divided.pop(i) for i in task.params]), strict=True):
+                params[self.plan.layout.trained[i]] = x
         return params, state
 
-    def _on_host(
-        self, kind: Kind, held: list, state: list, others: Values, start, skipped, shared: list
-    ) -> tuple[list, list]:
-        """Gradients go to the host, and new parameters come back."""
-        params, grads = self._program(outgoing, kind)(others._replace(params=held), start)
-        beside = [moved(x, self._host) for x in others.consts]
-        there = [[moved(x, self._host) for x in arrays] for arrays in (params, grads)]
-        new, state = self._program(on_host, kind)(*there, state, shared, beside)
-        back = [moved(x, DEVICE) for x in new]
-        return self._program(incoming, kind)(held, back, start, skipped), state
+    def wait_if_simulated(self, arrays: Any) -> None:
+        """Simulated devices share a pool of threads, and the collectives of two programs can starve each other."""
+        mesh = self.config.mesh
+        if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(arrays)
 
-    def _whole(self, task: Task, held: list) -> list:
+    def runs_on_host(self, task: Task) -> bool:
+        """A task on whole matrices goes through the device, whose programs span all devices."""
+        return self.update == "host" and task.cut is not None
+
+    def compiled(self, kind: Kind, *args: Any) -> Callable:
+        """The update of a piece on the host, compiled for such arguments.
+
+        A thread is given nothing that is not compiled: what a caller set for its own thread,
+        such as whether numbers may have 64 bits, would not hold there.
+        """
+        key = kind, tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+        if key not in self._compiled:
+            self._compiled[key] = self.program(on_host, kind).lower(*args).compile()
+        return self._compiled[key]
+
+    def whole(self, task: Task, held: list) -> list:
         """Parameters as they are stored: gathered where the stage keeps them whole."""
-        plan = self._plan
+        plan = self.plan
         parts = [plan.parts[i] for i in task.params]
         whole = [
             j for j, i in enumerate(task.params) if plan.trained.params[i].dim is None and parts[j].kind != "whole"
@@ -211,8 +171,133 @@ class Streamed:
         if not whole:
             return held
         leaves = tuple(dataclasses.replace(parts[j], path="", reason="") for j in whole)
-        found = dict(zip(whole, self._program(gathered, leaves)([held[j] for j in whole]), strict=True))
+        found = dict(zip(whole, self.program(gathered, leaves)([held[j] for j in whole]), strict=True))
         return [found.get(j, x) for j, x in enumerate(held)]
+
+
+@dataclasses.dataclass
+class Held:
+    """What the device holds of a task under way.
+
+    Attributes:
+        params: Parameters, with the pieces that were updated so far; storage shape of their parts.
+        resident: Leaves of the state that stay on the device; storage shape.
+    """
+
+    params: list[Array]
+    resident: list[Array]
+
+
+class Run:
+    """One update, piece by piece: what is on its way in, being updated on the host, and on its way out."""
+
+    def __init__(self, streamed: Streamed, begun: Begun, tier: Tier, threads: Executor):
+        """Nothing is fetched yet; `threads` update pieces on the host."""
+        self._streamed, self._begun, self._tier, self._threads = streamed, begun, tier, threads
+        self._tasks = streamed.split.tasks
+        self._host = host_kind(streamed.config.mesh)
+        self._params, self._state = list(begun.params), list(begun.state)
+        self._last = {i: task for task in self._tasks for i in task.reading(GRAD)}
+        self._ahead = ((task, n) for task in self._tasks for n in range(len(task.pieces)))
+        self._shared = [moved(x, self._host) for x in begun.shared] if streamed.update == "host" else []
+        self._coming: collections.deque = collections.deque()
+        self._on_host: collections.deque[Callable[[], None]] = collections.deque()
+        self._going: collections.deque = collections.deque()
+        self._leaving: list[Array] = []
+
+    def update(self) -> tuple[list, list]:
+        """Do it; `Streamed.run` says what comes back."""
+        self._fetch(UNDER_WAY - 1)
+        for t, task in enumerate(self._tasks):
+            held = Held(
+                [arrived(self._begun.divided.pop(i)) for i in task.params], [self._state[k] for k in task.resident]
+            )
+            begin = self._begin_on_host if self._streamed.runs_on_host(task) else self._on_device
+            for n, (start, length) in enumerate(task.pieces):
+                begin(task, n, held, self._streamed.kind(t, length), np.int32(start))
+                self._fetch(1)
+            del held
+        self._land(most=0)
+        while self._going:
+            self._tier.settle(self._going.popleft())
+        return self._params, self._state
+
+    def _fetch(self, count: int) -> None:
+        for task, n in itertools.islice(self._ahead, count):
+            self._coming.append(self._tier.fetch(task, n, self._host if self._streamed.runs_on_host(task) else DEVICE))
+
+    def _values(self, task: Task) -> Values:
+        """What a task reads beside parameters and state."""
+        return Values(
+            params=(),
+            grads=[self._begun.grads[i] for i in task.reading(GRAD)],
+            state=(),
+            resident=(),
+            shared=[self._begun.shared[i] for i in task.reading(SHARED)],
+            consts=[self._streamed.split.consts[i] for i in task.reading(CONST)],
+        )
+
+    def _on_device(self, task: Task, n: int, held: Held, kind: Kind, start: np.int32) -> None:
+        arrays = self._tier.receive(self._coming.popleft())
+        program = self._streamed.program(on_device, kind)
+        held.params, arrays, held.resident = program(
+            held.params, arrays, held.resident, self._values(task), start, self._begun.skipped
+        )
+        self._updated(task, n, held, arrays)
+
+    def _begin_on_host(self, task: Task, n: int, held: Held, kind: Kind, start: np.int32) -> None:
+        """Gradients go to the host, where a thread updates the piece."""
+        arrays = self._tier.receive(self._coming.popleft())
+        values = self._values(task)
+        sent = self._streamed.program(outgoing, kind)(values._replace(params=held.params), start)
+        params, grads = ([moved(x, self._host) for x in part] for part in sent)
+        shared = [self._shared[i] for i in task.reading(SHARED)]
+        args = params, grads, arrays, shared, [moved(x, self._host) for x in values.consts]
+        updated = self._threads.submit(self._streamed.compiled(kind, *args), *args)
+        self._on_host.append(functools.partial(self._end_on_host, task, n, held, kind, start, updated))
+        self._land(most=self._streamed.at_once - 1)
+
+    def _end_on_host(self, task: Task, n: int, held: Held, kind: Kind, start: np.int32, updated: Future) -> None:
+        """New parameters come back."""
+        new, arrays = updated.result()
+        back = [moved(x, DEVICE) for x in new]
+        held.params = self._streamed.program(incoming, kind)(held.params, back, start, self._begun.skipped)
+        self._updated(task, n, held, arrays)
+
+    def _land(self, most: int) -> None:
+        """Wait, in the order they were begun in, until no more than `most` pieces are being updated on the host."""
+        while len(self._on_host) > most:
+            self._on_host.popleft()()
+
+    def _updated(self, task: Task, n: int, held: Held, arrays: Sequence[Array]) -> None:
+        """Put a piece's new state away, and after the last one the task's parameters in their place."""
+        self._going.append(self._tier.stow(task, n, arrays))
+        if len(self._going) >= UNDER_WAY:
+            self._tier.settle(self._going.popleft())
+        if n < len(task.pieces) - 1:
+            return
+        for i in {i for i in task.reading(GRAD) if self._last[i] is task}:
+            del self._begun.grads[i]
+        for k, x in zip(task.resident, held.resident, strict=True):
+            self._state[k] = x
+        for k, node in zip(task.state, self._tier.nodes(task), strict=True):
+            self._state[k] = node
+        streamed = self._streamed
+        whole, held.params = streamed.whole(task, held.params), []
+        # Parameters pass through the device where the update runs on the host too, as their gradients do.
+        home = homed(streamed.config, dict(zip(task.params, whole, strict=True)), streamed.plan.trained.params)
+        del whole
+        for i, x in home.items():
+            self._params[streamed.plan.layout.trained[i]] = x
+        # The device holds the shards of two tasks: one arrives and is updated while the other leaves.
+        jax.block_until_ready(self._leaving)
+        self._leaving = [x for x in home.values() if waits(x)]
+        streamed.wait_if_simulated(home)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def piece_shape(config: Config, leaf: Leaf, cut: Cut | None, length: int) -> jax.ShapeDtypeStruct:
