@@ -46,16 +46,17 @@ def named_in(path: Path, name: str) -> Any:
     """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"zerojax user file {path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file. Give FILE.py or FILE.py:NAME.")
-    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, and so Linen modules, look their module up here; under a name that hides no other module.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == path.stem]
+        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == spec.name]
         more = f"; it defines {', '.join(own[:NAMED])}" if own else ""
         raise ValueError(f"{path} does not define {name}{more}.")
     return getattr(module, name)
