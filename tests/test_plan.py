@@ -107,6 +107,36 @@ def test_of_a_slice_only_what_is_sliced_is_traffic():
     assert found["exact"].traffic == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
+ASYNC = """HloModule m, is_scheduled=true
+
+%put (p0: f32[256,16], p1: f32[8,16], p2: s32[]) -> f32[256,16] {
+  %p0 = f32[256,16]{1,0} parameter(0)
+  %p1 = f32[8,16]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %dus = f32[256,16]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
+}
+
+ENTRY %main (a: f32[256,16], b: f32[8,16], i: s32[]) -> (f32[256,16], f32[8,16]) {
+  %a = f32[256,16]{1,0} parameter(0)
+  %b = f32[8,16]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %begun = ((f32[256,16]{1,0}, f32[8,16]{1,0}, s32[]), f32[256,16]{1,0}, u32[]) fusion-start(%a, %b, %i), kind=kLoop, calls=%put
+  %copied = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[]) copy-start(%b)
+  %ended = f32[256,16]{1,0} fusion-done(%begun)
+  %copy = f32[8,16]{1,0} copy-done(%copied)
+  ROOT %both = (f32[256,16]{1,0}, f32[8,16]{1,0}) tuple(%ended, %copy)
+}
+"""  # noqa: E501
+
+
+def test_what_runs_beside_others_counts_once():
+    piece = 8 * 16 * 4
+    assert {name: kernel.traffic for name, kernel in counted(ASYNC).items()} == {
+        "begun": 2 * piece + 4,  # piece in and out, index in
+        "copied": 2 * piece + 4,  # and the context
+    }
+
+
 def test_loops_multiply_products():
     def looped(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]

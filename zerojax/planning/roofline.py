@@ -33,12 +33,10 @@ FREE = frozenset(
         "partition-id",
         "replica-id",
         "optimization-barrier",
-        "async-update",
-        "async-done",
-        "copy-done",
-        *(kind + part for kind in KINDS for part in ("", "-start", "-done")),
+        *(kind + part for kind in KINDS for part in ("", "-start")),
     }
 )
+FUSIONS = frozenset({"fusion", "fusion-start"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
@@ -130,6 +128,11 @@ def sending_seconds(c: Collective, device: Device) -> float:
     return c.sent * c.times_if_once / device.sends(c.group_size)
 
 
+def launches(i: Instruction) -> bool:
+    """Whether an instruction is a kernel; of one that runs beside others, its start is."""
+    return i.opcode not in FREE and not i.opcode.endswith(("-update", "-done"))
+
+
 def kernels(module: Module) -> Iterator[Kernel]:
     """Every kernel that a run of the program launches."""
     running = set(module.entries)
@@ -139,14 +142,14 @@ def kernels(module: Module) -> Iterator[Kernel]:
         c, times = module.computations[name], module.executions[name].times_if_once
         running |= {call.callee for call in module.calls[name] if call.instruction.opcode in CONTROL}
         for i in c.instructions:
-            if i.opcode not in FREE:
+            if launches(i):
                 operations, unknown = _operations(module, c, i)
                 yield Kernel(i.name, times, dict(operations), _traffic(module, c, i), unknown)
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
     """Operations of the products in an instruction, and the library function it calls if that is not understood."""
-    if i.opcode == "fusion":
+    if i.opcode in FUSIONS:
         total, unknown = Counter[str](), ""
         for inner in _fused(module, i):
             for inside in inner.instructions:
@@ -196,7 +199,9 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
         return 2 * _bytes(i.shape)
     if i.opcode == "dynamic-update-slice":
         return 2 * _operand(c, operands[1]).bytes
-    if i.opcode != "fusion":
+    if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
+        return _bytes(i.shape)  # which lists operands, results and a context of 4 bytes
+    if i.opcode not in FUSIONS:
         return sum(_bytes(c.by_name[name].shape) for name in operands if name in c.by_name) + _bytes(i.shape)
     return sum(_read_by_fusion(inner) + _written(inner, inner.by_name.get(inner.root)) for inner in _fused(module, i))
 
