@@ -166,6 +166,14 @@ def test_parts_are_what_lies_on_a_device_and_add_up(stage, mesh):
     assert found.peak == sum(found.memory.values()) == peak_of(compiled)
 
 
+def test_arguments_may_be_called_like_parts():
+    f = jax.jit(lambda temporary, results: results @ temporary)
+    compiled = f.lower(jnp.ones((64, 64)), jnp.ones((8, 64))).compile()
+    found = planned(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    assert found.memory["temporary"] >= 64 * 64 * 4
+    assert found.peak == peak_of(compiled)
+
+
 # The figures of GPUs
 
 
