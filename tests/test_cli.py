@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from beside import WIDTH
 
+print("said at once")
+
 class Wide(nn.Module):  # its annotations are strings, which dataclasses look up in the module
     width: int = WIDTH
 
@@ -25,6 +27,8 @@ def own():
     return Wide(), jnp.zeros((1, 64))
 
 def params():
+    print("said later")
+    from later import NOTHING
     return {"w": jnp.zeros((WIDTH, 100_000))}
 
 def linen():
@@ -38,6 +42,12 @@ def broken():
     return {"w": jnp.zeros((2, 3)) @ jnp.zeros((2, 3))}
 
 tx = optax.sgd(1.0)
+
+def no_tx():
+    raise AssertionError
+
+def leaving():
+    raise SystemExit(3)
 """
 
 
@@ -45,6 +55,7 @@ tx = optax.sgd(1.0)
 def models(tmp_path):
     """A file of models that imports another one beside it."""
     (tmp_path / "beside.py").write_text("WIDTH = 256\n")
+    (tmp_path / "later.py").write_text("NOTHING = 0\n")
     path = tmp_path / "models.py"
     path.write_text(MODELS)
     return path
@@ -93,6 +104,8 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (("nowhere.py:f",), "There is no file nowhere.py"),
         (("{models}:absent",), "does not define absent; it defines Wide, own, params, linen"),
         (("{models}:broken",), "cannot be traced: TypeError"),
+        (("{models}:leaving",), "models.py cannot be used: it exits with 3"),
+        (("1e9", "--optimizer", "{models}:no_tx"), "no_tx fails: AssertionError"),
         (("1e9", "--devices", "0"), "at least 1"),
         (("1e9", "--stage", "7"), "Unknown ZeRO stage 7"),
         (("1e9", "--optimizer", "adamx"), "no optimizer 'adamx'"),
@@ -108,6 +121,7 @@ def test_what_is_wrong_is_one_line(arguments, message, models):
     assert message in outcome.stderr
     assert outcome.stderr.startswith("zerojax: ")
     assert outcome.stderr.count("\n") == 1
+    assert outcome.stdout == ""
 
 
 def test_a_file_that_fails_says_how(tmp_path):

@@ -414,7 +414,9 @@ from zerojax import zero_shard
 ROWS = int(sys.argv[1]) if len(sys.argv) > 1 else 64
 
 def loss(params, batch):
-    return jnp.mean((batch @ params) ** 2)
+    print("tracing it")
+    from mates import TWO
+    return jnp.mean((batch @ params) ** TWO)
 
 def make_step():
     print("making it")
@@ -432,6 +434,13 @@ def nothing():
 def failing():
     raise KeyError("absent")
 
+def refusing():
+    raise ValueError("no good")
+
+def ragged():
+    step, state, batch = make_step()
+    return step, state, {"x": batch, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
+
 def leaving():
     import argparse
     argparse.ArgumentParser().parse_args()
@@ -440,6 +449,7 @@ def leaving():
 
 @pytest.fixture
 def file(tmp_path):
+    (tmp_path / "mates.py").write_text("TWO = 2\n")
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     return path
@@ -467,7 +477,9 @@ def test_a_file_is_planned_with_options_of_its_own(file):
         (("{file}:absent",), "does not define absent; it defines loss, make_step"),
         (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),
         (("{file}:failing",), "failing of {file} fails: KeyError: 'absent'"),
-        (("{file}:leaving", "--", "7"), "gives no step: mine.py: error: unrecognized arguments: 7"),
+        (("{file}:refusing",), "refusing of {file} fails: ValueError: no good"),
+        (("{file}:ragged", "--batch", "8"), "have different numbers of rows on dim 0, or none"),
+        (("{file}:leaving", "--", "7"), "cannot be used: mine.py: error: unrecognized arguments: 7"),
         (("{file}", "--", "many"), "cannot be run: ValueError"),
         (("{file}", "--batch", "-8"), "at least 1 row"),
         pytest.param(("{file}:crossed",), "cannot be planned: TypeError: dot_general", marks=aot),
