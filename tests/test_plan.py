@@ -218,6 +218,18 @@ def test_machines_have_eight(text, hosts, devices):
     assert Topology.parse(text) == Topology(text.split(":")[0], hosts, devices)
 
 
+@pytest.mark.parametrize("text", ["h200:0", "h200:00", "h200:8x0", "h200:0x8", "h200:", "h200:8x", "h200:-8", "H200:8"])
+def test_no_topology_is_without_gpus(text):
+    with pytest.raises(ValueError, match="Unknown topology"):
+        Topology.parse(text)
+
+
+@pytest.mark.parametrize("speed", [{"link": 0.0}, {"network": -1e9}])
+def test_a_link_has_a_speed(speed):
+    with pytest.raises(ValueError, match=r"must be above 0, not"):
+        Device.of(Topology.parse("h200:8"), **speed)
+
+
 # The search
 
 
