@@ -137,6 +137,14 @@ def test_what_runs_beside_others_counts_once():
     }
 
 
+@aot
+def test_of_the_gradient_of_a_lookup_only_the_rows_are_added():
+    table, ids = jax.ShapeDtypeStruct((50_000, 256), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.int32)
+    found = plan(jax.jit(jax.grad(lambda w, ids: (w[ids] ** 2).sum())), table, ids, topology="h200:1")
+    zeros, row = 50_000 * 256 * 4, 256 * 4
+    assert found.roofline.traffic == zeros + 128 * (3 * row + 4)  # looked up, read and written; the index
+
+
 def test_loops_multiply_products():
     def looped(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]

@@ -38,6 +38,7 @@ FREE = frozenset(
 )
 FUSIONS = frozenset({"fusion", "fusion-start"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -197,8 +198,8 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     operands = i.operands
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
-    if i.opcode == "dynamic-update-slice":
-        return 2 * _operand(c, operands[1]).bytes
+    if i.opcode in UPDATES:
+        return 2 * _put(c, i)
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
         return _bytes(i.shape)  # which lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
@@ -221,7 +222,9 @@ def _read_by_fusion(inner: Computation) -> int:
                 found += read(user)
             elif user.opcode in SLICES and first:
                 found += _bytes(user.shape)
-            elif user.opcode != "dynamic-update-slice" or not first:  # which is done in place
+            elif user.opcode == "scatter" and first:  # which is done in place, and may add to what is there
+                found += _put(inner, user)
+            elif user.opcode not in UPDATES or not first:
                 return whole
         return min(found, whole)
 
@@ -236,9 +239,14 @@ def _written(inner: Computation, root: Instruction | None) -> int:
         return _written(inner, inner.by_name.get(root.operands[0]))
     if root.opcode == "tuple":
         return sum(_written(inner, inner.by_name.get(name)) for name in root.operands)
-    if root.opcode == "dynamic-update-slice":
-        return _operand(inner, root.operands[1]).bytes
+    if root.opcode in UPDATES:
+        return _put(inner, root)
     return _bytes(root.shape)
+
+
+def _put(c: Computation, i: Instruction) -> int:
+    """Bytes that an update in place puts in."""
+    return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 
 def _fused(module: Module, i: Instruction) -> list[Computation]:
