@@ -8,12 +8,27 @@ from typer.testing import CliRunner
 from zerojax.cli import app
 
 MODELS = """
+from __future__ import annotations
 import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from beside import WIDTH
 
+print("said at once")
+
+class Wide(nn.Module):  # its annotations are strings, which dataclasses look up in the module
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+def own():
+    return Wide(), jnp.zeros((1, 64))
+
 def params():
+    print("said later")
+    from later import NOTHING
     return {"w": jnp.zeros((WIDTH, 100_000))}
 
 def linen():
@@ -27,6 +42,12 @@ def broken():
     return {"w": jnp.zeros((2, 3)) @ jnp.zeros((2, 3))}
 
 tx = optax.sgd(1.0)
+
+def no_tx():
+    raise AssertionError
+
+def leaving():
+    raise SystemExit(3)
 """
 
 
@@ -34,6 +55,7 @@ tx = optax.sgd(1.0)
 def models(tmp_path):
     """A file of models that imports another one beside it."""
     (tmp_path / "beside.py").write_text("WIDTH = 256\n")
+    (tmp_path / "later.py").write_text("NOTHING = 0\n")
     path = tmp_path / "models.py"
     path.write_text(MODELS)
     return path
@@ -59,7 +81,7 @@ def test_a_number_of_parameters():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("params", 25_600_000), ("linen", 64 * 256 + 256), ("nnx_module", 16_640)]
+    ("name", "parameters"), [("params", 25_600_000), ("linen", 16_640), ("own", 16_640), ("nnx_module", 16_640)]
 )
 def test_a_model_in_a_file(name, parameters, models):
     assert estimated(f"{models}:{name}")["parameters"] == parameters
@@ -80,8 +102,10 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (("many",), "is no number of parameters"),
         (("-5e9",), "at least 1 is required"),
         (("nowhere.py:f",), "There is no file nowhere.py"),
-        (("{models}:absent",), "does not define absent; it defines params, linen"),
+        (("{models}:absent",), "does not define absent; it defines Wide, own, params, linen"),
         (("{models}:broken",), "cannot be traced: TypeError"),
+        (("{models}:leaving",), "models.py cannot be used: it exits with 3"),
+        (("1e9", "--optimizer", "{models}:no_tx"), "no_tx fails: AssertionError"),
         (("1e9", "--devices", "0"), "at least 1"),
         (("1e9", "--stage", "7"), "Unknown ZeRO stage 7"),
         (("1e9", "--optimizer", "adamx"), "no optimizer 'adamx'"),
@@ -97,6 +121,7 @@ def test_what_is_wrong_is_one_line(arguments, message, models):
     assert message in outcome.stderr
     assert outcome.stderr.startswith("zerojax: ")
     assert outcome.stderr.count("\n") == 1
+    assert outcome.stdout == ""
 
 
 def test_a_file_that_fails_says_how(tmp_path):

@@ -107,6 +107,44 @@ def test_of_a_slice_only_what_is_sliced_is_traffic():
     assert found["exact"].traffic == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
+ASYNC = """HloModule m, is_scheduled=true
+
+%put (p0: f32[256,16], p1: f32[8,16], p2: s32[]) -> f32[256,16] {
+  %p0 = f32[256,16]{1,0} parameter(0)
+  %p1 = f32[8,16]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %dus = f32[256,16]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
+}
+
+ENTRY %main (a: f32[256,16], b: f32[8,16], i: s32[]) -> (f32[256,16], f32[8,16]) {
+  %a = f32[256,16]{1,0} parameter(0)
+  %b = f32[8,16]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %begun = ((f32[256,16]{1,0}, f32[8,16]{1,0}, s32[]), f32[256,16]{1,0}, u32[]) fusion-start(%a, %b, %i), kind=kLoop, calls=%put
+  %copied = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[]) copy-start(%b)
+  %ended = f32[256,16]{1,0} fusion-done(%begun)
+  %copy = f32[8,16]{1,0} copy-done(%copied)
+  ROOT %both = (f32[256,16]{1,0}, f32[8,16]{1,0}) tuple(%ended, %copy)
+}
+"""  # noqa: E501
+
+
+def test_what_runs_beside_others_counts_once():
+    piece = 8 * 16 * 4
+    assert {name: kernel.traffic for name, kernel in counted(ASYNC).items()} == {
+        "begun": 2 * piece + 4,  # piece in and out, index in
+        "copied": 2 * piece + 4,  # and the context
+    }
+
+
+@aot
+def test_of_the_gradient_of_a_lookup_only_the_rows_are_added():
+    table, ids = jax.ShapeDtypeStruct((50_000, 256), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.int32)
+    found = plan(jax.jit(jax.grad(lambda w, ids: (w[ids] ** 2).sum())), table, ids, topology="h200:1")
+    zeros, row = 50_000 * 256 * 4, 256 * 4
+    assert found.roofline.traffic == zeros + 128 * (3 * row + 4)  # looked up, read and written; the index
+
+
 def test_loops_multiply_products():
     def looped(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
@@ -134,6 +172,14 @@ def test_parts_are_what_lies_on_a_device_and_add_up(stage, mesh):
     assert moments == held["opt_state"] + held.get("master", 0)
     assert found.memory["batch"] == 16 * WIDTH * 4 // 8
     assert found.peak == sum(found.memory.values()) == peak_of(compiled)
+
+
+def test_arguments_may_be_called_like_parts():
+    f = jax.jit(lambda temporary, results: results @ temporary)
+    compiled = f.lower(jnp.ones((64, 64)), jnp.ones((8, 64))).compile()
+    found = planned(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    assert found.memory["temporary"] >= 64 * 64 * 4
+    assert found.peak == peak_of(compiled)
 
 
 # The figures of GPUs
@@ -178,6 +224,18 @@ def test_a_ring_over_machines_is_as_fast_as_all_their_adapters():
 )
 def test_machines_have_eight(text, hosts, devices):
     assert Topology.parse(text) == Topology(text.split(":")[0], hosts, devices)
+
+
+@pytest.mark.parametrize("text", ["h200:0", "h200:00", "h200:8x0", "h200:0x8", "h200:", "h200:8x", "h200:-8", "H200:8"])
+def test_no_topology_is_without_gpus(text):
+    with pytest.raises(ValueError, match="Unknown topology"):
+        Topology.parse(text)
+
+
+@pytest.mark.parametrize("speed", [{"link": 0.0}, {"network": -1e9}])
+def test_a_link_has_a_speed(speed):
+    with pytest.raises(ValueError, match=r"must be above 0, not"):
+        Device.of(Topology.parse("h200:8"), **speed)
 
 
 # The search
@@ -376,7 +434,9 @@ from zerojax import zero_shard
 ROWS = int(sys.argv[1]) if len(sys.argv) > 1 else 64
 
 def loss(params, batch):
-    return jnp.mean((batch @ params) ** 2)
+    print("tracing it")
+    from mates import TWO
+    return jnp.mean((batch @ params) ** TWO)
 
 def make_step():
     print("making it")
@@ -394,6 +454,13 @@ def nothing():
 def failing():
     raise KeyError("absent")
 
+def refusing():
+    raise ValueError("no good")
+
+def ragged():
+    step, state, batch = make_step()
+    return step, state, {"x": batch, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
+
 def leaving():
     import argparse
     argparse.ArgumentParser().parse_args()
@@ -402,6 +469,7 @@ def leaving():
 
 @pytest.fixture
 def file(tmp_path):
+    (tmp_path / "mates.py").write_text("TWO = 2\n")
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     return path
@@ -429,7 +497,9 @@ def test_a_file_is_planned_with_options_of_its_own(file):
         (("{file}:absent",), "does not define absent; it defines loss, make_step"),
         (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),
         (("{file}:failing",), "failing of {file} fails: KeyError: 'absent'"),
-        (("{file}:leaving", "--", "7"), "gives no step: mine.py: error: unrecognized arguments: 7"),
+        (("{file}:refusing",), "refusing of {file} fails: ValueError: no good"),
+        (("{file}:ragged", "--batch", "8"), "have different numbers of rows on dim 0, or none"),
+        (("{file}:leaving", "--", "7"), "cannot be used: mine.py: error: unrecognized arguments: 7"),
         (("{file}", "--", "many"), "cannot be run: ValueError"),
         (("{file}", "--batch", "-8"), "at least 1 row"),
         pytest.param(("{file}:crossed",), "cannot be planned: TypeError: dot_general", marks=aot),

@@ -132,16 +132,22 @@ def plan(
 
     def found() -> Any:
         from . import user_code
-        from .planner import plan, with_rows
+        from .planner import plan, rows_of, with_rows
         from .planning.topology import Topology
 
         Topology.parse(topology)  # before the file is run
-        step, state, rows, *args = user_code.program(file, options or ())
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
+        step, state, rows, *args = user_code.program(file, options or ())
+        if batch is not None and rows_of(rows) is None:
+            raise ValueError(
+                f"--batch {batch}: the leaves of the batch that {file} gives have different numbers of rows on dim 0, "
+                f"or none. Leave --batch out, and give such a batch in the file."
+            )
         rows = rows if batch is None else with_rows(rows, batch)
         try:
-            return plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
+            with user_code.beside(user_code.place_of(file)[0]):  # tracing runs its code, too
+                return plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
         except (ValueError, ModuleNotFoundError):
             raise
         except Exception as error:
@@ -191,7 +197,7 @@ def attempted(work: Callable[[], Any], *, on_cpu: bool = True) -> Any:
     try:
         return work()
     except Exception as error:
-        print(f"zerojax: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"zerojax: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
 
 

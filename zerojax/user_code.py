@@ -7,7 +7,7 @@ import importlib.util
 import io
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,17 @@ def named_in(path: Path, name: str) -> Any:
     """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"zerojax user file {path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file. Give FILE.py or FILE.py:NAME.")
-    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, and so Linen modules, look their module up here; under a name that hides no other module.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == path.stem]
+        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == spec.name]
         more = f"; it defines {', '.join(own[:NAMED])}" if own else ""
         raise ValueError(f"{path} does not define {name}{more}.")
     return getattr(module, name)
@@ -63,18 +64,45 @@ def named_in(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[None]:
-    """A file's own imports are found, as if it had been run."""
+    """While a file's code runs: its own imports are found, and what it prints or exits with is kept back.
+
+    Its output would mix with what is asked for.
+
+    Raises:
+        ValueError: If it exits.
+    """
+    said = io.StringIO()
     sys.path.insert(0, str(path.parent))
     try:
-        yield
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as error:  # of argparse, which has said why
+        why = said.getvalue().strip().split("\n")[-1] or f"it exits with {error.code}"
+        raise ValueError(f"{path} cannot be used: {why}") from error
     finally:
         sys.path.remove(str(path.parent))
 
 
+def place_of(text: str) -> tuple[Path, str]:
+    """The file and the name in `"train.py"` or `"train.py:make_step"`."""
+    found = FORM.fullmatch(text)
+    return (Path(found[1]), found[2]) if found else (Path(text), MAKE_STEP)
+
+
+def called(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
+    """What a user's function gives.
+
+    Raises:
+        ValueError: If it raises anything.
+    """
+    try:
+        return make()
+    except Exception as error:
+        raise ValueError(f"{what} {how}: {type(error).__name__}: {error}") from error
+
+
 def program(text: str, options: Sequence[str]) -> tuple:
     """What a function in a file gives: a step, its state, a batch and further arguments.
-
-    What it prints is kept back, so that it does not mix with what is asked for.
 
     Args:
         text: `"train.py"` or `"train.py:make_step"`; the name is `MAKE_STEP` unless given.
@@ -83,20 +111,12 @@ def program(text: str, options: Sequence[str]) -> tuple:
     Raises:
         ValueError: If there is no such file or name, it fails or exits, or gives something else.
     """
-    found = FORM.fullmatch(text)
-    path, name = (Path(found.group(1)), found.group(2)) if found else (Path(text), MAKE_STEP)
-    before, said = sys.argv, io.StringIO()
+    path, name = place_of(text)
+    before = sys.argv
     sys.argv = [str(path), *options]
     try:
-        with beside(path), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            made = named_in(path, name)()
-    except SystemExit as error:  # of argparse, which has said why
-        why = said.getvalue().strip().split("\n")[-1] or f"it exits with {error.code}"
-        raise ValueError(f"{path} gives no step: {why}") from error
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
+        with beside(path):
+            made = called(named_in(path, name), f"{name} of {path}")
     finally:
         sys.argv = before
     if not isinstance(made, tuple) or len(made) < 3:
@@ -128,10 +148,8 @@ def model(text: str) -> Any:
     given = loaded(text)
     if not callable(given):
         return given
-    try:
-        return traced(given)
-    except Exception as error:
-        raise ValueError(f"{text} cannot be traced: {type(error).__name__}: {error}") from error
+    with beside(place_of(text)[0]):
+        return called(lambda: traced(given), text, "cannot be traced")
 
 
 def traced(make: Any) -> Any:
@@ -154,7 +172,10 @@ def transformation(text: str) -> optax.GradientTransformation:
     """
     if FORM.fullmatch(text):
         found: Any = loaded(text)
-        return found if hasattr(found, "update") else found()
+        if hasattr(found, "update"):
+            return found
+        with beside(place_of(text)[0]):
+            return called(found, text)
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
     if not callable(make):
         raise ValueError(

@@ -57,7 +57,14 @@ class Device:
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
-        """The GPU of a topology; `link` and `network` in place of the table's, in bytes per second."""
+        """The GPU of a topology; `link` and `network` in place of the table's, in bytes per second.
+
+        Raises:
+            ValueError: If one of these is not above 0.
+        """
+        for name, given in (("link", link), ("network", network)):
+            if given is not None and not given > 0:
+                raise ValueError(f"{name} is what a GPU sends, in bytes per second, and must be above 0, not {given}.")
         text, usual = target(topology.kind), LINKS[topology.kind]
         figure = lambda name: float(re.search(rf"\b{name}: ([\d.]+)", text)[1])  # pyright: ignore[reportOptionalSubscript]
         cores = figure("core_count")

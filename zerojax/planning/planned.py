@@ -231,10 +231,12 @@ def memory_parts(module: Module, found: Any, parts: Mapping[str, str]) -> dict[s
         name = re.search(r'op_name="([^"]*)"', i.rest)
         sizes[part_of(name[1] if name else "", parts)] += sum(array.bytes for array in arrays_of(i.shape))
     sizes["other arguments"] += found.argument_size_in_bytes - sizes.total()  # the compiler's own, and alignment
-    order = [*dict.fromkeys(parts.values()), *sizes]
-    ordered = {part: sizes[part] for part in dict.fromkeys(order) if sizes[part]}
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return {**ordered, TEMPORARY: found.temp_size_in_bytes, RESULTS: results}
+    order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
+    ordered = {part: sizes[part] for part in order if sizes[part]}
+    # An argument may be called like one of these.
+    sizes[TEMPORARY] += found.temp_size_in_bytes
+    sizes[RESULTS] += found.output_size_in_bytes - found.alias_size_in_bytes
+    return {**ordered, TEMPORARY: sizes[TEMPORARY], RESULTS: sizes[RESULTS]}
 
 
 def part_of(name: str, parts: Mapping[str, str]) -> str:

@@ -33,13 +33,12 @@ FREE = frozenset(
         "partition-id",
         "replica-id",
         "optimization-barrier",
-        "async-update",
-        "async-done",
-        "copy-done",
-        *(kind + part for kind in KINDS for part in ("", "-start", "-done")),
+        *(kind + part for kind in KINDS for part in ("", "-start")),
     }
 )
+FUSIONS = frozenset({"fusion", "fusion-start"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -130,6 +129,11 @@ def sending_seconds(c: Collective, device: Device) -> float:
     return c.sent * c.times_if_once / device.sends(c.group_size)
 
 
+def launches(i: Instruction) -> bool:
+    """Whether an instruction is a kernel; of one that runs beside others, its start is."""
+    return i.opcode not in FREE and not i.opcode.endswith(("-update", "-done"))
+
+
 def kernels(module: Module) -> Iterator[Kernel]:
     """Every kernel that a run of the program launches."""
     running = set(module.entries)
@@ -139,14 +143,14 @@ def kernels(module: Module) -> Iterator[Kernel]:
         c, times = module.computations[name], module.executions[name].times_if_once
         running |= {call.callee for call in module.calls[name] if call.instruction.opcode in CONTROL}
         for i in c.instructions:
-            if i.opcode not in FREE:
+            if launches(i):
                 operations, unknown = _operations(module, c, i)
                 yield Kernel(i.name, times, dict(operations), _traffic(module, c, i), unknown)
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
     """Operations of the products in an instruction, and the library function it calls if that is not understood."""
-    if i.opcode == "fusion":
+    if i.opcode in FUSIONS:
         total, unknown = Counter[str](), ""
         for inner in _fused(module, i):
             for inside in inner.instructions:
@@ -194,9 +198,11 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     operands = i.operands
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
-    if i.opcode == "dynamic-update-slice":
-        return 2 * _operand(c, operands[1]).bytes
-    if i.opcode != "fusion":
+    if i.opcode in UPDATES:
+        return 2 * _put(c, i)
+    if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
+        return _bytes(i.shape)  # which lists operands, results and a context of 4 bytes
+    if i.opcode not in FUSIONS:
         return sum(_bytes(c.by_name[name].shape) for name in operands if name in c.by_name) + _bytes(i.shape)
     return sum(_read_by_fusion(inner) + _written(inner, inner.by_name.get(inner.root)) for inner in _fused(module, i))
 
@@ -216,7 +222,9 @@ def _read_by_fusion(inner: Computation) -> int:
                 found += read(user)
             elif user.opcode in SLICES and first:
                 found += _bytes(user.shape)
-            elif user.opcode != "dynamic-update-slice" or not first:  # which is done in place
+            elif user.opcode == "scatter" and first:  # which is done in place, and may add to what is there
+                found += _put(inner, user)
+            elif user.opcode not in UPDATES or not first:
                 return whole
         return min(found, whole)
 
@@ -231,9 +239,14 @@ def _written(inner: Computation, root: Instruction | None) -> int:
         return _written(inner, inner.by_name.get(root.operands[0]))
     if root.opcode == "tuple":
         return sum(_written(inner, inner.by_name.get(name)) for name in root.operands)
-    if root.opcode == "dynamic-update-slice":
-        return _operand(inner, root.operands[1]).bytes
+    if root.opcode in UPDATES:
+        return _put(inner, root)
     return _bytes(root.shape)
+
+
+def _put(c: Computation, i: Instruction) -> int:
+    """Bytes that an update in place puts in."""
+    return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 
 def _fused(module: Module, i: Instruction) -> list[Computation]:

@@ -13,7 +13,7 @@ from typing import Any
 from .devices import Device
 from .overlap import Flight, overlap
 from .program import Call, Instruction, Module, read
-from .roofline import FREE, Kernel, kernels, sending_seconds
+from .roofline import Kernel, kernels, launches, sending_seconds
 
 LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 
@@ -168,7 +168,7 @@ class _Player:
             elif i.opcode in ("call", "conditional"):
                 length = lambda call: len(self.module.computations[call.callee].instructions)
                 self.play(max(called, key=length).callee, depth=depth)
-            elif i.opcode not in FREE:
+            elif launches(i):
                 self.run(i)
         for span in flying.values():
             span.done = max(self.now, span.end)

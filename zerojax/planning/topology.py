@@ -48,7 +48,7 @@ class Topology:
             ValueError: If the text is not of this form or the GPU is unknown.
         """
         found = re.fullmatch(r"([\w\-]+):(?:(\d+)x)?(\d+)", text)
-        if not found or found.group(1) not in KINDS or "0" in (found.group(2), found.group(3)):
+        if not found or found.group(1) not in KINDS or 0 in (int(n) for n in found.groups()[1:] if n):
             raise ValueError(
                 f"Unknown topology {text!r}. Give a GPU and how many, like 'h200:8' for one machine, 'h200:64' or "
                 f"'h200:8x8' for eight machines of eight; the GPUs known are {', '.join(KINDS)}."
