@@ -154,6 +154,25 @@ def test_loops_multiply_products():
     assert total == 7 * 2 * 8 * 64 * 64
 
 
+def branching(x, w):
+    return jax.lax.cond(x.sum() > 0, lambda: jnp.tanh(x @ w) @ w, lambda: x @ w)
+
+
+def waiting(x, w):
+    return jax.lax.while_loop(lambda x: x.sum() < 4, lambda x: jnp.tanh(x @ w), x)
+
+
+@pytest.mark.parametrize(
+    ("f", "products", "note"), [(branching, 3, "every branch"), (waiting, 1, "counted as one turn")]
+)
+def test_what_the_program_does_not_fix_is_told_of(f, products, note):
+    """On one device, where no collective says so."""
+    compiled = jax.jit(f).lower(jnp.zeros((8, 64)), jnp.zeros((64, 64))).compile()
+    found = planned(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    assert sum(found.roofline.operations.values()) == products * 2 * 8 * 64 * 64
+    assert [note in said for said in found.notes] == [True]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parts_are_what_lies_on_a_device_and_add_up(stage, mesh):
     tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), persist_below=0)
