@@ -360,6 +360,17 @@ def test_what_a_step_is_made_of_moves_with_it():
 
 
 @aot
+@pytest.mark.filterwarnings("error")
+def test_types_are_those_that_jit_gives(mesh):
+    """NumPy's own are of 64 bits; a static argument may be a type."""
+    f = jax.jit(lambda state, batch, dtype: (batch @ state["bias"]).astype(dtype), static_argnums=2)
+    found = plan(f, {"bias": np.zeros(WIDTH)}, np.zeros((8, WIDTH)), jnp.bfloat16, topology="h200:1")
+    assert found.memory["batch"] == 8 * WIDTH * 4
+    step, state = made(mesh, stage=2)
+    assert plan(step, state, np.zeros((8, WIDTH))).memory["batch"] == WIDTH * 4
+
+
+@aot
 def test_a_jitted_function_keeps_its_layout():
     mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(AxisType.Auto,) * 2)
     w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "model")))
