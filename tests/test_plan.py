@@ -523,6 +523,7 @@ def test_a_file_is_planned_with_options_of_its_own(file):
     ("arguments", "message"),
     [
         (("{file}", "--topology", "tpu:4"), "the GPUs known are a100-80, b200, h100, h200"),
+        (("{file}:failing", "--png", "nowhere/plan.png"), "there is no folder nowhere. Make it first"),
         (("nowhere.py",), "There is no file nowhere.py"),
         (("{file}:absent",), "does not define absent; it defines loss, make_step"),
         (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),
