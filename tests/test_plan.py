@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from zerojax.planning.devices import Device
 from zerojax.planning.planned import STATE_PARTS, after, largest_that_fits, peak_of, planned
 from zerojax.planning.program import read
 from zerojax.planning.roofline import HIGHEST, kernels
+from zerojax.planning.timeline import play
 from zerojax.planning.topology import KINDS, Topology, installed
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -331,6 +333,19 @@ def test_a_step_is_what_the_formulas_say(stage, accumulate):
     if stage < 3:  # stage 3 gathers a layer once where it is used last and first
         assert found.sent == pytest.approx(row.sent, rel=0.02)
     assert found.roofline.communication == pytest.approx(found.sent / (8 * 50e9), rel=0.02)
+
+
+@aot
+def test_a_fused_collective_is_no_kernel(mesh):
+    """XLA:GPU makes a small all-reduce a fusion with a start and a done."""
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    x = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = plan(jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum())), w, x, topology="h200:8")
+    assert re.search(r"fusion-start\(.*fused_all-reduce", found.text)
+    assert not [name for name in counted(found.text) if name.startswith("fusion")]
+    played = play(found.text, Device.of(Topology.parse("h200:8")))
+    assert [span.lane for span in played.spans if span.kind in ("hidden", "exposed")] == ["other"]
+    assert played.seconds == pytest.approx(found.seconds)
 
 
 @aot
