@@ -60,7 +60,8 @@ class Planner:
             step: Of `tx.train_step`, on any mesh; or a jitted function `f(state, batch,
                 *args)`, whose arguments' `NamedSharding`s are carried over. Of several mesh
                 axes the one that divides the batch's rows grows or shrinks to the GPUs.
-            state: The state, or its shapes; laid out anew for the GPUs if it is a `ZeroState`.
+            state: The state, or its shapes; of a `ZeroState` the parameters count, and the step's own
+                transformation lays them and its optimizer state out anew for the GPUs.
             batch: The global batch; shapes are enough.
             *args: Further arguments; shapes are enough.
             topology: The GPUs: `"h200:8"`, `"h100:64"` or `"h100:8x8"` (eight machines of
@@ -75,7 +76,7 @@ class Planner:
             The plan; print it for tables.
 
         Raises:
-            TypeError: If `step` cannot be lowered, or a step of zerojax is given another state than its own.
+            TypeError: If `step` cannot be lowered, or a step of zerojax is given no `ZeroState`.
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not
                 divide the batch, or a speed is not above 0.
             ModuleNotFoundError: If the extra `aot` is not installed.
