@@ -175,6 +175,13 @@ def test_what_the_program_does_not_fix_is_told_of(f, products, note):
     assert [note in said for said in found.notes] == [True]
 
 
+@pytest.mark.parametrize(("topology", "told"), [("h200:7", False), ("h200:12", True), ("h200:2x6", False)])
+def test_a_machine_of_more_than_eight_is_told_of(topology, told):
+    compiled = jax.jit(jnp.tanh).lower(jnp.zeros(8)).compile()
+    found = planned(compiled, topology, Device.of(Topology.parse(topology)), batch=8)
+    assert [("h200:2x6" in note) for note in found.notes] == [True] * told
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parts_are_what_lies_on_a_device_and_add_up(stage, mesh):
     tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), persist_below=0)

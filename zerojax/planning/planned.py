@@ -14,7 +14,7 @@ from .hlo import Collectives, arrays_of
 from .overlap import Overlap, overlap
 from .program import Module, read
 from .roofline import Roofline, roofline
-from .topology import Topology
+from .topology import IN_A_HOST, Topology
 
 # Whatever is an argument of the program, by the name its parameter has there.
 STATE_PARTS = {
@@ -212,6 +212,11 @@ def unseen(module: Module, found: Roofline, flights: Overlap, topology: Topology
         yield f"The operations of {', '.join(found.unknown)} are not counted."
     if topology.hosts > 1 and any(1 < c.group_size <= topology.devices for c in moves):
         yield f"Collectives of at most {topology.devices} devices are taken to stay within a machine."
+    if topology.devices > IN_A_HOST:
+        yield (
+            f"{topology.devices} devices are taken to be one machine, though machines have {IN_A_HOST}: between two the "
+            f"links are slower. Give machines x devices, such as {topology.kind}:2x{-(-topology.devices // 2)}."
+        )
     if any(count.conditional for count in module.executions.values()):
         yield "Of a conditional every branch is counted as executed."
     if not all(count.known for count in module.executions.values()):
