@@ -214,8 +214,8 @@ def unseen(module: Module, found: Roofline, flights: Overlap, topology: Topology
         yield f"Collectives of at most {topology.devices} devices are taken to stay within a machine."
     if topology.devices > IN_A_HOST:
         yield (
-            f"{topology.devices} devices are taken to be one machine, though machines have {IN_A_HOST}: between two the "
-            f"links are slower. Give machines x devices, such as {topology.kind}:2x{-(-topology.devices // 2)}."
+            f"{topology.devices} devices are taken to be one machine, though machines have {IN_A_HOST}: between two "
+            f"the links are slower. Give machines x devices, such as {topology.kind}:2x{-(-topology.devices // 2)}."
         )
     if any(count.conditional for count in module.executions.values()):
         yield "Of a conditional every branch is counted as executed."
