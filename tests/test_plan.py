@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from zerojax.planning.devices import Device
 from zerojax.planning.planned import STATE_PARTS, after, largest_that_fits, peak_of, planned
 from zerojax.planning.program import read
 from zerojax.planning.roofline import HIGHEST, kernels
+from zerojax.planning.timeline import play
 from zerojax.planning.topology import KINDS, Topology, installed
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -152,6 +154,32 @@ def test_loops_multiply_products():
     compiled = jax.jit(looped).lower(jnp.zeros((8, 64)), jnp.zeros((64, 64))).compile()
     total = sum(k.times * sum(k.operations.values()) for k in kernels(read(compiled)))
     assert total == 7 * 2 * 8 * 64 * 64
+
+
+def branching(x, w):
+    return jax.lax.cond(x.sum() > 0, lambda: jnp.tanh(x @ w) @ w, lambda: x @ w)
+
+
+def waiting(x, w):
+    return jax.lax.while_loop(lambda x: x.sum() < 4, lambda x: jnp.tanh(x @ w), x)
+
+
+@pytest.mark.parametrize(
+    ("f", "products", "note"), [(branching, 3, "every branch"), (waiting, 1, "counted as one turn")]
+)
+def test_what_the_program_does_not_fix_is_told_of(f, products, note):
+    """On one device, where no collective says so."""
+    compiled = jax.jit(f).lower(jnp.zeros((8, 64)), jnp.zeros((64, 64))).compile()
+    found = planned(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    assert sum(found.roofline.operations.values()) == products * 2 * 8 * 64 * 64
+    assert [note in said for said in found.notes] == [True]
+
+
+@pytest.mark.parametrize(("topology", "told"), [("h200:7", False), ("h200:12", True), ("h200:2x6", False)])
+def test_a_machine_of_more_than_eight_is_told_of(topology, told):
+    compiled = jax.jit(jnp.tanh).lower(jnp.zeros(8)).compile()
+    found = planned(compiled, topology, Device.of(Topology.parse(topology)), batch=8)
+    assert [("h200:2x6" in note) for note in found.notes] == [True] * told
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -315,6 +343,19 @@ def test_a_step_is_what_the_formulas_say(stage, accumulate):
 
 
 @aot
+def test_a_fused_collective_is_no_kernel(mesh):
+    """XLA:GPU makes a small all-reduce a fusion with a start and a done."""
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    x = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = plan(jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum())), w, x, topology="h200:8")
+    assert re.search(r"fusion-start\(.*fused_all-reduce", found.text)
+    assert not [name for name in counted(found.text) if name.startswith("fusion")]
+    played = play(found.text, Device.of(Topology.parse("h200:8")))
+    assert [span.lane for span in played.spans if span.kind in ("hidden", "exposed")] == ["other"]
+    assert played.seconds == pytest.approx(found.seconds)
+
+
+@aot
 def test_what_a_step_is_made_of_moves_with_it():
     def noisy(params, mutable, batch, key):
         noise = jax.random.normal(key, batch.shape)
@@ -338,6 +379,17 @@ def test_what_a_step_is_made_of_moves_with_it():
     assert not state.step.is_deleted()
     assert json.loads(json.dumps(found.to_dict()))["peak"] == found.peak
     assert "master weights" in str(found)
+
+
+@aot
+@pytest.mark.filterwarnings("error")
+def test_types_are_those_that_jit_gives(mesh):
+    """NumPy's own are of 64 bits; a static argument may be a type."""
+    f = jax.jit(lambda state, batch, dtype: (batch @ state["bias"]).astype(dtype), static_argnums=2)
+    found = plan(f, {"bias": np.zeros(WIDTH)}, np.zeros((8, WIDTH)), jnp.bfloat16, topology="h200:1")
+    assert found.memory["batch"] == 8 * WIDTH * 4
+    step, state = made(mesh, stage=2)
+    assert plan(step, state, np.zeros((8, WIDTH))).memory["batch"] == WIDTH * 4
 
 
 @aot
@@ -493,6 +545,7 @@ def test_a_file_is_planned_with_options_of_its_own(file):
     ("arguments", "message"),
     [
         (("{file}", "--topology", "tpu:4"), "the GPUs known are a100-80, b200, h100, h200"),
+        (("{file}:failing", "--png", "nowhere/plan.png"), "there is no folder nowhere. Make it first"),
         (("nowhere.py",), "There is no file nowhere.py"),
         (("{file}:absent",), "does not define absent; it defines loss, make_step"),
         (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),

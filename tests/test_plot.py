@@ -118,7 +118,7 @@ def test_the_command_draws(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     outcome = run("estimate", "7.5e9", "--png", tmp_path / "no" / "memory.png")
     assert outcome.exit_code == 2
-    assert "No such file" in outcome.stderr
+    assert "there is no folder" in outcome.stderr
 
 
 def test_a_leaf_without_elements_is_not_drawn():

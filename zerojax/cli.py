@@ -90,6 +90,7 @@ def estimate(
         from . import user_code
         from .planning import estimate as estimates
 
+        check_png(png)
         return estimates.estimate(
             user_code.model(model),
             tx=user_code.transformation(optimizer),
@@ -136,6 +137,7 @@ def plan(
         from .planning.topology import Topology
 
         Topology.parse(topology)  # before the file is run
+        check_png(png)
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
         step, state, rows, *args = user_code.program(file, options or ())
@@ -181,6 +183,12 @@ def doctor(
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def check_png(png: Path | None) -> None:
+    """Refuse a picture's file before the work that it would be drawn of."""
+    if png is not None and not png.parent.is_dir():
+        raise ValueError(f"--png {png}: there is no folder {png.parent}. Make it first.")
 
 
 def drawn(picture: str, of: Any, png: Path) -> None:

@@ -71,7 +71,8 @@ class Planner:
             step: Of `tx.train_step`, on any mesh; or a jitted function `f(state, batch,
                 *args)`, whose arguments' `NamedSharding`s are carried over. Of several mesh
                 axes the one that divides the batch's rows grows or shrinks to the GPUs.
-            state: The state, or its shapes; laid out anew for the GPUs if it is a `ZeroState`.
+            state: The state, or its shapes; of a `ZeroState` the parameters count, and the step's own
+                transformation lays them and its optimizer state out anew for the GPUs.
             batch: The global batch; shapes are enough.
             *args: Further arguments; shapes are enough.
             topology: The GPUs: `"h200:8"`, `"h100:64"` or `"h100:8x8"` (eight machines of
@@ -86,9 +87,9 @@ class Planner:
             The plan; print it for tables.
 
         Raises:
-            TypeError: If `step` cannot be lowered, or a step of zerojax is given another state than its own.
-            ValueError: If the topology is unknown, a mesh does not fit it, or the devices
-                do not divide the batch.
+            TypeError: If `step` cannot be lowered, or a step of zerojax is given no `ZeroState`.
+            ValueError: If the topology is unknown, a mesh does not fit it, the devices do not
+                divide the batch, or a speed is not above 0.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         device = Device.of(Topology.parse(topology), link=link, network=network)
@@ -318,15 +319,20 @@ def rows_divided(sharding: NamedSharding) -> int:
 
 def laid_out(mesh: Mesh, x: Any) -> Any:
     """The shape of an array as it would lie on another mesh; whole on every device if it lies on none."""
-    if not hasattr(x, "dtype"):  # a Python number
+    if not is_array(x):
         return x
     spec = x.sharding.spec if is_laid_out(x) else PartitionSpec()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=NamedSharding(mesh, spec))
 
 
 def shape_of(x: Any) -> Any:
-    """The shape of an array, wherever it lies; a Python number is left alone."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+    """The shape of an array, wherever it lies, in the type that jit gives it; anything else is left alone."""
+    return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x)) if is_array(x) else x
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array or its shape: no Python number, and no type, which has a dtype and no shape."""
+    return hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def rows_of(batch: Any) -> int | None:

@@ -14,7 +14,7 @@ from .hlo import Collectives, arrays_of
 from .overlap import Overlap, overlap
 from .program import Module, read
 from .roofline import Roofline, roofline
-from .topology import Topology
+from .topology import IN_A_HOST, Topology
 
 # Whatever is an argument of the program, by the name its parameter has there.
 STATE_PARTS = {
@@ -199,20 +199,27 @@ def planned(
         usable=int(USABLE * device.memory if memory is None else memory),
         overlap=flights,
         roofline=found,
-        notes=(*notes, *unseen(found, flights, device, Topology.parse(topology))),
+        notes=(*notes, *unseen(module, found, flights, Topology.parse(topology))),
         text=module.text,
         **known,
     )
 
 
-def unseen(found: Roofline, flights: Overlap, device: Device, topology: Topology) -> Iterator[str]:
+def unseen(module: Module, found: Roofline, flights: Overlap, topology: Topology) -> Iterator[str]:
     """What the figures of a program do not show."""
     moves = [flight.collective for flight in flights.flights]
     if found.unknown:
         yield f"The operations of {', '.join(found.unknown)} are not counted."
-    if topology.hosts > 1 and any(1 < c.group_size <= device.in_a_host for c in moves):
-        yield f"Collectives of at most {device.in_a_host} devices are taken to stay within a machine."
-    if any(c.times is None for c in moves):
+    if topology.hosts > 1 and any(1 < c.group_size <= topology.devices for c in moves):
+        yield f"Collectives of at most {topology.devices} devices are taken to stay within a machine."
+    if topology.devices > IN_A_HOST:
+        yield (
+            f"{topology.devices} devices are taken to be one machine, though machines have {IN_A_HOST}: between two "
+            f"the links are slower. Give machines x devices, such as {topology.kind}:2x{-(-topology.devices // 2)}."
+        )
+    if any(count.conditional for count in module.executions.values()):
+        yield "Of a conditional every branch is counted as executed."
+    if not all(count.known for count in module.executions.values()):
         yield "A loop whose number of turns the program does not fix is counted as one turn."
 
 

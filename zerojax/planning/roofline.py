@@ -129,9 +129,12 @@ def sending_seconds(c: Collective, device: Device) -> float:
     return c.sent * c.times_if_once / device.sends(c.group_size)
 
 
-def launches(i: Instruction) -> bool:
-    """Whether an instruction is a kernel; of one that runs beside others, its start is."""
-    return i.opcode not in FREE and not i.opcode.endswith(("-update", "-done"))
+def launches(module: Module, i: Instruction) -> bool:
+    """Whether an instruction is a kernel: of one that runs beside others its start is, a fused collective is none."""
+    if i.opcode in FREE or i.opcode.endswith(("-update", "-done")):
+        return False
+    fused = _fused(module, i) if i.opcode in FUSIONS else []
+    return not any(inside.opcode in KINDS for inner in fused for inside in inner.instructions)
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
@@ -143,7 +146,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
         c, times = module.computations[name], module.executions[name].times_if_once
         running |= {call.callee for call in module.calls[name] if call.instruction.opcode in CONTROL}
         for i in c.instructions:
-            if launches(i):
+            if launches(module, i):
                 operations, unknown = _operations(module, c, i)
                 yield Kernel(i.name, times, dict(operations), _traffic(module, c, i), unknown)
 

@@ -13,7 +13,7 @@ from typing import Any
 from .devices import Device
 from .overlap import Flight, overlap
 from .program import Call, Instruction, Module, read
-from .roofline import Kernel, kernels, launches, sending_seconds
+from .roofline import FUSIONS, Kernel, kernels, launches, sending_seconds
 
 LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 
@@ -168,15 +168,15 @@ class _Player:
             elif i.opcode in ("call", "conditional"):
                 length = lambda call: len(self.module.computations[call.callee].instructions)
                 self.play(max(called, key=length).callee, depth=depth)
-            elif launches(i):
+            elif launches(self.module, i):
                 self.run(i)
         for span in flying.values():
             span.done = max(self.now, span.end)
 
     def flight(self, computation: str, i: Instruction, called: list[Call]) -> Flight | None:
-        """The collective that an instruction is or, as an asynchronous start, wraps."""
+        """The collective that an instruction is or, as an asynchronous start or a fusion, wraps."""
         keys = [(computation, i.name)]
-        if i.opcode == "async-start":
+        if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]
         return next((self.flights[key] for key in keys if key in self.flights), None)
 
