@@ -1,10 +1,13 @@
 """The command line, as a new user would try it: every error is one line and exit status 2."""
 
 import json
+import re
 
+import optax
 import pytest
 from typer.testing import CliRunner
 
+from zerojax import estimate
 from zerojax.cli import app
 
 MODELS = """
@@ -69,6 +72,14 @@ def estimated(*arguments):
     outcome = run("estimate", *arguments, "--json")
     assert outcome.exit_code == 0, outcome.output
     return json.loads(outcome.output)
+
+
+def test_colours_are_for_terminals_and_lines_are_whole():
+    plain = run("estimate", "7.5e9", "--devices", 64).output
+    colored = CliRunner().invoke(app, ["estimate", "7.5e9", "--devices", "64"], env={"FORCE_COLOR": "1"}).output
+    assert "\x1b[" not in plain
+    assert "\x1b[" in colored
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain == f"{estimate(7.5e9, tx=optax.adamw(1.0), devices=64)}\n"
 
 
 def test_a_number_of_parameters():

@@ -152,6 +152,9 @@ def test_the_command_line_verifies_and_exports(saved, tmp_path):
     done = command("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].dtype == jnp.bfloat16
+    assert json.loads(command("verify", saved, "--json").stdout) == {"intact": [3, 5]}
+    written = json.loads(command("export", saved, tmp_path / "again", "--json").stdout)
+    assert written == {"written": [f"{tmp_path}/again/model.safetensors"]}
 
 
 def test_errors_of_the_command_line_are_one_line(saved, tmp_path):

@@ -24,12 +24,14 @@ app = typer.Typer(
 
 Directory = Annotated[Path, typer.Argument(help="Where a Checkpointer saves.", show_default=False)]
 Step = Annotated[int | None, typer.Option(help="Which checkpoint.", show_default="the newest")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def verify(
     directory: Directory,
     step: Annotated[int | None, typer.Option(help="Which checkpoint.", show_default="all")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check every file of the checkpoints in DIRECTORY against its digest."""
 
@@ -38,8 +40,8 @@ def verify(
 
         return verify_steps(directory, step)
 
-    for one in attempted(check):
-        print(f"step {one}: intact")
+    intact = attempted(check)
+    show({"intact": intact} if as_json else "\n".join(f"step {one}: intact" for one in intact), as_json=as_json)
 
 
 @app.command()
@@ -50,6 +52,7 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating parameters, as to bfloat16.", show_default="as they are")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the parameters of a checkpoint in DIRECTORY to safetensors in OUT."""
 
@@ -58,8 +61,8 @@ def export(
 
         return export_checkpoint(directory, out, step=step, dtype=dtype)
 
-    for path in attempted(write):
-        print(path)
+    written = [str(path) for path in attempted(write)]
+    show({"written": written} if as_json else "\n".join(written), as_json=as_json)
 
 
 @app.command()
@@ -82,7 +85,7 @@ def estimate(
         str | None, typer.Option(help="host or disk: where optimizer state waits.", show_default="the device")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw it too, into this file.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Bytes per device and bytes sent per step, for every stage, before anything is built."""
 
@@ -103,7 +106,7 @@ def estimate(
     estimated = attempted(found)
     if png is not None:
         attempted(lambda: drawn("memory", estimated, png))
-    print(json.dumps(dataclasses.asdict(estimated), indent=2) if as_json else estimated)
+    show(dataclasses.asdict(estimated) if as_json else estimated, as_json=as_json)
 
 
 @app.command()
@@ -125,7 +128,7 @@ def plan(
         bool, typer.Option("--largest-batch", help="Look for the largest that fits; takes some compilations more.")
     ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw its timeline, into this file.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits."""
     # XLA warns of every program that does not fit; the plan says so itself.
@@ -158,13 +161,13 @@ def plan(
     made = attempted(found)
     if png is not None:
         attempted(lambda: drawn("timeline", made, png))
-    print(json.dumps(made.to_dict(), indent=2) if as_json else made)
+    show(made.to_dict() if as_json else made, as_json=as_json)
 
 
 @app.command()
 def doctor(
     path: Annotated[Path, typer.Option(help="A folder on the disk whose speed is wanted.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look at versions, devices, bandwidths, and whether offloading gives right numbers here; status 1 if not."""
 
@@ -175,14 +178,33 @@ def doctor(
         for finding in examine(path):
             findings.append(finding)
             if not as_json:
-                print(f"{'ok ' if finding.ok else 'BAD'}  {finding.name:24s} {finding.found}", flush=True)
+                verdict = ("ok ", "green") if finding.ok else ("BAD", "bold red")
+                show(f"  {finding.name:24s} {finding.found}", verdict)
         return findings
 
     findings = attempted(found, on_cpu=False)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        show([dataclasses.asdict(finding) for finding in findings], as_json=True)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def show(found: Any, *before: tuple[str, str], as_json: bool = False) -> None:
+    """Print what was found, in colours where that is a terminal; no line is broken.
+
+    Args:
+        found: As its `str` has it; for JSON, what that is made of.
+        before: Words in front of it, each with its style.
+        as_json: Whether to print JSON.
+    """
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+    from rich.highlighter import ReprHighlighter
+    from rich.text import Text
+
+    Console(soft_wrap=True).print(Text.assemble(*before, ReprHighlighter()(str(found))))
 
 
 def check_png(png: Path | None) -> None:
