@@ -2,13 +2,14 @@
 
 import json
 import re
+import sys
 
 import optax
 import pytest
 from typer.testing import CliRunner
 
 from zerojax import estimate
-from zerojax.cli import app
+from zerojax.cli import app, main
 
 MODELS = """
 from __future__ import annotations
@@ -177,3 +178,30 @@ def doctor_speed():
     from zerojax.offload.measure import Speed
 
     return Speed(1e9, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("nonsense", "No such command 'nonsense'."),
+        ("estimate", "Missing argument 'model'."),
+        ("estimate -7e9", "No such option: -7."),
+        ("estimate 7e9 --devices x", "Invalid value for '--devices'"),
+    ],
+)
+def test_a_wrong_use_is_one_line_too(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zerojax", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"zerojax: {said}")
+    assert line.endswith(". See zerojax --help.")
+
+
+def test_help_is_what_nothing_gives(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zerojax"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "estimate" in capsys.readouterr().out

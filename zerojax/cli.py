@@ -18,7 +18,6 @@ import typer
 FAILED = 2
 app = typer.Typer(
     help="ZeRO for JAX: estimate memory, plan a step, look after checkpoints.",
-    no_args_is_help=True,
     add_completion=False,
 )
 
@@ -232,5 +231,13 @@ def attempted(work: Callable[[], Any], *, on_cpu: bool = True) -> Any:
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; when it is used wrongly, that is one line and exit status 2, too."""
+    try:
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # what typer's own errors have
+        if said is None:
+            raise
+        print(f"zerojax: {' '.join(said().split()).rstrip('.')}. See zerojax --help.", file=sys.stderr)
+        status = FAILED
+    sys.exit(status)
