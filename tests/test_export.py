@@ -173,20 +173,14 @@ def test_errors_of_the_command_line_are_one_line(saved, tmp_path):
         assert not done.stdout
 
 
-def test_the_command_lines_help_needs_no_jax():
-    code = "import sys, zerojax.cli; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"jax", "optax", "numpy", "orbax"} & set(loaded)
-    start = time.perf_counter()
-    done = command("--help")
-    seconds = time.perf_counter() - start
-    assert done.returncode == 0
-    assert "verify" in done.stdout
-    assert "export" in done.stdout
-    assert seconds < 2  # 0.3 s on a quiet machine; the bound is for a busy one
-
-
 # --- preemption --------------------------------------------------------------------------------------------------
+
+
+def send(number, preemption):
+    """A signal to this process, and its arrival: another thread may get it first, and two that wait become one."""
+    os.kill(os.getpid(), number)
+    while preemption.signal is None:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -196,7 +190,7 @@ def test_a_signal_lets_the_loop_save_and_leave(number, tmp_path, caplog):
     with Checkpointer(tmp_path, every=100) as checkpoints, on_preemption() as preemption:
         for i in range(1, 50):
             if i == 7:
-                os.kill(os.getpid(), number)
+                send(number, preemption)
             stop = preemption.reached(i)
             checkpoints.save(state, {"i": i}, step=i, force=stop)
             if stop:
@@ -210,10 +204,10 @@ def test_a_signal_lets_the_loop_save_and_leave(number, tmp_path, caplog):
 
 def test_a_second_signal_stops_at_once():
     def block():
-        with on_preemption():
+        with on_preemption() as preemption:
+            send(signal.SIGINT, preemption)
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            time.sleep(60)
 
     with pytest.raises(KeyboardInterrupt):
         block()

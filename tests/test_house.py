@@ -107,5 +107,5 @@ finally:
     print(*sys.modules, file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "estimate" in done.stdout
+    assert all(command in done.stdout for command in ("estimate", "plan", "doctor", "verify", "export"))
     assert not {"jax", "jaxlib", "numpy", "optax", "flax", "matplotlib", "orbax"} & set(done.stderr.split())
