@@ -34,6 +34,7 @@ UNEVEN_ROWS = (
     "{} is looked for in rows, but the leaves of this batch have different numbers of them on dim 0, or none. Pass "
     "values that belong to no row as further arguments, after the batch."
 )
+OFFLOADS = (None, Offload(optimizer="host"))  # what `plan.fit` chooses from
 
 
 class Moved(NamedTuple):
@@ -121,7 +122,7 @@ class Planner:
         gpu: str = "h200",
         devices: int | None = 8,
         stages: int | Sequence[int] = tuple(STAGES),
-        offload: Offload | Sequence[Offload | None] | None = (None, Offload(optimizer="host")),
+        offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         rows: int | Sequence[int] | None = None,
         memory: float | None = None,
         link: float | None = None,
