@@ -155,6 +155,18 @@ def test_flax_modules_and_their_frozen_leaves():
     assert frozen[0].opt_state == 2 * 4 * 8 + 4  # two moments of the bias, and Adam's count
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_keys_among_frozen_leaves_are_counted_and_not_sent(stage):
+    weights = {"w": jnp.ones((64, 64))}
+    params, only = {**weights, "key": jax.random.key(0)}, {"w": True, "key": False}
+    options = {"stage": stage, "mesh": mesh_of(8), "persist_below": 0}
+    found = report(zero_shard(optax.adam(1e-3), trainable=only, **options).create(params))
+    options = {"stages": (stage,), "persist_below": 0}
+    predicted = estimate(params, trainable=only, **options)[stage]
+    assert (predicted.params, predicted.opt_state) == (found.bytes["params"], found.bytes["opt_state"])
+    assert predicted.sent == estimate(weights, **options)[stage].sent
+
+
 def test_disk_and_fraction():
     offloaded = Offload(optimizer="disk", path="anywhere")
     row = estimate(7.5e9, devices=8, offload=offloaded)[3]
@@ -194,8 +206,16 @@ def test_it_prints_a_table():
         (1e9, {"devices": 0}, ValueError, "at least 1"),
         (1e9, {"devices": 2.5}, TypeError, "devices counts devices and must be an int"),
         (1e9, {"stages": (4,)}, ValueError, "Unknown ZeRO stage 4"),
+        (1e9, {"accumulate": 0}, ValueError, "accumulate counts microbatches and must be at least 1"),
+        (awkward_params(), {"loss_fn": awkward_loss}, ValueError, "needs the global batch"),
     ],
 )
 def test_bad_input_is_refused(model, options, error, message):
     with pytest.raises(error, match=message):
         estimate(model, **options)
+
+
+def test_a_stage_that_was_not_asked_for_is_missing():
+    with pytest.raises(KeyError):
+        estimate(1e9, stages=(1,))[3]
+    assert estimate(1e9, devices=(4, 8))[1].devices == 4

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
-from zerojax import Offload, Precision, estimate, plan, zero_shard
+from zerojax import Offload, Precision, estimate, plan, planner, zero_shard
 from zerojax.config import Config
 from zerojax.planning import fitting
 from zerojax.planning.devices import Device
@@ -252,7 +253,11 @@ def test_without_the_extra_it_says_what_to_install():
     ("batch", "options", "error", "message"),
     [
         ((8, 64, 512), {"gpu": "h900"}, ValueError, "the GPUs known are"),
-        ((8, 64, 512), {"devices": 0}, ValueError, "Unknown topology 'h200:0'"),
+        ((8, 64, 512), {"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
+        ((8, 64, 512), {"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
+        ((8, 64, 512), {"memory": 0}, ValueError, "memory is a GPU's, in bytes, and must be above 0"),
+        ((8, 64, 512), {"host_link": -50e9}, ValueError, "host_link is a GPU's, in bytes per second"),
+        ((8, 64, 512), {"rows": np.float32(8)}, TypeError, "must be an int"),
         ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
         ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),
         ((), {}, ValueError, "The cheapest batch is looked for in rows"),
@@ -261,3 +266,17 @@ def test_without_the_extra_it_says_what_to_install():
 def test_bad_input_is_refused(batch, options, error, message):
     with pytest.raises(error, match=message):
         plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct(batch, jnp.float32), **options)
+
+
+def test_no_loss_is_refused():
+    with pytest.raises(ValueError, match="names no loss"):
+        plan.fit(optax.adam(1e-3), {}, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
+
+
+def test_one_choice_needs_no_sequence(monkeypatch):
+    monkeypatch.setattr(planner, "absent_mesh", lambda topology, axis="data": abstract_mesh(8, axis))
+    monkeypatch.setattr(planner, "PlainGradient", lambda *args: Model(4 * MB))
+    monkeypatch.setattr(planner, "search", lambda *args, limits, **others: limits.ways)
+    fit = lambda **options: plan.fit(optax.adam(1e-3), chain, LAYERS, BATCH, **options)
+    assert fit(stages=3, offload=HOST) == [(3, HOST)]
+    assert fit(stages=(2, 3), offload=None) == [(2, None), (3, None)]

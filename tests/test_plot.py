@@ -97,6 +97,20 @@ def test_holdings_are_those_of_the_arrays(mesh):
     assert held["whole"].whole
 
 
+def test_a_leaf_that_is_whole_on_some_devices_is_not_on_every_one():
+    first, second, *_ = jax.devices()
+    texts = lambda state: [text.get_text() for text in plot.holdings(state).axes[0].texts]
+    there = {"a": jax.device_put(jnp.zeros(9), first), "b": jax.device_put(jnp.zeros(9), second)}
+    assert texts(there) == [f"whole on device {first.id}", f"whole on device {second.id}"]
+    assert texts({"a": there["a"]}) == ["whole on every device"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("state", [{}, None, jnp.ones(())], ids=["empty", "none", "scalar"])
+def test_nothing_to_draw_is_an_empty_picture(state):
+    assert png(plot.holdings(state)).startswith(b"\x89PNG")
+
+
 def test_holdings_of_a_state_that_waits(mesh):
     offload = Offload(optimizer="host")
     state = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=50, offload=offload).create(awkward_params())

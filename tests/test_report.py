@@ -44,6 +44,14 @@ def test_bytes_of_any_pytree():
     assert report(jnp.ones(3)).tree["array"].device == 12
 
 
+def test_layers_on_several_devices_do_not_add_up_to_what_no_device_has():
+    put = lambda i: jax.device_put(jnp.ones(100), jax.devices()[i])
+    found = report({"params": {f"layer_{i}": put(i % 2) for i in range(4)}})
+    assert found.total == found.tree.device == found.tree["params"].device == found.bytes["params"] == 800
+    assert [line.count for line in lines(found.tree) if line.depth == 1] == [1] * 4  # not alike: they lie elsewhere
+    assert "layer_3" in str(found)
+
+
 CASES = list(itertools.product(("adamw", "adafactor"), range(4), (1, 2, 3, 8)))
 QUICK = {("adamw", 3, 8), ("adamw", 0, 1), ("adafactor", 2, 3), ("adafactor", 1, 2)}
 

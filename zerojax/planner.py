@@ -34,6 +34,7 @@ UNEVEN_ROWS = (
     "{} is looked for in rows, but the leaves of this batch have different numbers of them on dim 0, or none. Pass "
     "values that belong to no row as further arguments, after the batch."
 )
+OFFLOADS = (None, Offload(optimizer="host"))  # what `plan.fit` chooses from
 
 
 class Moved(NamedTuple):
@@ -120,8 +121,8 @@ class Planner:
         *args: Any,
         gpu: str = "h200",
         devices: int | None = 8,
-        stages: Sequence[int] = tuple(STAGES),
-        offload: Sequence[Offload | None] = (None, Offload(optimizer="host")),
+        stages: int | Sequence[int] = tuple(STAGES),
+        offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         rows: int | Sequence[int] | None = None,
         memory: float | None = None,
         link: float | None = None,
@@ -150,8 +151,8 @@ class Planner:
             *args: Further arguments of the loss; shapes are enough.
             gpu: Which, as in a topology: `"h200"`.
             devices: How many; None looks for the fewest: 1, 2, 4, 8 and so on.
-            stages: Which may be chosen.
-            offload: What may be chosen; None is nothing. Stage 0 offloads nothing. The compiled
+            stages: Which may be chosen, one or several.
+            offload: What may be chosen, one or several; None is nothing. Stage 0 offloads nothing. The compiled
                 check does not see host memory, and counts offloaded parameters as the device's.
             rows: Of the global batch, one number or several to choose from; those that the
                 devices divide count. Default: one a device, doubled as long as a row gets
@@ -167,18 +168,22 @@ class Planner:
             The choice, its compiled plan, and everything tried; print it for a table.
 
         Raises:
-            ValueError: If nothing fits, the GPU is unknown, an option is out of range, or the
-                leaves of the batch have different numbers of rows.
-            TypeError: If a number of rows is no integer.
+            ValueError: If nothing fits, the GPU is unknown, an option is out of range, no loss is
+                given, or the leaves of the batch have different numbers of rows.
+            TypeError: If a number of rows or of devices is no integer.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
-        some = (rows,) if isinstance(rows, int) else rows
+        if not losses:
+            raise ValueError("loss_fn names no loss. Give one, or several by name.")
+        some = None if rows is None else several(rows)
         for count in some or ():
             check_count("rows", count, "rows of the global batch", least=1)
+        if devices is not None:
+            check_count("devices", devices, "GPUs", least=1)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
-        limits = Limits(gpu, stages, offload, some, memory, link, network, host_link)
+        limits = Limits(gpu, several(stages), several(offload), some, memory, link, network, host_link)
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
         first = absent_mesh(f"{gpu}:{counts[0]}")  # says at once what is not installed, or not known
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, first)
@@ -199,6 +204,11 @@ class Planner:
 
 
 plan = Planner()
+
+
+def several(given: Any) -> Sequence[Any]:
+    """What may be chosen: a sequence, or one thing alone."""
+    return given if isinstance(given, Sequence) else (given,)
 
 
 def moved_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> Moved:

@@ -110,7 +110,9 @@ def holdings(state: Any) -> Figure:
         hatch: dict[str, Any] = {"hatch": "///", "edgecolor": "white"} if held.waits else {}
         if held.whole:
             axes.barh(i, 1, 0.7, color=WHOLE, **hatch)
-            axes.annotate("whole on every device", (0.5, i), ha="center", va="center", fontsize="small")
+            ids = sorted(device for device, _, _ in held.parts)
+            where = "every device" if ids == devices else f"device {', '.join(map(str, ids))}"
+            axes.annotate(f"whole on {where}", (0.5, i), ha="center", va="center", fontsize="small")
             continue
         for device, start, stop in held.parts:
             axes.barh(i, stop - start, 0.7, left=start, color=shade[devices.index(device)], **hatch)
@@ -120,7 +122,8 @@ def holdings(state: Any) -> Figure:
     for device in devices:
         axes.bar(0, 0, color=shade[devices.index(device)], label=f"device {device}")
     axes.set_title("Which device holds what" + "; hatched: waits elsewhere" * any(held.waits for held in found))
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    if devices:
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -203,7 +206,7 @@ class Held(NamedTuple):
         name: Its path.
         size: In bytes, of one copy.
         parts: `(device, start, stop)` of each part, as shares of the dim that is cut.
-        whole: Whether every device holds all of it.
+        whole: Whether each of its devices holds all of it.
         waits: Whether it is outside the devices' memory.
     """
 

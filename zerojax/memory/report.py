@@ -29,7 +29,7 @@ class Row:
         shape: Logical shape where it is known, else storage shape.
         dtype: Element type.
         place: `"device"`, `"host"` or `"disk"`.
-        bytes: Bytes of the device that has most of it in that place, padding included.
+        held: Bytes of each device in that place, padding included.
         total: Bytes of one copy in storage, over all devices.
         where: The `PartitionSpec` and memory kind, or what else is known.
         note: Why it is not divided, or how it is padded; empty where it is plainly cut.
@@ -41,10 +41,15 @@ class Row:
     shape: tuple[int, ...]
     dtype: Any
     place: str
-    bytes: int
+    held: dict[jax.Device, int]
     total: int
     where: str
     note: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the device that has most of it."""
+        return max(self.held.values(), default=0)
 
     def __str__(self) -> str:
         """Type, shape, where it lies, and why it is not cut."""
@@ -80,7 +85,7 @@ class Report:
     @functools.cached_property
     def tree(self) -> Node:
         """Bytes by part, module and leaf; `tree["master"]` are the master weights, `tree["opt_state"]` the rest."""
-        return grown(Leaf(row.steps, row.place, row.bytes, str(row)) for row in self.rows)
+        return grown(Leaf(row.steps, row.place, row.held, str(row)) for row in self.rows)
 
     @property
     def title(self) -> str:
@@ -141,8 +146,8 @@ def report(state: Any) -> Report:
             per_device[device] = per_device.get(device, 0) + (size if place == "device" else 0)
             devices[device] = devices.get(device, 0) + size
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
-        most, reason = max(held.values(), default=0), reasons.get((part, inner)) or found_note(x, array, held)
-        rows.append(Row(part, inner, steps, shape, x.dtype, place, most, whole_bytes(array), describe(array), reason))
+        reason = reasons.get((part, inner)) or found_note(x, array, held)
+        rows.append(Row(part, inner, steps, shape, x.dtype, place, held, whole_bytes(array), describe(array), reason))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in found.items()} for found in places.values())
     return Report(device, per_device, tuple(rows), host, disk, updated(state))
 
@@ -209,7 +214,7 @@ def found_note(x: Any, array: jax.Array | Chunked, held: dict) -> str:
     if isinstance(array, Chunked):
         return ""
     alone = held and max(held.values()) == whole_bytes(array)
-    return "whole on each of its devices" if alone else ""
+    return "whole on each of its devices" if alone and len(held) > 1 else ""
 
 
 def describe(array: jax.Array | Chunked) -> str:
@@ -220,7 +225,8 @@ def describe(array: jax.Array | Chunked) -> str:
         where = "on disk" if array.store is not None else "in host memory"
         return f"{spec} {where}, {len(array.cut.extents)} piece{'s' * (len(array.cut.extents) > 1)}"
     kind = sharding.memory_kind
-    text = f"{spec}" if spec is not None else type(sharding).__name__
+    alone = next(iter(sharding.device_set)) if len(sharding.device_set) == 1 else None
+    text = f"{spec}" if spec is not None else f"device {alone.id}" if alone else type(sharding).__name__
     return text if kind in (None, "device") else f"{text} in {kind}"
 
 

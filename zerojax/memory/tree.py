@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -22,13 +23,13 @@ class Leaf(NamedTuple):
     Attributes:
         steps: Its path, from the part on.
         place: One of `PLACES`.
-        bytes: Bytes per device there.
+        held: Bytes there of each device.
         said: Type, shape, where it lies, and why it is not cut.
     """
 
     steps: tuple[str, ...]
     place: str
-    bytes: int
+    held: Mapping[Any, int]
     said: str
 
 
@@ -39,9 +40,9 @@ class Node:
     Two nodes are equal if everything below them is: their own names are not part of them.
 
     Attributes:
-        device: Bytes per device in its memory; of a leaf, on the device that has most of it.
-        host: Bytes per device that wait in host memory.
-        disk: Bytes per device that wait on disk.
+        device: Bytes in the memory of the device that has most of it.
+        host: Bytes that wait in host memory, of the device that has most there.
+        disk: As `host`, on disk.
         said: Of a leaf, its type, shape, where it lies, and why it is not cut; else empty.
         children: What it consists of, each with its name.
     """
@@ -80,15 +81,16 @@ class Line(NamedTuple):
 def grown(leaves: Iterable[Leaf]) -> Node:
     """The tree of some leaves."""
     branches: dict[str, list[Leaf]] = {}
-    sizes: dict[str, int] = dict.fromkeys(PLACES, 0)
+    held: dict[str, Counter] = {place: Counter() for place in PLACES}
     said = ""
     for leaf in leaves:
-        sizes[leaf.place] += leaf.bytes
+        held[leaf.place].update(leaf.held)
         if leaf.steps:
             branches.setdefault(leaf.steps[0], []).append(leaf._replace(steps=leaf.steps[1:]))
         else:
             said = leaf.said
     children = tuple((name, grown(inside)) for name, inside in branches.items())
+    sizes = {place: max(found.values(), default=0) for place, found in held.items()}
     return Node(**sizes, said=said, children=children)
 
 

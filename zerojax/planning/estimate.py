@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from ..config import PERSIST_BELOW, STAGES, Config, Offload, Precision, check_count
+from ..config import PERSIST_BELOW, STAGES, Config, Offload, Paths, Precision, check_count
 from ..layout.leaf import Leaf
 from ..layout.tree import Layout
 from ..stages.loss import Loss
@@ -118,8 +118,12 @@ class Estimate:
     rows: tuple[StageEstimate, ...]
 
     def __getitem__(self, stage: int) -> StageEstimate:
-        """The row of a stage, on the first number of devices that was asked for."""
-        return next(row for row in self.rows if row.stage == stage)
+        """The row of a stage, on the first number of devices that was asked for.
+
+        Raises:
+            KeyError: If it was not asked for.
+        """
+        return {row.stage: row for row in reversed(self.rows)}[stage]
 
     def break_even_tokens(self, stage: int, *, link: float, flops: float, recomputed: bool = True) -> float:
         """Tokens per device and step from which on computing takes as long as sending.
@@ -224,7 +228,7 @@ def estimate(
     Raises:
         TypeError: If the model is none of these, or a count is no integer.
         ValueError: If a count is not positive, a stage unknown, the batch cannot be divided, or
-            a loss is given for a mere count of parameters.
+            a loss is given without a batch or for a mere count of parameters.
         ModuleNotFoundError: If `gpu` is given and the extra `aot` is not installed.
 
     References:
@@ -234,11 +238,15 @@ def estimate(
         >>> round(estimate(7.5e9, devices=64)[1].total / 1e9, 1)
         31.4
     """
+    check_count("accumulate", accumulate, "microbatches", least=1)
     number = float(model) if isinstance(model, numbers.Real) else None
+    chosen: Any = trainable if trainable is None or callable(trainable) else Paths.of(trainable)
     tx = optax.adam(1e-3) if tx is None else tx
     precision = Precision.bf16() if number is not None and precision is None else precision
     if loss_fn is not None and number is not None:
         raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
+    if loss_fn is not None and not jax.tree.leaves(batch):
+        raise ValueError("The peak of a loss needs the global batch, too. Give batch=; shapes are enough.")
     plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, has_aux, weighted), tuple(args), gpu)
     rows, size, trained = [], 0, 0
     for count in devices if isinstance(devices, Sequence) else (devices,):
@@ -253,7 +261,7 @@ def estimate(
                 persist_below=persist_below if number is None else 0,
                 prefetch=prefetch,
                 precision=precision,
-                trainable=trainable,
+                trainable=chosen,
                 offload=offload if stage else None,
             )
             layout = layout_of(config, params)
@@ -376,9 +384,11 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> float:
     total = 0
     for i, (leaf, dtype) in enumerate(zip(layout.params, layout.compute, strict=True)):
         trained = i in layout.trained and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        summed = reduced_type(config, np.dtype(dtype)).itemsize
         small = config.stage == 3 and leaf.kind != "cut"
-        gathered = (trained if config.stage < 3 or small else True) * (1 if small else gathers)
+        if not trained and (config.stage < 3 or small):
+            continue  # stays where it is; a key has no type of NumPy's
+        summed = reduced_type(config, np.dtype(dtype)).itemsize
+        gathered = 1 if small else gathers
         total += leaf.size * (trained * reduces * summed + gathered * gathered_itemsize(config, leaf, dtype))
     return total * (config.shards - 1) / config.shards
 

@@ -135,6 +135,16 @@ class Limits:
     network: float | None
     host_link: float | None
 
+    def __post_init__(self):
+        """Refuse what no GPU has.
+
+        Raises:
+            ValueError: If the memory or the speed of the host link is not above 0.
+        """
+        for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):
+            if given is not None and not given > 0:
+                raise ValueError(f"{name} is a GPU's, in bytes{unit}, and must be above 0, not {given}.")
+
     def device(self, count: int) -> Device:
         """One of `count` GPUs."""
         return Device.of(Topology.parse(f"{self.gpu}:{count}"), link=self.link, network=self.network)
