@@ -90,6 +90,7 @@ def test_a_number_of_parameters():
     found = estimated("7.5e9", "--devices", 4, "--devices", 64, "--stage", 3)
     assert [(row["stage"], row["devices"]) for row in found["rows"]] == [(3, 4), (3, 64)]
     assert found["parameters"] == 7_500_000_000
+    assert [row["total"] for row in found["rows"]] == [16 * 7_500_000_000 // 4 + 4, 16 * 7_500_000_000 // 64 + 4]
 
 
 @pytest.mark.parametrize(

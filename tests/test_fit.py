@@ -208,6 +208,12 @@ def test_it_prints_a_line_for_each_way():
     assert "does not fit: at least" in str(looked_for(120 * MB)[0])
 
 
+def test_columns_stand_apart_whatever_a_loss_is_called():
+    title, *rows = str(looked_for(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]
+    assert title.split()[:4] == ["devices", "stage", "loss", "state"]
+    assert all(row[title.index("state") :].startswith(("device", "host")) for row in rows)
+
+
 def chain(params, batch):
     for w in params["layers"]:
         batch = jnp.tanh(batch @ w)
@@ -276,7 +282,8 @@ def test_no_loss_is_refused():
 def test_one_choice_needs_no_sequence(monkeypatch):
     monkeypatch.setattr(planner, "absent_mesh", lambda topology, axis="data": abstract_mesh(8, axis))
     monkeypatch.setattr(planner, "PlainGradient", lambda *args: Model(4 * MB))
-    monkeypatch.setattr(planner, "search", lambda *args, limits, **others: limits.ways)
-    fit = lambda **options: plan.fit(optax.adam(1e-3), chain, LAYERS, BATCH, **options)
-    assert fit(stages=3, offload=HOST) == [(3, HOST)]
-    assert fit(stages=(2, 3), offload=None) == [(2, None), (3, None)]
+    monkeypatch.setattr(planner, "search", lambda config, losses, *args, limits, **others: (limits.ways, [*losses]))
+    fit = lambda loss=chain, **options: plan.fit(optax.adam(1e-3), loss, LAYERS, BATCH, **options)
+    assert fit(stages=3, offload=HOST) == ([(3, HOST)], ["loss"])
+    assert fit(stages=(2, 3), offload=None) == ([(2, None), (3, None)], ["loss"])
+    assert fit({1: chain}, stages=3, offload=None)[1] == ["1"]  # a name is printed, whatever it is

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import awkward_params
 from test_cli import run
 
@@ -103,6 +104,17 @@ def test_a_leaf_that_is_whole_on_some_devices_is_not_on_every_one():
     there = {"a": jax.device_put(jnp.zeros(9), first), "b": jax.device_put(jnp.zeros(9), second)}
     assert texts(there) == [f"whole on device {first.id}", f"whole on device {second.id}"]
     assert texts({"a": there["a"]}) == ["whole on every device"]
+
+
+@pytest.mark.parametrize("spec", [("data", "model"), ("data",)])
+def test_no_device_is_drawn_over_another(spec):
+    both = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+    leaf = jax.device_put(jnp.zeros((8, 8)), NamedSharding(both, PartitionSpec(*spec)))
+    (axes,) = plot.holdings({"leaf": leaf}).axes
+    bars = [bar.get_bbox() for bar in axes.patches if bar.get_width() == 0.25]
+    assert len(bars) == 8
+    assert sum(bar.width * bar.height for bar in bars) == pytest.approx(0.7)
+    assert len({(bar.x0, round(bar.y0, 6)) for bar in bars}) == 8
 
 
 @pytest.mark.filterwarnings("error")

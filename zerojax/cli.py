@@ -105,7 +105,11 @@ def estimate(
     estimated = attempted(found)
     if png is not None:
         attempted(lambda: drawn("memory", estimated, png))
-    show(dataclasses.asdict(estimated) if as_json else estimated, as_json=as_json)
+    if as_json:
+        totals = [{**dataclasses.asdict(row), "total": row.total} for row in estimated.rows]
+        show({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
+    else:
+        show(estimated)
 
 
 @app.command()

@@ -173,7 +173,8 @@ class Planner:
             TypeError: If a number of rows or of devices is no integer.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        losses = {str(name): loss for name, loss in named.items()}
         if not losses:
             raise ValueError("loss_fn names no loss. Give one, or several by name.")
         some = None if rows is None else several(rows)

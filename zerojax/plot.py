@@ -115,7 +115,11 @@ def holdings(state: Any) -> Figure:
             axes.annotate(f"whole on {where}", (0.5, i), ha="center", va="center", fontsize="small")
             continue
         for device, start, stop in held.parts:
-            axes.barh(i, stop - start, 0.7, left=start, color=shade[devices.index(device)], **hatch)
+            # on several mesh axes some devices hold the same stretch, or differ along another dim: one above the other
+            sharing = [other for other, *stretch in held.parts if stretch == [start, stop]]
+            height = 0.7 / len(sharing)
+            y = i - 0.35 + height * (sharing.index(device) + 0.5)
+            axes.barh(y, stop - start, height, left=start, color=shade[devices.index(device)], **hatch)
     axes.set_yticks(range(len(found)), [held.name for held in found], fontsize="small")
     axes.invert_yaxis()
     axes.set(xlabel="share of the leaf, along the dim that is cut", xlim=(0, 1))

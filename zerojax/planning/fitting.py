@@ -97,7 +97,7 @@ class Fit:
         for candidate in self.tried:
             if candidate.group not in seen or candidate == self.chosen:
                 seen[candidate.group] = candidate
-        width = max(len(c.remat) for c in seen.values()) + 2
+        width = max(len(name) for name in ("loss", *(c.remat for c in seen.values()))) + 2
         lines = [
             f"{self.chosen} on {self.plan.topology}",
             f"  compiled: {in_words(self.plan.peak)} of {in_words(self.plan.usable)} usable per device",
