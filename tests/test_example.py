@@ -84,6 +84,7 @@ def test_every_stage_learns_the_same(tmp_path):
     assert found[0] == pytest.approx(found[1], abs=2e-3)  # printed to three digits
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_microbatches_learn_much_the_same(tmp_path):
     twice = [*SMALL, "--stage", "2", "--batch", "16"]
     plain = train(tmp_path, *twice)
