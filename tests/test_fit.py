@@ -11,7 +11,7 @@ import pytest
 
 from zerojax import Offload, Precision, estimate, plan, planner, zero_shard
 from zerojax.config import Config
-from zerojax.planning import fitting
+from zerojax.planning import fitting, topology
 from zerojax.planning.devices import Device
 from zerojax.planning.estimate import abstract_mesh
 from zerojax.planning.fitting import ALIKE, MARGIN, Limits, search
@@ -249,8 +249,8 @@ def test_fewest_gpus_of_a_transformation_with_types_of_its_own():
     assert found[40 * MB].chosen.devices < found[12 * MB].chosen.devices
 
 
-@pytest.mark.skipif(installed(), reason="the extra aot is installed")
-def test_without_the_extra_it_says_what_to_install():
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(topology, "installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
         plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
 
