@@ -26,8 +26,8 @@ import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, zero_shard
-from zerojax.planning.overlap import overlap
-from zerojax.planning.topology import absent_mesh
+from zerojax.gpus.topology import absent_mesh
+from zerojax.inspect.overlap import overlap
 
 
 def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:
@@ -53,9 +53,9 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     compiled = lowered.compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(shapes).plan.parts
+    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(shapes).plan.grads
     width = jnp.dtype(yardstick.SIZES["gpu"].dtype).itemsize
-    cut = sum(leaf.size for leaf in parts if leaf.kind == "cut") * width
+    cut = sum(leaf.size for leaf in parts if leaf.kind == "sharded") * width
     return {
         "style": style,
         "way": way,

@@ -230,9 +230,9 @@ def streamed_program(args, tx, grads, states):
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from zerojax import Offload, zero_shard
-    from zerojax.stages.split import SHARED
-    from zerojax.train.hosted import on_host
-    from zerojax.train.streaming import Streamed
+    from zerojax.optim.partition import SHARED
+    from zerojax.streaming.host_update import on_host
+    from zerojax.streaming.stream import Streamed
 
     offload = Offload(optimizer="host", update="host", chunk_bytes=grads[0].nbytes)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

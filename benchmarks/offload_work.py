@@ -29,9 +29,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import Offload, Precision, report, zero_shard
 from zerojax.offload import measure, remat_policy
 from zerojax.offload.host import available_bytes, moved, on_host
+from zerojax.streaming.stores import store_for
 from zerojax.testing import train_plain
 from zerojax.train.step import here_of
-from zerojax.train.tiers import tier_of
 
 CHECKED = [(stage, "fp32", name) for stage in (3, 2, 1) for name in ("none", "host/device", "host/host")]
 CHECKED[3:3] = [(3, "fp32", "host/device half"), (3, "fp32", "disk/device")]
@@ -214,7 +214,7 @@ def update_seconds(step, tx, state, batch, steps):
         new, _, begun = step._begun(state.replace(opt_state=here_of(state)), batch)
         jax.block_until_ready((jax.tree.leaves(new), begun))
         begin = time.perf_counter()
-        params, held = step._streamed(plan).run(begun, tier_of(tx.config, plan, leaves))
+        params, held = step._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
         jax.block_until_ready((params, jax.tree.leaves(held)))
         seconds.append(time.perf_counter() - begin)
         stored = jax.tree.unflatten(plan.layout.treedef, params)
@@ -228,7 +228,7 @@ def bytes_across(tx, step, state):
     to_device = to_host = 0
     for task in streamed.split.tasks:
         if streamed.runs_on_host(task):
-            to_host += sum(plan.parts[i].local_bytes for i in task.params)
+            to_host += sum(plan.grads[i].local_bytes for i in task.params)
             to_device += sum(plan.trained.params[i].local_bytes for i in task.params)
         else:
             moved_bytes = sum(plan.state[k].local_bytes for k in task.state)

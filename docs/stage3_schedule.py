@@ -5,7 +5,7 @@
 Needs the extras `aot` and `examples`, no GPU. The order of the work, what overlaps what, the bytes
 and the memory are the compiled program's own. The time axis is an estimate: the program is played
 on two queues, one for kernels and one for collectives, each piece of work taking as long as it
-would at the device's peak rates (`zerojax.planning.timeline`).
+would at the device's peak rates (`zerojax.inspect.timeline`).
 """
 
 import os
@@ -25,11 +25,11 @@ import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, zero_shard
-from zerojax.planning.devices import Device
-from zerojax.planning.overlap import overlap
-from zerojax.planning.program import Instruction, read
-from zerojax.planning.timeline import play
-from zerojax.planning.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.inspect.hlo import Instruction, read
+from zerojax.inspect.overlap import overlap
+from zerojax.inspect.timeline import play
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -35,11 +35,11 @@ def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) ->
     found = {
         "params": sum(leaf.local_bytes for leaf in plan.layout.params),
         # Gradients live within a step only: of them the layout is all there is to ask for.
-        "grads": sum(gradient(part, narrow) for part, narrow in zip(plan.parts, compute, strict=True)),
+        "grads": sum(gradient(part, narrow) for part, narrow in zip(plan.grads, compute, strict=True)),
         "opt_state": sum(leaf.local_bytes for leaf, cut in held if cut is None),
     }
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    paper = paper_formula(count, stage, tx.config.shards, width=max(x.itemsize for x in compute))
+    paper = paper_formula(count, stage, tx.config.data.workers, width=max(x.itemsize for x in compute))
     return Memory(found, paper, sum(leaf.local_bytes for leaf, cut in held if cut is not None))
 
 

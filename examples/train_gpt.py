@@ -154,7 +154,7 @@ def train(
     step = tx.train_step(loss, accumulate=args.accumulate)
     # Only the loss is asked for, so the compiler drops the gradient.
     held_out_loss = jax.jit(lambda params, windows: tx.value_and_grad(loss)(params, windows)[0])
-    rows = round_up(HELD_OUT_BYTES // args.seq, tx.config.shards)
+    rows = round_up(HELD_OUT_BYTES // args.seq, tx.config.data.workers)
     held_out = even_windows(corpus.held_out, rows=rows, length=args.seq)
     every = max(1, steps // EVALUATIONS)
     curve = curve or Curve({}, {})

@@ -267,7 +267,7 @@ def gradient_inside(p, x):
 
 
 def marked_block(p, x):
-    from zerojax.stages.gather import block
+    from zerojax.gather import block
 
     @block
     def layer(w, v, x):

@@ -9,8 +9,8 @@ from conftest import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
-from zerojax.stages.gather import gather_on_use
 
 DEVICES = 8
 ROWS = P("data")
@@ -31,7 +31,7 @@ class Setup:
 
     @property
     def specs(self):
-        return self.each(lambda leaf: leaf.manual_spec)
+        return self.each(lambda leaf: leaf.local_spec)
 
     def each(self, fn, *trees):
         """`fn(leaf, *values)` for every parameter."""
@@ -46,7 +46,7 @@ def lay_out(params, dims, devices=DEVICES):
     """`dims` says for each leaf which dim is cut; -1 is whole."""
 
     def one(path, x, dim):
-        kind, dim = ("whole", None) if dim < 0 else ("cut", dim)
+        kind, dim = ("replicated", None) if dim < 0 else ("sharded", dim)
         return Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), "data", devices, kind, dim)
 
     return Setup(mesh_of(devices), jax.tree_util.tree_map_with_path(one, params, dims))
@@ -57,7 +57,7 @@ def stored(params, setup):
 
     def one(leaf, x):
         pad = [(0, s - n) for s, n in zip(leaf.storage_shape, leaf.shape, strict=True)]
-        return jax.device_put(np.pad(x, pad), NamedSharding(setup.mesh, leaf.manual_spec))
+        return jax.device_put(np.pad(x, pad), NamedSharding(setup.mesh, leaf.local_spec))
 
     return setup.each(one, params)
 
@@ -82,14 +82,14 @@ def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
     axis_size = setup.mesh.shape["data"]
 
     def body(params, batch):
-        wrapped = gather_on_use(fn, setup.layout, axis="data", **options)
+        wrapped = gather_on_use(fn, setup.layout, axis=("data",), **options)
         out, grads = jax.value_and_grad(wrapped, has_aux=has_aux, allow_int=True)(params, batch)
         value, aux = out if has_aux else (out, ())
 
         def averaged(leaf, g):
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape, jnp.float32)
-            return g / axis_size if leaf.kind == "cut" else jax.lax.pmean(g, "data")
+            return g / axis_size if leaf.kind == "sharded" else jax.lax.pmean(g, "data")
 
         value, aux = jax.lax.pmean((value, aux), "data")
         return value, setup.each(averaged, grads), aux

@@ -36,7 +36,7 @@ def main(folder, steps, where):
 def moments(state):
     from zerojax.checkpoint.canonical import logical, slots_of
     from zerojax.layout.chunked import is_chunked
-    from zerojax.stages.pieces import joined
+    from zerojax.placement.chunking import joined
 
     slots = [slot for name, slot in slots_of(state).items() if name.startswith("opt_state")]
     return [logical(joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for s in slots]

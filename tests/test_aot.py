@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from zerojax import Precision, collectives, zero_shard
-from zerojax.planning.topology import absent_mesh, installed
+from zerojax.gpus.topology import absent_mesh, installed
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,7 +7,7 @@ import pytest
 import yardstick
 
 from zerojax import check, zero_shard
-from zerojax.planning import topology
+from zerojax.gpus import topology
 
 OLD = jax.__version_info__ < (0, 11)
 

@@ -23,7 +23,7 @@ NEWEST = "step_00000002"
 FILES = {
     "arrays/params.w/1.0": "params['w']",
     "arrays/opt_state.0.mu.b/0": "opt_state[0].mu['b']",
-    "arrays/guard.scale/0": "guard.scale",
+    "arrays/scaling.scale/0": "scaling.scale",
     "arrays/opt_state.0.mu.w/.zarray": "opt_state[0].mu['w']",
     "arrays/_METADATA": "",
     "data.0.json": "",

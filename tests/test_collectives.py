@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zerojax.planning.hlo import KINDS, Array, Collective, Collectives, collectives
-from zerojax.planning.overlap import overlap
+from zerojax.inspect.collectives import KINDS, Array, Collective, Collectives, collectives
+from zerojax.inspect.overlap import overlap
 
 CUT, WHOLE = P("data"), P()
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)  # local when cut: (8, 64), 2048 bytes; whole: 16384 bytes

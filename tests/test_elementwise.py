@@ -6,8 +6,10 @@ import optax
 import optax.contrib
 import pytest
 
-from zerojax.layout.tree import Rules, lay_out, owners_of
-from zerojax.stages.elementwise import elementwise_leaves
+from zerojax.config import DataMesh, LayoutPolicy
+from zerojax.layout.opt_state import owners_of
+from zerojax.layout.tree import lay_out
+from zerojax.optim.elementwise import elementwise_leaves
 
 PARAMS = {"matrix": jnp.ones((4, 5)), "vector": jnp.ones(5), "scalar": jnp.ones(()), "large": jnp.ones((64, 64))}
 SMALL = {"matrix", "vector", "scalar"}
@@ -15,9 +17,9 @@ SMALL = {"matrix", "vector", "scalar"}
 
 def flat(tx):
     """Names of the leaves found to be updated element by element."""
-    layout = lay_out(PARAMS, Rules(2, "data", 8, ("data",), 100))
+    layout = lay_out(PARAMS, LayoutPolicy(2, DataMesh.for_stage({"data": 8}, ("data",), 2), 100))
     owners = owners_of(jax.eval_shape(tx.init, PARAMS), layout)
-    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.parts, owners)}
+    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.grads, owners)}
 
 
 @pytest.mark.parametrize(

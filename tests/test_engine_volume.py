@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from zerojax.stages.gather import block, gather_on_use
+from zerojax.gather import block, gather_on_use
 
 SIZE, DEVICES = 64, 8
 WEIGHT = SIZE * SIZE
@@ -47,7 +47,7 @@ def traced(fn, params, dims, batch, **options):
     """`(jaxpr of the sharded gradient, elements of all cut parameters)`."""
     setup = lay_out(params, dims)
     closed = jax.make_jaxpr(sharded_grad(fn, setup, **options))(params, batch)
-    return closed.jaxpr, sum(leaf.size for leaf in setup.leaves if leaf.kind == "cut")
+    return closed.jaxpr, sum(leaf.size for leaf in setup.leaves if leaf.kind == "sharded")
 
 
 def passes(*args, **options):

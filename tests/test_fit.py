@@ -9,13 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax import Offload, Precision, estimate, plan, planner, zero_shard
+from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
-from zerojax.planning import fitting, topology
-from zerojax.planning.devices import Device
+from zerojax.gpus import topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology, installed
+from zerojax.planning import fit as fitting
+from zerojax.planning import plan as planner
 from zerojax.planning.estimate import abstract_mesh
-from zerojax.planning.fitting import ALIKE, MARGIN, Limits, search
-from zerojax.planning.topology import Topology, installed
+from zerojax.planning.fit import ALIKE, MARGIN, Limits, search
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -80,7 +82,7 @@ def looked_for(
         compiled.append(candidate)
         return Checked(found(candidate), memory)
 
-    config = Config(optax.adam(1e-3), 0, abstract_mesh(8, "data"))
+    config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
     limits = Limits("h200", stages, offloads, rows, memory, None, None, None)
     losses = losses or {"loss": Model(4 * MB)}
     return search(config, losses, PARAMS, BATCH, limits=limits, counts=counts, check=check), compiled
@@ -123,10 +125,10 @@ def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
         passes = max(kernels, sending) if stage == 3 else kernels + sending
         assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].lasting / device.bandwidth)
     moments = 2 * size / 8
-    spared = 2 * moments / device.bandwidth
+    hysteresis_count = 2 * moments / device.bandwidth
     for stage in (1, 2, 3):
         offloaded = seconds[stage, "host"] - seconds[stage, "device"]
-        assert offloaded == pytest.approx(moments / fitting.HOST_LINKS["h200"] - spared)
+        assert offloaded == pytest.approx(moments / fitting.HOST_LINKS["h200"] - hysteresis_count)
 
 
 def test_remat_is_chosen_where_it_pays():
@@ -280,7 +282,7 @@ def test_no_loss_is_refused():
 
 
 def test_one_choice_needs_no_sequence(monkeypatch):
-    monkeypatch.setattr(planner, "absent_mesh", lambda topology, axis="data": abstract_mesh(8, axis))
+    monkeypatch.setattr(planner, "absent_mesh", lambda topology, axes=("data",): abstract_mesh(8, axes))
     monkeypatch.setattr(planner, "PlainGradient", lambda *args: Model(4 * MB))
     monkeypatch.setattr(planner, "search", lambda config, losses, *args, limits, **others: (limits.ways, [*losses]))
     fit = lambda loss=chain, **options: plan.fit(optax.adam(1e-3), loss, LAYERS, BATCH, **options)

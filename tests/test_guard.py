@@ -9,7 +9,7 @@ from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import DynamicScale, Precision, zero_shard
-from zerojax.train.guard import new_guard, next_guard
+from zerojax.train.loss_scaling import init_scaling, update_scaling
 
 STAGES = [0, 1, 2, 3]
 
@@ -17,11 +17,11 @@ STAGES = [0, 1, 2, 3]
 def scales(rule, overflows):
     """The scale each step uses, for a pattern of clean steps (.) and overflows (x)."""
     precision = Precision.fp16(loss_scale=rule)
-    guard, used = new_guard(precision, 1), []
+    scaling, used = init_scaling(precision, 1), []
     for step in overflows:
-        used.append(float(guard.scale))
-        guard = next_guard(guard, precision, jnp.array([step == "."]), jnp.array(True))
-    return [*used, float(guard.scale)]
+        used.append(float(scaling.scale))
+        scaling = update_scaling(scaling, precision, jnp.array([step == "."]), jnp.array(True))
+    return [*used, float(scaling.scale)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_overflow_on_one_device_leaves_every_bit(stage, precision, accumulate
     if precision is None or precision.loss_scale is None:
         jax.tree.map(np.testing.assert_array_equal, everything(state), everything(clean))
     else:  # with another scale other gradients underflow
-        assert state.guard.scale == 2.0**14
+        assert state.scaling.scale == 2.0**14
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -131,9 +131,9 @@ def test_too_many_skips_raise_with_the_leaves_that_began_it(mesh):
         step(state, jnp.ones((8, 8)))
     assert "good" not in str(caught.value)
     assert state.step == 2  # and the state can still be used
-    state, metrics = step(state.pardoned(), jnp.ones((8, 8)))
+    state, metrics = step(state.reset_skips(), jnp.ones((8, 8)))
     assert not metrics["skipped"]
-    assert state.guard.skips == 0
+    assert state.scaling.skips == 0
 
 
 def test_a_weighted_loss_alone_skips_nothing_but_bad_weights(mesh):

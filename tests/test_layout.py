@@ -15,14 +15,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from models import awkward_params
 
 from zerojax import Padded, report, zero_shard
+from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.leaf import Leaf, shard_extent
-from zerojax.layout.tree import Rules, best_dim, lay_out
+from zerojax.layout.tree import best_dim, lay_out
 
 SHAPES = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
 
 
 def rules(stage=3, shards=8, persist_below=100):
-    return Rules(stage, "data", shards, ("data",), persist_below)
+    return LayoutPolicy(stage, DataMesh.for_stage({"data": shards}, ("data",), stage), persist_below)
 
 
 def shape(*dims, dtype=jnp.float32):
@@ -39,14 +40,14 @@ def test_extents_cover_the_dim_and_waste_less_than_one_shard(size, shards):
 @given(SHAPES, st.integers(1, 1024), st.integers(0, 3))
 def test_every_leaf_is_whole_or_shared_evenly(dims, shards, stage):
     layout = lay_out(shape(*dims), rules(stage, shards))
-    for leaf in (*layout.params, *layout.parts):
+    for leaf in (*layout.params, *layout.grads):
         assert math.prod(leaf.storage_shape) >= math.prod(dims)
-        if leaf.kind == "whole":
+        if leaf.kind == "replicated":
             assert leaf.local_shape == leaf.storage_shape == dims
             assert leaf.reason, "a leaf is not divided and nothing says why"
         else:
             assert math.prod(leaf.local_shape) * shards == math.prod(leaf.storage_shape)
-    assert layout.params[0].kind == ("cut" if stage == 3 and layout.parts[0].kind == "cut" else "whole")
+    assert layout.params[0].kind == ("sharded" if stage == 3 and layout.grads[0].kind == "sharded" else "replicated")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_an_extent_needs_elements_and_shards(bad):
 
 
 def test_storage_of_a_padded_and_of_a_flat_leaf():
-    cut = Leaf("w", (13, 7), np.dtype("float32"), "data", 8, kind="cut", dim=0)
+    cut = Leaf("w", (13, 7), np.dtype("float32"), "data", 8, kind="sharded", dim=0)
     assert (cut.storage_shape, cut.local_shape, cut.padding) == ((16, 7), (2, 7), 21)
     flat = dataclasses.replace(cut, kind="flat", dim=None, shape=(3,))
     assert (flat.storage_shape, flat.local_shape, flat.padding) == ((8,), (1,), 5)
@@ -90,7 +91,7 @@ def test_bytes_found_on_every_device_are_those_predicted(stage, count):
         "opt_state": sum(leaf.local_bytes for leaf in plan.state),
     }
     assert {part: found.bytes[part] for part in predicted} == predicted
-    counters = 4 + 17 + len(plan.parts)  # the step; the guard's scale, counts and flag, and a byte a parameter
+    counters = 4 + 17 + len(plan.grads)  # the step; the guard's scale, counts and flag, and a byte a parameter
     assert set(found.per_device.values()) == {sum(predicted.values()) + counters}, "devices differ"
 
 

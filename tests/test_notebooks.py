@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from zerojax.planning.topology import installed
+from zerojax.gpus.topology import installed
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ["01_zero_in_pictures", "02_fit_a_model"]

@@ -18,10 +18,10 @@ from zerojax import Offload, Precision, report, zero_shard
 from zerojax.layout.chunked import Chunked, cut, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import host, measure
-from zerojax.stages.pieces import joined
-from zerojax.stages.update import offloaded_part
+from zerojax.optim.plan import offloaded_part
+from zerojax.placement.chunking import joined
+from zerojax.streaming import stream as streaming
 from zerojax.testing import assert_parity, train_plain
-from zerojax.train import streaming
 
 # Bytes of a piece: the larger leaves of the awkward model take several, the last one shorter.
 CHUNK = 64
@@ -221,11 +221,11 @@ def test_memory_of_the_update_of_stacked_layers_is_their_pieces():
 
 
 def test_few_pieces_are_under_way(monkeypatch):
-    from zerojax.train import tiers
+    from zerojax.streaming import stores
 
     open_ones, most = set(), []
 
-    class Counted(tiers.HostTier):
+    class Counted(stores.HostStateStore):
         def fetch(self, task, piece, kind):
             open_ones.add((id(task), piece))
             most.append(len(open_ones))
@@ -240,7 +240,7 @@ def test_few_pieces_are_under_way(monkeypatch):
 
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
-    monkeypatch.setattr("zerojax.train.step.tier_of", lambda config, plan, nodes: Counted(config, plan, nodes))
+    monkeypatch.setattr("zerojax.train.step.store_for", lambda config, plan, nodes: Counted(config, plan, nodes))
     step(state, awkward_batches(1)[0])
     assert not open_ones
     assert len(most) >= 9
@@ -312,9 +312,9 @@ def test_a_fraction_stays_on_the_device(fraction):
     state = tx.create(awkward_params())
     far, large = sum(node.leaf.local_bytes for node in chunks(state)), 0
     for leaf in state.plan.state:
-        large += leaf.local_bytes if leaf.kind == "cut" else 0
+        large += leaf.local_bytes if leaf.kind == "sharded" else 0
     assert far >= fraction * large
-    biggest = max(leaf.local_bytes for leaf in state.plan.state if leaf.kind == "cut")
+    biggest = max(leaf.local_bytes for leaf in state.plan.state if leaf.kind == "sharded")
     assert far <= fraction * large + 2 * biggest * (0 < fraction < 1)
     if 0 < fraction < 1:
         assert 0 < len(chunks(state)) < 8
@@ -327,7 +327,7 @@ def test_a_budget_decides_the_fraction():
     def held(budget):
         tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction="auto", budget=budget))
         state = tx.create(awkward_params())
-        grads = sum(part.local_bytes for part in state.plan.parts)
+        grads = sum(part.local_bytes for part in state.plan.grads)
         return state, sum(report(state).bytes[part] for part in ("params", "opt_state")) + grads
 
     roomy, _ = held(10**9)
@@ -365,12 +365,12 @@ def test_the_faster_way_is_chosen():
 
 
 def test_pieces_are_equal_and_of_one_stretch():
-    leaf = Leaf("", (10, 24, 6), np.dtype("float32"), "data", 8, "cut", 1)
+    leaf = Leaf("", (10, 24, 6), np.dtype("float32"), ("data",), 8, "sharded", 1)
     assert cut(leaf, 10**6).extents == (10,)
     assert cut(leaf, 24 * 3).extents == (1,) * 10  # 3 x 6 local elements of 4 bytes, one index of dim 0 each
     assert cut(leaf, 5 * 72).extents == (5, 5)
     assert cut(leaf, 4 * 72).extents == (3, 3, 3, 1)
-    taken = Leaf("", (10, 24), np.dtype("float32"), "data", 8, "cut", 1, others=("model",))
+    taken = Leaf("", (10, 24), np.dtype("float32"), ("data",), 8, "sharded", 1, others=("model",))
     assert cut(taken, 30).dim == 1
 
 

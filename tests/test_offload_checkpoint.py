@@ -21,7 +21,7 @@ from zerojax.checkpoint.canonical import logical, slots_of
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.chunks import DiskError, DiskStateError
 from zerojax.offload.disk import inspect
-from zerojax.stages.pieces import joined
+from zerojax.placement.chunking import joined
 
 CHILD = Path(__file__).parent / "offload_child.py"
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}

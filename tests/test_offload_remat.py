@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax import compat, zero_shard
+from zerojax.gpus.topology import absent_mesh, installed
 from zerojax.offload import remat
 from zerojax.offload.remat import remat_policy
-from zerojax.planning.topology import absent_mesh, installed
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
 PROBE = ["zerojax_probe_input", "zerojax_probe_inner"]

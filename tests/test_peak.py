@@ -11,7 +11,7 @@ from conftest import mesh_of
 from gpt import GPT, next_byte_loss
 
 from zerojax import Precision, block, estimate, zero_shard
-from zerojax.planning.topology import absent_mesh, installed
+from zerojax.gpus.topology import absent_mesh, installed
 
 # What the prediction leaves to XLA: in which order it computes, and what it puts where something else was before.
 # The figures are within 6%, mostly within 3. (Toys of unlike layers, whose peaks fall on different times, can

@@ -16,13 +16,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_cli import run
 
 from zerojax import DynamicScale, Offload, Precision, estimate, plan, report, zero_shard
-from zerojax.planning import topology
-from zerojax.planning.devices import Device
-from zerojax.planning.planned import STATE_PARTS, after, largest_that_fits, peak_of, planned
-from zerojax.planning.program import read
-from zerojax.planning.roofline import HIGHEST, kernels
-from zerojax.planning.timeline import play
-from zerojax.planning.topology import KINDS, Topology, installed
+from zerojax.gpus import topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import KINDS, Topology, installed
+from zerojax.inspect.hlo import read
+from zerojax.inspect.roofline import HIGHEST, kernels
+from zerojax.inspect.timeline import play
+from zerojax.planning.compiled_plan import STATE_PARTS, after, largest_that_fits, peak_of, planned
 
 ROOT = pathlib.Path(__file__).parent.parent
 WIDTH, DEPTH = 256, 3

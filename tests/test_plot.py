@@ -15,9 +15,9 @@ from models import awkward_params
 from test_cli import run
 
 from zerojax import Offload, collectives, estimate, plot, zero_shard
-from zerojax.planning.devices import Device
-from zerojax.planning.timeline import Span, coarser, play
-from zerojax.planning.topology import Topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology
+from zerojax.inspect.timeline import Span, coarser, play
 
 H200 = Device.of(Topology.parse("h200:8"))
 # A loop of five turns around a gather with a product in flight; before it one without, behind which the kernels wait.

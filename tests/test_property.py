@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.stages.gather import block
+from zerojax.gather import block
 
 POLICIES = jax.checkpoint_policies
 ROWS = 24  # shared evenly by 2, 3 and 8 devices

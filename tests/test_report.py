@@ -12,7 +12,7 @@ from models import OPTIMIZERS, awkward_params
 from rich.console import Console
 
 from zerojax import Offload, Padded, Precision, estimate, report, zero_shard
-from zerojax.memory.tree import lines
+from zerojax.inspect.report_tree import lines
 
 
 def test_every_leaf_is_cut_or_has_a_reason(mesh):

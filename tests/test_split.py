@@ -12,7 +12,7 @@ from conftest import mesh_of
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, checkpointer
 from zerojax.layout.chunked import is_chunked
-from zerojax.stages.pieces import joined
+from zerojax.placement.chunking import joined
 
 
 class Moments(NamedTuple):

@@ -42,7 +42,7 @@ def test_a_plan_survives_pickling_in_another_process_s_hash(mesh):
     state = copied.__getstate__()
     assert "_hash" not in state
     assert type(plan)(**state) == plan
-    assert pickle.loads(pickle.dumps(plan.parts)) == plan.parts
+    assert pickle.loads(pickle.dumps(plan.grads)) == plan.grads
 
 
 @pytest.mark.parametrize("stage", [1, 3])

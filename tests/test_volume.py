@@ -7,8 +7,8 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import collectives, report, zero_shard
-from zerojax.stages.birth import birth_programs
-from zerojax.stages.storage import layout_of
+from zerojax.layout.tree import layout_of
+from zerojax.placement.init_params import init_programs
 
 WIDTH, DEPTH = 128, 6
 
@@ -83,7 +83,7 @@ def test_parameters_are_born_in_their_layout(mesh):
     shapes = jax.eval_shape(init, key)
     total, largest = sum(4 * x.size for x in shapes), max(4 * x.size for x in shapes)
     held = 0
-    for program in birth_programs(tx.config, layout_of(tx.config, shapes), init, (key,)):
+    for program in init_programs(tx.config, layout_of(tx.config, shapes), init, (key,)):
         memory = program.lower(key).compile().memory_analysis()
         held += memory.output_size_in_bytes
         assert held + memory.temp_size_in_bytes <= total / 8 + largest

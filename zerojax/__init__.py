@@ -1,20 +1,50 @@
 """ZeRO for JAX: any optax transformation, sharded over a device mesh."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from importlib import metadata as _metadata
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-if TYPE_CHECKING:
-    from . import checkpoint, offload, plot
-    from .config import DynamicScale, Offload, Precision
-    from .layout.padded import Padded
-    from .memory.report import Report, report
-    from .planner import plan
-    from .planning.estimate import Estimate, estimate
-    from .planning.hlo import Collective, Collectives, collectives
-    from .planning.planned import Plan
-    from .stages.gather import block
-    from .train.state import ZeroState
-    from .zero import Shardings, ZeroTransformation, check, zero_shard
+if _TYPE_CHECKING:
+    from zerojax import checkpoint, offload, plot
+    from zerojax.config import DynamicScale, Offload, Precision
+    from zerojax.gather import block
+    from zerojax.inspect.collectives import Collective, Collectives, collectives
+    from zerojax.inspect.report import Report, report
+    from zerojax.layout.padded import Padded
+    from zerojax.planning.check import check
+    from zerojax.planning.compiled_plan import Plan
+    from zerojax.planning.estimate import Estimate, estimate
+    from zerojax.planning.plan import plan
+    from zerojax.train.state import ZeroState
+    from zerojax.zero import Shardings, ZeroTransformation, zero_shard
+
+# Each name is imported when it is first used: the command line needs no JAX to show its help, training no
+# compiled programs, and neither needs checkpoints.
+_MODULE_OF = {
+    "Collective": "inspect.collectives",
+    "Collectives": "inspect.collectives",
+    "DynamicScale": "config",
+    "Estimate": "planning.estimate",
+    "Offload": "config",
+    "Padded": "layout.padded",
+    "Plan": "planning.compiled_plan",
+    "Precision": "config",
+    "Report": "inspect.report",
+    "Shardings": "zero",
+    "ZeroState": "train.state",
+    "ZeroTransformation": "zero",
+    "block": "gather",
+    "check": "planning.check",
+    "checkpoint": None,
+    "collectives": "inspect.collectives",
+    "estimate": "planning.estimate",
+    "offload": None,
+    "plan": "planning.plan",
+    "plot": None,
+    "report": "inspect.report",
+    "zero_shard": "zero",
+}
 
 __all__ = [
     "Collective",
@@ -42,36 +72,28 @@ __all__ = [
 ]
 
 
-# Each name is imported when it is first used: the command line needs no JAX to show its help, training no
-# compiled programs, and neither needs checkpoints.
-_HOME = {
-    "Collective": "planning.hlo",
-    "Collectives": "planning.hlo",
-    "DynamicScale": "config",
-    "Estimate": "planning.estimate",
-    "Offload": "config",
-    "Padded": "layout.padded",
-    "Plan": "planning.planned",
-    "Precision": "config",
-    "Report": "memory.report",
-    "Shardings": "zero",
-    "ZeroState": "train.state",
-    "ZeroTransformation": "zero",
-    "block": "stages.gather",
-    "check": "zero",
-    "collectives": "planning.hlo",
-    "estimate": "planning.estimate",
-    "plan": "planner",
-    "report": "memory.report",
-    "zero_shard": "zero",
-}
+def _version() -> str:
+    """The installed version, or that of the source on the path, of which no package is installed."""
+    try:
+        return _metadata.version(__name__)
+    except _metadata.PackageNotFoundError:
+        return "0+source"
 
 
-def __getattr__(name: str) -> Any:
-    """Import what a name stands for."""
-    if name in ("checkpoint", "offload", "plot"):
-        return import_module(f".{name}", __name__)
-    if name not in _HOME:
+def __getattr__(name: str) -> _Any:
+    """Import what a public name stands for."""
+    if name == "__version__":
+        found = _version()
+    elif name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    thing = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    return thing
+    elif (module := _MODULE_OF[name]) is None:
+        return _import_module(f"{__name__}.{name}")
+    else:
+        found = getattr(_import_module(f"{__name__}.{module}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """The public surface."""
+    return sorted([*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__"])

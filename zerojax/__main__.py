@@ -1,5 +1,5 @@
 """`python -m zerojax` is the command `zerojax`."""
 
-from .cli import main
+from zerojax.cli import main
 
 main()

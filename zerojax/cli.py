@@ -35,7 +35,7 @@ def verify(
     """Check every file of the checkpoints in DIRECTORY against its digest."""
 
     def check() -> list[int]:
-        from .checkpoint.restoring import verify_steps
+        from zerojax.checkpoint.restoring import verify_steps
 
         return verify_steps(directory, step)
 
@@ -56,7 +56,7 @@ def export(
     """Write the parameters of a checkpoint in DIRECTORY to safetensors in OUT."""
 
     def write() -> list[Path]:
-        from .checkpoint.export import export_checkpoint
+        from zerojax.checkpoint.export import export_checkpoint
 
         return export_checkpoint(directory, out, step=step, dtype=dtype)
 
@@ -89,8 +89,8 @@ def estimate(
     """Bytes per device and bytes sent per step, for every stage, before anything is built."""
 
     def found() -> Any:
-        from . import user_code
-        from .planning import estimate as estimates
+        from zerojax import user_code
+        from zerojax.planning import estimate as estimates
 
         check_png(png)
         return estimates.estimate(
@@ -138,9 +138,9 @@ def plan(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
     def found() -> Any:
-        from . import user_code
-        from .planner import plan, rows_of, with_rows
-        from .planning.topology import Topology
+        from zerojax import user_code
+        from zerojax.gpus.topology import Topology
+        from zerojax.planning.plan import plan, rows_of, with_rows
 
         Topology.parse(topology)  # before the file is run
         check_png(png)
@@ -175,7 +175,7 @@ def doctor(
     """Look at versions, devices, bandwidths, and whether offloading gives right numbers here; status 1 if not."""
 
     def found() -> list:
-        from .doctor import examine
+        from zerojax.doctor import examine
 
         findings = []
         for finding in examine(path):
@@ -218,7 +218,7 @@ def check_png(png: Path | None) -> None:
 
 def drawn(picture: str, of: Any, png: Path) -> None:
     """Write a picture of `plot` into a file."""
-    from . import plot
+    from zerojax import plot
 
     getattr(plot, picture)(of).savefig(png, dpi=150)
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import compat
-from .comm.mesh import resolve_mesh
-from .offload.chunks import ChunkSpec
-from .offload.disk import DiskStore
-from .offload.host import giga, host_kind, on_host
-from .offload.measure import measure
-from .offload.remat import remat_policy
+from zerojax import compat
+from zerojax.comm.mesh import resolve_mesh
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore
+from zerojax.offload.host import giga, host_kind, on_host
+from zerojax.offload.measure import measure
+from zerojax.offload.remat import remat_policy
 
 PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
@@ -92,7 +92,7 @@ def attempted(name: str, look: Callable[[], str]) -> Iterator[Finding]:
 
 def bandwidths() -> str:
     """Between host and device, and within the host's memory."""
-    speed = measure(resolve_mesh(None, "data"), "data")
+    speed = measure(resolve_mesh(None, ("data",)), ("data",))
     return (
         f"{speed.link / 1e9:.2f} GB/s each way per device, {speed.host / 1e9:.2f} GB/s of host memory per device "
         f"in updates, all devices at once"
@@ -105,7 +105,7 @@ def host_computes() -> str:
     Raises:
         ArithmeticError: If it does not.
     """
-    mesh = resolve_mesh(None, "data")
+    mesh = resolve_mesh(None, ("data",))
     where = on_host(mesh, jax.sharding.PartitionSpec())
     x = np.arange(1024, dtype=np.float32)
     found = jax.jit(compat.on_host(lambda x: 2 * x + 1), out_shardings=where)(jax.device_put(jnp.asarray(x), where))

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .layout.padded import is_padded
-from .stages.loss import Same
-from .zero import ZeroTransformation
+from zerojax.layout.padded import is_padded
+from zerojax.train.loss import Unaveraged
+from zerojax.zero import ZeroTransformation
 
 
 def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.Param) -> None:
@@ -32,8 +32,8 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
     for path, x in jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_padded)[0]:
         if is_padded(x):
             raise ValueError(
-                f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, of which no dim is divided by "
-                f"{tx.config.shards} devices, so it is padded in storage; a module's own code cannot read it there. "
+                f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, and none of its dims divides by "
+                f"{tx.config.data.workers} devices, so it is padded in storage; a module's own code cannot read it. "
                 f"Raise persist_below above {math.prod(x.shape)} to keep it whole, or split the module (nnx.split) and "
                 f"train its state with tx.create and tx.train_step."
             )
@@ -69,7 +69,7 @@ def value_and_grad(
             returned = loss_fn(inner, batch, *args)
             loss, aux = returned if has_aux else (returned, ())
             _, _, _, statistics, counts, rest = nnx.split(inner, wrt, nnx.RngKey, nnx.BatchStat, nnx.RngCount, ...)
-            return loss, (aux, statistics, Same(counts), rest)
+            return loss, (aux, statistics, Unaveraged(counts), rest)
 
         differentiate = tx.value_and_grad(pure, has_aux=True)
         (loss, (aux, statistics, counts, rest)), grads = differentiate(params, batch, keys, statistics, rest, *args)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from .layout.chunked import Chunked, is_chunked
-from .layout.padded import Padded, is_padded
-from .memory.report import name_of
-from .planning.devices import Device
-from .planning.estimate import PARTS, Estimate, in_words
-from .planning.timeline import Timeline, coarser, play
-from .planning.topology import Topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology
+from zerojax.inspect.report import name_of
+from zerojax.inspect.timeline import Timeline, coarser, play
+from zerojax.layout.chunked import Chunked, is_chunked
+from zerojax.layout.padded import Padded, is_padded
+from zerojax.planning.estimate import PARTS, Estimate, in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +107,7 @@ def holdings(state: Any) -> Figure:
     figure, axes = new_figure(height=1.4 + 0.28 * len(found))
     shade = devices_colors(len(devices))
     for i, held in enumerate(found):
-        hatch: dict[str, Any] = {"hatch": "///", "edgecolor": "white"} if held.waits else {}
+        hatch: dict[str, Any] = {"hatch": "///", "edgecolor": "white"} if held.is_on_host else {}
         if held.whole:
             axes.barh(i, 1, 0.7, color=WHOLE, **hatch)
             ids = sorted(device for device, _, _ in held.parts)
@@ -125,7 +125,7 @@ def holdings(state: Any) -> Figure:
     axes.set(xlabel="share of the leaf, along the dim that is cut", xlim=(0, 1))
     for device in devices:
         axes.bar(0, 0, color=shade[devices.index(device)], label=f"device {device}")
-    axes.set_title("Which device holds what" + "; hatched: waits elsewhere" * any(held.waits for held in found))
+    axes.set_title("Which device holds what" + "; hatched: waits elsewhere" * any(held.is_on_host for held in found))
     if devices:
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -218,7 +218,7 @@ class Held(NamedTuple):
     size: int
     parts: list[tuple[int, float, float]]
     whole: bool
-    waits: bool
+    is_on_host: bool
 
     @classmethod
     def of(cls, path: tuple, x: Any) -> Held | None:
@@ -234,9 +234,9 @@ class Held(NamedTuple):
             (start, stop, _), length = cuts[0] if cuts else ((0, 1, 1), 1)
             parts.append((device.id, start / length, stop / length))
         whole = all(part[1:] == (0, 1) for part in parts)
-        waits = isinstance(array, Chunked) or array.sharding.memory_kind not in (None, "device")
+        is_on_host = isinstance(array, Chunked) or array.sharding.memory_kind not in (None, "device")
         name = name_of(path[0]) + jax.tree_util.keystr(path[1:]) if path else "array"
-        return cls(name, array.dtype.itemsize * math.prod(shape), parts, whole, waits)
+        return cls(name, array.dtype.itemsize * math.prod(shape), parts, whole, is_on_host)
 
 
 def unit_of(size: float) -> tuple[str, float]:

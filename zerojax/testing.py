@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .zero import ZeroTransformation
+from zerojax.zero import ZeroTransformation
 
 
 def simulate_devices(count: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from .config import Offload, Precision
+from zerojax.config import Offload, Precision
 
 FORM = re.compile(r"(.+\.py):(\w+)")
 NAMED = 8

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -12,26 +12,25 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from .comm.mesh import replicated, resolve_mesh
-from .config import BUCKET_BYTES, PERSIST_BELOW, Config, Offload, Paths, Precision, check_count
-from .layout.padded import is_padded
-from .offload.host import arrived, check_host_memory
-from .stages.batch import place_batch
-from .stages.birth import birth_programs
-from .stages.loss import Loss
-from .stages.pieces import state_shardings
-from .stages.placing import as_stored, cast_placed, check_room, place, placed
-from .stages.publics import grad_parts, update_tree, value_and_grad_tree
-from .stages.storage import forms_of, in_storage, layout_of, named, storage_forms
-from .stages.update import UpdatePlan, chosen_update, plan_update
-from .train.first import shapes_of_state, state_at_once, state_by_tasks
-from .train.guard import new_guard
-from .train.state import ZeroState
-from .train.step import Step, StepOptions
-from .train.tiers import tier_of
-
-if TYPE_CHECKING:
-    from .planning.check import Check
+from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
+from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, check_count
+from zerojax.config.data_mesh import spec_entry
+from zerojax.layout.padded import is_padded
+from zerojax.layout.tree import layout_of
+from zerojax.offload.host import check_host_memory, to_device
+from zerojax.optim.plan import ShardingPlan, chosen_update, make_plan
+from zerojax.optim.state_memory import state_shardings
+from zerojax.placement.init_params import init_programs
+from zerojax.placement.place import as_stored, cast_placed, check_host_room, place, placed
+from zerojax.placement.storage import forms_of, in_storage, named, storage_forms
+from zerojax.streaming.init_state import shapes_of_state, state_at_once, state_by_tasks
+from zerojax.streaming.stores import store_for
+from zerojax.train.batch import place_batch
+from zerojax.train.loss import Loss
+from zerojax.train.loss_scaling import init_scaling
+from zerojax.train.state import ZeroState
+from zerojax.train.step import Step, StepOptions
+from zerojax.train.tree_api import grad_parts, update_tree, value_and_grad_tree
 
 
 class Shardings(NamedTuple):
@@ -80,7 +79,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Stage, mesh and axis; the functions say nothing."""
         c = self.config
         mesh = dict(c.mesh.shape)
-        return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={c.axis!r}, persist_below={c.persist_below})"
+        return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
         """Initialise parameters, each leaf born in its layout.
@@ -97,9 +96,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             `init` take from it, and `shard` a copy to compute with.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
-        check_room(self.config, layout)
-        born = [x for program in birth_programs(self.config, layout, init_fn, args) for x in program(*args)]
-        return in_storage(cast_placed(self.config, layout, born, like=layout.parts), layout)
+        check_host_room(self.config, layout)
+        born = [x for program in init_programs(self.config, layout, init_fn, args) for x in program(*args)]
+        return in_storage(cast_placed(self.config, layout, born, like=layout.grads), layout)
 
     def shard(self, params: Any) -> Any:
         """Put existing parameters into storage.
@@ -127,7 +126,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The tree the user gave to `shard` or `init_params` would have made without zerojax.
         """
         logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
-        here = jax.tree.map(lambda x: arrived(x) if isinstance(x, jax.Array) else x, params)
+        here = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
         return jax.jit(logical, out_shardings=replicated(self.config.mesh))(here)
 
     def value_and_grad(
@@ -188,20 +187,20 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         plan = self._plan(params)
         whole = replicated(self.config.mesh)
-        guard = new_guard(self.config.precision, len(plan.parts))
-        rest = (jnp.zeros((), jnp.int32), guard, mutable)
+        scaling = init_scaling(self.config.precision, len(plan.grads))
+        rest = (jnp.zeros((), jnp.int32), scaling, mutable)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             shape = lambda x, where: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
-            step, guard, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
-            return ZeroState(step, self.shard(params), shapes_of_state(self.config, plan), guard, mutable, plan)
+            step, scaling, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
+            return ZeroState(step, self.shard(params), shapes_of_state(self.config, plan), scaling, mutable, plan)
         plan = dataclasses.replace(plan, choice=chosen_update(self.config, plan))
         layout = plan.layout
         wide = placed(self.config, layout, params)
         opt_state = _init(self.config, in_storage(wide, layout))
         stored = in_storage(cast_placed(self.config, layout, wide, like=layout.params), layout)
         strong = lambda x: x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(x))
-        step, guard, mutable = jax.tree.map(lambda x: place(strong(x), whole), rest)
-        return ZeroState(step, stored, opt_state, guard, mutable, plan)
+        step, scaling, mutable = jax.tree.map(lambda x: place(strong(x), whole), rest)
+        return ZeroState(step, stored, opt_state, scaling, mutable, plan)
 
     def train_step(
         self,
@@ -272,8 +271,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             opt_state=state_shardings(self.config, plan),
         )
 
-    def _plan(self, params: Any) -> UpdatePlan:
-        return plan_update(self.config, layout_of(self.config, params))
+    def _plan(self, params: Any) -> ShardingPlan:
+        return make_plan(self.config, layout_of(self.config, params))
 
 
 def zero_shard(
@@ -281,7 +280,7 @@ def zero_shard(
     *,
     stage: int,
     mesh: Mesh | None = None,
-    axis: str = "data",
+    axis: str | tuple[str, ...] = "data",
     persist_below: int = PERSIST_BELOW,
     prefetch: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
@@ -298,7 +297,8 @@ def zero_shard(
             3: parameters too.
         mesh: A mesh with Auto axes, of real or absent devices. Default: all devices on
             one axis. Axes other than `axis` are left to the compiler.
-        axis: The mesh axis that rows of the batch, and the parts above, are divided over.
+        axis: The mesh axis, or axes such as `("host", "gpu")`, that rows of the batch, and the
+            parts above, are divided over.
         persist_below: A leaf with fewer elements is not cut by dim: its parameter stays
             whole at stage 3, and its gradient and optimizer state lie flat, each device
             holding 1/N, if the transformation updates it element by element.
@@ -342,13 +342,14 @@ def zero_shard(
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
-    mesh = resolve_mesh(mesh, axis)
-    chosen: Any = trainable if trainable is None or callable(trainable) else Paths.of(trainable)
+    axes = resolve_axes(axis)
+    mesh = resolve_mesh(mesh, axes)
+    chosen: Any = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
     config = Config(
         tx,
         stage,
         mesh,
-        axis,
+        axes,
         persist_below=persist_below,
         prefetch=prefetch,
         bucket_bytes=bucket_bytes,
@@ -360,56 +361,10 @@ def zero_shard(
     return ZeroTransformation.of(config)
 
 
-def check(
-    tx: ZeroTransformation,
-    loss_fn: Callable,
-    params: Any,
-    batch: Any,
-    *args: Any,
-    topology: str | None = None,
-    has_aux: bool = False,
-    weighted: bool = False,
-) -> "Check":
-    """Compile the gradient of a loss and hold it against its stage's contract.
-
-    Nothing is run. Printed, the result says peak memory beside its floor, elements moved
-    beside the formula, the share of communication hidden behind matrix products, and for
-    what falls short the leaves and the lines of the model that cause it.
-
-    Args:
-        tx: From `zero_shard`.
-        loss_fn: As for `value_and_grad`.
-        params: Parameters in any form; shapes are enough.
-        batch: The global batch; shapes are enough.
-        *args: Further arguments of the loss.
-        topology: Absent GPUs to compile for, as `"h200:8"` or `"h100:8x8"`; needs the
-            extra `aot`. Default: the mesh of `tx`.
-        has_aux: As for `value_and_grad`.
-        weighted: As for `value_and_grad`.
-
-    Returns:
-        A `Check`; its `ok` says whether nothing falls short.
-
-    Raises:
-        ValueError: If the topology is unknown, or the axis does not divide the batch.
-        ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
-    """
-    from .planning.check import as_shapes, check_program
-    from .planning.topology import absent_mesh
-
-    shapes = as_shapes(params, keep_shardings=topology is None)
-    if topology is not None:
-        tx = ZeroTransformation.of(dataclasses.replace(tx.config, mesh=absent_mesh(topology, axis=tx.config.axis)))
-    stored = tx.shard(shapes)
-    loss = Loss(loss_fn, has_aux, weighted)
-    rows = place_batch(tx.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch))
-    return check_program(tx.config, layout_of(tx.config, shapes), loss, stored, rows, args)
-
-
 def _init(config: Config, params: Any) -> Any:
     """`optax`'s init: the state of the wrapped transformation, laid out for the stage."""
     layout = layout_of(config, params)
-    plan = plan_update(config, layout)
+    plan = make_plan(config, layout)
 
     stored = as_stored(params, layout)
     if not any(plan.cuts) or any(isinstance(x, jax.core.Tracer) for x in stored):
@@ -417,7 +372,7 @@ def _init(config: Config, params: Any) -> Any:
     if config.offload is not None and config.offload.optimizer == "host":
         held = sum(leaf.local_bytes for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is not None)
         check_host_memory(config.mesh, held, "The offloaded optimizer state")
-    return state_by_tasks(config, plan, stored, tier_of(config, plan))
+    return state_by_tasks(config, plan, stored, store_for(config, plan))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

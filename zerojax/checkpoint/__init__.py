@@ -1,10 +1,10 @@
 """Checkpoints: saved from any stage, mesh and precision, verified, and restored into any other."""
 
-from .checkpointer import Checkpointer
-from .errors import CheckpointError, DamagedError
-from .export import export, export_checkpoint, import_params
-from .preemption import Preemption, on_preemption
-from .restoring import Restored
+from zerojax.checkpoint.checkpointer import Checkpointer
+from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.export import export, export_checkpoint, import_params
+from zerojax.checkpoint.preemption import Preemption, on_preemption
+from zerojax.checkpoint.restoring import Restored
 
 __all__ = [
     "CheckpointError",

@@ -15,17 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..comm.collectives import flatten, unflatten
-from ..config import path_of
-from ..layout.chunked import is_chunked
-from ..layout.leaf import Leaf
-from ..layout.padded import is_padded, pad
-from ..layout.tree import best_dim
-from ..offload.host import arrived
-from ..stages.master import MasterState
-from ..stages.pieces import joined
-from ..stages.storage import leaves_of, view
-from ..train.state import ZeroState
+from zerojax.comm.collectives import flatten, unflatten
+from zerojax.config import DataMesh, path_of
+from zerojax.config.data_mesh import spec_entry
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded, pad
+from zerojax.layout.tree import best_dim
+from zerojax.offload.host import to_device
+from zerojax.optim.master_weights import MasterState
+from zerojax.placement.chunking import joined
+from zerojax.placement.storage import leaves_of, view
+from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -63,23 +64,23 @@ def slots_of(state: ZeroState) -> dict[str, Slot]:
         state: Live arrays, or shapes.
 
     Returns:
-        The leaves in a fixed order: step, guard, parameters, optimizer state, mutable.
+        The leaves in a fixed order: step, scaling, parameters, optimizer state, mutable.
     """
     plan = state.plan
     inner, masters = taken_apart(state)
     found: list[Slot] = []
-    for field in ("step", "guard"):
-        found += whole_slots(field, getattr(state, field), plan.layout.rules)
+    for field in ("step", "scaling"):
+        found += whole_slots(field, getattr(state, field), plan.layout.policy.data)
     stored = [x.storage if is_padded(x) else x for x in leaves_of(state.params)]
     paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(stored))))
     for i, (path, x, leaf) in enumerate(zip(paths, stored, plan.layout.params, strict=True)):
         where, array = masters.get(i, (leaf, x))
-        narrow = i not in masters and leaf.dtype != plan.layout.parts[i].dtype
+        narrow = i not in masters and leaf.dtype != plan.layout.grads[i].dtype
         found.append(slot("params", path, where, array, narrow))
     arrays = jax.tree.leaves(inner, is_leaf=is_chunked)
     for path, x, leaf in zip(key_paths(inner), arrays, plan.state, strict=False):
         found.append(slot("opt_state", path, leaf, x))
-    found += whole_slots("mutable", state.mutable, plan.layout.rules)
+    found += whole_slots("mutable", state.mutable, plan.layout.policy.data)
     return {one.name: one for one in found}
 
 
@@ -91,7 +92,7 @@ def taken_apart(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
     masters, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
     owners = [
         plan.layout.trained[k]
-        for k, (leaf, part) in enumerate(zip(plan.trained.params, plan.trained.parts, strict=True))
+        for k, (leaf, part) in enumerate(zip(plan.trained.params, plan.trained.grads, strict=True))
         if leaf.dtype != part.dtype
     ]
     return inner, dict(zip(owners, zip(plan.state[len(others) :], masters, strict=True), strict=True))
@@ -125,7 +126,7 @@ def put_together(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         for i in far:  # one by one: the devices may not hold all
             (narrow[i],) = convert([joined(params[i])], [moves[i]])
         params = [narrow.get(i, x) for i, x in enumerate(params)]
-    fields = {field: filled(field, getattr(like, field), arrays) for field in ("step", "guard", "mutable")}
+    fields = {field: filled(field, getattr(like, field), arrays) for field in ("step", "scaling", "mutable")}
     stored = jax.tree.unflatten(jax.tree.structure(like.params), params)
     return like.replace(params=stored, opt_state=opt_state, **fields)
 
@@ -135,10 +136,10 @@ def filled(field: str, tree: PyTree, arrays: dict[str, Any]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name_of(field, path)] for path in key_paths(tree)])
 
 
-def whole_slots(field: str, tree: PyTree, rules) -> list[Slot]:
+def whole_slots(field: str, tree: PyTree, data: DataMesh) -> list[Slot]:
     """The slots of a field that every device holds whole."""
     return [
-        slot(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, rules.axis, rules.shards), x)
+        slot(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, data.batch, data.workers), x)
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
 
@@ -186,7 +187,7 @@ def converter(moves: tuple[tuple[Leaf, Leaf, Sharding], ...]):
 
     def program(arrays):
         return [
-            laid_out(logical(arrived(x), source), target).astype(target.dtype)
+            laid_out(logical(to_device(x), source), target).astype(target.dtype)
             for x, (source, target, _) in zip(arrays, moves, strict=True)
         ]
 
@@ -195,14 +196,14 @@ def converter(moves: tuple[tuple[Leaf, Leaf, Sharding], ...]):
 
 def divided(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
     """A dim-cut layout for a leaf that is on its way to or from flat storage: no device holds it whole."""
-    whole = dataclasses.replace(leaf, kind="whole", dim=None)
+    whole = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return whole, sharding
-    if not leaf.shape or leaf.axis not in sharding.mesh.axis_names:
+    if not leaf.shape or not set(leaf.axes) <= set(sharding.mesh.axis_names):
         return whole, NamedSharding(sharding.mesh, PartitionSpec())
     dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
-    cut = dataclasses.replace(leaf, kind="cut", dim=dim)
-    return cut, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, leaf.axis))
+    cut = dataclasses.replace(leaf, kind="sharded", dim=dim)
+    return cut, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, spec_entry(leaf.axes)))
 
 
 def exactly_wider(saved: Any, wanted: Any) -> bool:

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..layout.chunked import is_chunked
-from ..stages.pieces import joined
-from ..train.state import ZeroState
-from . import arrays as disk
-from . import files, position
-from .canonical import slots_of
-from .errors import CheckpointError
-from .integrity import ARRAYS, Manifest, data_file, digest_file, digests, is_digest_file, made_by
-from .matching import records_of
-from .peers import Peers
-from .restoring import Restored, newest_intact, restore_step, verify_steps
+from zerojax.checkpoint import arrays as disk
+from zerojax.checkpoint import files, position
+from zerojax.checkpoint.canonical import slots_of
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.integrity import ARRAYS, Manifest, data_file, digest_file, digests, is_digest_file, made_by
+from zerojax.checkpoint.matching import records_of
+from zerojax.checkpoint.peers import Peers
+from zerojax.checkpoint.restoring import Restored, newest_intact, restore_step, verify_steps
+from zerojax.layout.chunked import is_chunked
+from zerojax.placement.chunking import joined
+from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..config import path_of
-from ..layout.chunked import is_chunked
-from ..layout.leaf import Leaf
-from ..layout.padded import Padded, is_padded
-from ..offload.host import arrived
-from ..stages.pieces import joined
-from ..train.state import ZeroState
-from . import arrays as disk
-from .canonical import key_paths, logical, slots_of
-from .errors import CheckpointError
-from .files import step_name
-from .integrity import ARRAYS, Record
-from .restoring import intact
-from .safetensors import NAMES, Files, Tensor, write
+from zerojax.checkpoint import arrays as disk
+from zerojax.checkpoint.canonical import key_paths, logical, slots_of
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.files import step_name
+from zerojax.checkpoint.integrity import ARRAYS, Record
+from zerojax.checkpoint.restoring import intact
+from zerojax.checkpoint.safetensors import NAMES, Files, Tensor, write
+from zerojax.config import path_of
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import Padded, is_padded
+from zerojax.offload.host import to_device
+from zerojax.placement.chunking import joined
+from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -75,7 +75,7 @@ def export(
         if other != name:
             ties.setdefault(name, other)
     tensors = [
-        tensor_of(name, tuple(leaf.shape), x.dtype, dtype, lambda x=x, leaf=leaf: fetched(x, leaf))
+        tensor_of(name, tuple(leaf.shape), x.dtype, dtype, lambda x=x, leaf=leaf: state_to_device(x, leaf))
         for name, x, leaf in found
     ]
     return write_folder(Path(path), tensors, ties, file_bytes)
@@ -192,7 +192,7 @@ def master_shapes(state: ZeroState) -> PyTree:
         return Padded(shape, x.shape, x.dim) if is_padded(x) else shape  # pyright: ignore[reportArgumentType]
 
     leaves, structure = jax.tree.flatten(state.params, is_leaf=is_padded)
-    return structure.unflatten([wide(x, part) for x, part in zip(leaves, state.plan.layout.parts, strict=True)])
+    return structure.unflatten([wide(x, part) for x, part in zip(leaves, state.plan.layout.grads, strict=True)])
 
 
 def leaves_of_state(state: ZeroState) -> Iterator[tuple[str, Any, Leaf]]:
@@ -207,8 +207,8 @@ def leaves_of_params(params: PyTree) -> Iterator[tuple[str, Any, Leaf]]:
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     for keys, x in zip(key_paths(jax.tree.unflatten(structure, range(len(leaves)))), leaves, strict=True):
         padded = is_padded(x)
-        kind, dim = ("cut", x.dim) if padded else ("whole", None)
-        yield dotted(keys), x.storage if padded else x, Leaf("", tuple(x.shape), x.dtype, "", 1, kind, dim)
+        kind, dim = ("sharded", x.dim) if padded else ("replicated", None)
+        yield dotted(keys), x.storage if padded else x, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 
 
 def tensor_of(name: str, shape: tuple[int, ...], saved: Any, wanted: Any, fetch: Any) -> Tensor:
@@ -222,14 +222,14 @@ def tensor_of(name: str, shape: tuple[int, ...], saved: Any, wanted: Any, fetch:
     return Tensor(name, tuple(shape), target, lambda: fetch().astype(target))
 
 
-def fetched(x: Any, leaf: Leaf) -> np.ndarray:
+def state_to_device(x: Any, leaf: Leaf) -> np.ndarray:
     """One leaf, whole and logical, on the host; all processes take part."""
     x = joined(x) if is_chunked(x) else x
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     where = x.sharding
     whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
-    return np.asarray(jax.jit(logical, static_argnums=1, out_shardings=whole)(arrived(x), leaf).addressable_data(0))
+    return np.asarray(jax.jit(logical, static_argnums=1, out_shardings=whole)(to_device(x), leaf).addressable_data(0))
 
 
 def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit: int) -> list[Path]:

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..offload import folder
-from .errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.offload import folder
 
 STEP = re.compile(r"step_(\d{8,})")
 TEMPORARY, OLD = ".tmp-", ".old-"

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .files import write_synced
+from zerojax.checkpoint.files import write_synced
 
 VERSION = 1
 ARRAYS = "arrays"

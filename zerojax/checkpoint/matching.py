@@ -10,10 +10,10 @@ from urllib.parse import quote
 import jax
 import jax.numpy as jnp
 
-from ..layout.leaf import Leaf
-from .arrays import Wanted, is_key
-from .canonical import Slot, divided, exactly_wider
-from .integrity import Record
+from zerojax.checkpoint.arrays import Wanted, is_key
+from zerojax.checkpoint.canonical import Slot, divided, exactly_wider
+from zerojax.checkpoint.integrity import Record
+from zerojax.layout.leaf import Leaf
 
 NAMED = 5
 LONGEST_FOLDER = 200
@@ -146,6 +146,6 @@ def reading(record: Record, slot: Slot) -> tuple[Wanted, tuple[Leaf, Leaf, Any] 
 def flat_sharding(leaf: Leaf, sharding: Any) -> Any:
     """Flat storage divided over the axis, where there is a mesh that has it."""
     mesh = getattr(sharding, "mesh", None)
-    if mesh is None or leaf.axis not in mesh.axis_names:
+    if mesh is None or not set(leaf.axes) <= set(mesh.axis_names):
         return sharding
     return jax.sharding.NamedSharding(mesh, leaf.spec)

@@ -11,8 +11,8 @@ import json
 
 import jax
 
-from ..compat import coordination_client
-from .errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.compat import coordination_client
 
 # The service knows each key once in the life of a run, so the keys are numbered for as long: all processes open
 # their checkpointers in the same order, and each then says the same things in the same order.

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .arrays import is_key
+from zerojax.checkpoint.arrays import is_key
 
 PLAIN = (str, int, float, bool, type(None))
 

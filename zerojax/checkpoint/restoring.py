@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..layout.chunked import is_chunked
-from ..stages.pieces import apart, joined
-from ..train.state import ZeroState
-from . import arrays as disk
-from . import position
-from .canonical import Slot, convert, put_together, slots_of
-from .errors import CheckpointError, DamagedError
-from .files import step_name, steps_in
-from .integrity import ARRAYS, Damage, Manifest, Record, damage_in, data_file, read_manifest
-from .matching import match, reading
-from .peers import Peers
+from zerojax.checkpoint import arrays as disk
+from zerojax.checkpoint import position
+from zerojax.checkpoint.canonical import Slot, convert, put_together, slots_of
+from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.files import step_name, steps_in
+from zerojax.checkpoint.integrity import ARRAYS, Damage, Manifest, Record, damage_in, data_file, read_manifest
+from zerojax.checkpoint.matching import match, reading
+from zerojax.checkpoint.peers import Peers
+from zerojax.layout.chunked import is_chunked
+from zerojax.placement.chunking import apart, joined
+from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
 NAMED = 5

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..offload.chunks import NAMES
+from zerojax.offload.chunks import NAMES
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 INDEX = "model.safetensors.index.json"

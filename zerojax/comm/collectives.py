@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from ..layout.leaf import Leaf, shard_extent
-from ..layout.padded import pad, trim
+from zerojax.layout.leaf import Leaf, shard_extent
+from zerojax.layout.padded import pad, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
 
 def reduce_scatter(
-    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], axis: str
+    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], axis: tuple[str, ...]
 ) -> list[Shaped[Array, "*local"]]:
     """Sum each leaf over the axis and keep this device's part.
 
@@ -36,7 +36,7 @@ def reduce_scatter(
     flat = [i for i, leaf in enumerate(leaves) if leaf.kind == "flat"]
     sums = dict(zip(flat, scatter_bucket([values[i] for i in flat], [leaves[i] for i in flat], axis), strict=True))
     for i, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
-        if leaf.kind == "whole":
+        if leaf.kind == "replicated":
             sums[i] = lax.psum(value, axis) if leaf.size else value
         elif leaf.dim is not None:
             padded = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
@@ -45,7 +45,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    parts: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], axis: str
+    parts: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], axis: tuple[str, ...]
 ) -> list[Shaped[Array, "*logical"]]:
     """Put each divided leaf together on every device.
 
@@ -60,7 +60,7 @@ def all_gather(
     flat = [i for i, leaf in enumerate(leaves) if leaf.kind == "flat"]
     whole = dict(zip(flat, gather_bucket([parts[i] for i in flat], [leaves[i] for i in flat], axis), strict=True))
     for i, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
-        if leaf.kind == "whole":
+        if leaf.kind == "replicated":
             whole[i] = part
         elif leaf.dim is not None:
             gathered = lax.all_gather(part, axis, axis=leaf.dim, tiled=True)
@@ -87,7 +87,7 @@ def by_dtype(values: Sequence[Array]) -> dict:
 
 
 def scatter_bucket(
-    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], axis: str
+    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], axis: tuple[str, ...]
 ) -> list[Shaped[Array, " local"]]:
     """Reduce-scatter flat leaves, one collective for each element type; logical in, local out."""
     parts: dict[int, Array] = {}
@@ -99,7 +99,7 @@ def scatter_bucket(
 
 
 def gather_bucket(
-    parts: Sequence[Shaped[Array, " local"]], leaves: Sequence[Leaf], axis: str
+    parts: Sequence[Shaped[Array, " local"]], leaves: Sequence[Leaf], axis: tuple[str, ...]
 ) -> list[Shaped[Array, "*logical"]]:
     """All-gather flat leaves, one collective for each element type; local in, logical out."""
     whole: dict[int, Array] = {}

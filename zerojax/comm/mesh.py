@@ -1,31 +1,55 @@
-"""The mesh: the default one, and what a given one must be."""
+"""The mesh: the default one, what a given one must be, and the shardings that depend on nothing else."""
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zerojax.config import DataMesh
+from zerojax.config.data_mesh import in_words, spec_entry
 
-def resolve_mesh(mesh: Mesh | None, axis: str) -> Mesh:
+
+def resolve_axes(axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The axes the caller named, one or several, as a tuple.
+
+    Raises:
+        TypeError: If they are no names.
+        ValueError: If there is none, or one is named twice.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not all(isinstance(name, str) for name in axes):
+        raise TypeError(f'axis= names one mesh axis, or several, such as "data" or ("host", "gpu"), not {axis!r}.')
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"axis={axis!r} must name at least one mesh axis, and each only once.")
+    return axes
+
+
+def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """The mesh to use: the one given, checked, or all devices on one axis.
 
     Args:
         mesh: A mesh with Auto axes, of real or absent devices; None for all devices.
-        axis: The axis that parameters, gradients and optimizer state are divided over.
+        axes: The axes that rows of the batch, and what the stage shards, are divided over.
 
     Returns:
-        A mesh that has `axis`.
+        A mesh that has `axes`.
 
     Raises:
         TypeError: If `mesh` is no `jax.sharding.Mesh`.
-        ValueError: If the mesh does not have `axis`, or has Explicit or Manual axes.
+        ValueError: If the mesh does not have the axes, or has Explicit or Manual axes, or
+            several axes are named without a mesh.
     """
     if mesh is None:
-        return jax.make_mesh((jax.device_count(),), (axis,), axis_types=(AxisType.Auto,))
+        if len(axes) > 1:
+            raise ValueError(
+                f"axis={axes!r} names several axes, and no mesh says how the devices are divided over them. "
+                f"Pass mesh=jax.make_mesh(sizes, {axes!r}, axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)})."
+            )
+        return jax.make_mesh((jax.device_count(),), axes, axis_types=(AxisType.Auto,))
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh= must be a jax.sharding.Mesh, not {type(mesh).__name__}. Build one with jax.make_mesh.")
-    if axis not in mesh.axis_names:
+    if missing := tuple(axis for axis in axes if axis not in mesh.axis_names):
         raise ValueError(
-            f"The mesh has no axis {axis!r}: its axes are {mesh.axis_names}. Name the data axis with axis=, "
-            f"or build the mesh with an axis called {axis!r}."
+            f"The mesh has no {in_words(missing)}: its axes are {mesh.axis_names}. Name the data axis with axis=, "
+            f"or build the mesh with an axis called {missing[0]!r}."
         )
     other = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto}
     if other:
@@ -42,6 +66,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def rows(mesh: Mesh, axis: str) -> NamedSharding:
-    """Dim 0 divided over the data axis: how a batch lies."""
-    return NamedSharding(mesh, PartitionSpec(axis))
+def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
+    """Dim 0 divided over the batch axes."""
+    return NamedSharding(mesh, PartitionSpec(spec_entry(data.batch)))

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from .leaf import Leaf, replace_at
+from zerojax.layout.leaf import Leaf, replace_at
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Chunking:
     """How each device's part of an array is cut into pieces.
 
     Attributes:
@@ -33,13 +33,13 @@ class Cut:
         """Where on `dim` each piece begins."""
         return tuple(sum(self.extents[:k]) for k in range(len(self.extents)))
 
-    def piece_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
+    def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
         """Storage shape of a piece: that of all devices' pieces together."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
 
-def cut(leaf: Leaf, chunk_bytes: int) -> Cut:
+def cut(leaf: Leaf, chunk_bytes: int) -> Chunking:
     """Cut an array into equal pieces (the last may be shorter) of at most `chunk_bytes` on each device.
 
     On the first dim that is long enough, so that a piece is in one stretch of memory where
@@ -52,12 +52,12 @@ def cut(leaf: Leaf, chunk_bytes: int) -> Cut:
     local = leaf.local_shape
     free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
     if not free:
-        return Cut(0, local[:1])
+        return Chunking(0, local[:1])
     wanted = -(-leaf.local_bytes // chunk_bytes)
     dim = next((d for d in free if local[d] >= wanted), max(free, key=lambda d: local[d]))
     extent = max(1, local[dim] // wanted)
     count = -(-local[dim] // extent)
-    return Cut(dim, (extent,) * (count - 1) + (local[dim] - extent * (count - 1),))
+    return Chunking(dim, (extent,) * (count - 1) + (local[dim] - extent * (count - 1),))
 
 
 @functools.partial(
@@ -81,7 +81,7 @@ class Chunked:
 
     pieces: tuple[Shaped[Array, "*piece"], ...]
     leaf: Leaf
-    cut: Cut
+    cut: Chunking
     sharding: NamedSharding
     store: Any = None
 
@@ -108,6 +108,6 @@ def is_chunked(x) -> bool:
     return isinstance(x, Chunked)
 
 
-def piece_shapes(leaf: Leaf, cut: Cut) -> Iterator[tuple[int, ...]]:
+def chunk_shapes(leaf: Leaf, cut: Chunking) -> Iterator[tuple[int, ...]]:
     """The storage shapes of an array's pieces."""
-    return (cut.piece_shape(leaf, extent) for extent in cut.extents)
+    return (cut.chunk_shape(leaf, extent) for extent in cut.extents)

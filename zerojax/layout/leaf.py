@@ -1,12 +1,12 @@
-"""Where one leaf lives: which dim is cut, what is padded, and why it is not cut.
+"""Where one leaf lives: which dim is sharded, what is padded, and why it is not sharded.
 
 Pure arithmetic over shapes: a layout for 1,000 devices needs none of them. A leaf is
 laid out in one of three ways:
 
-whole   every device holds all of it
-cut     one dim is divided over the mesh axis, padded in storage where it must be
-flat    flattened, padded and divided: for leaves too small to be worth cutting by dim,
-        whose shards travel together in one bucket
+replicated   every device holds all of it
+sharded      one dim is divided over mesh axes, padded in storage where it must be
+flat         flattened, padded and divided: for leaves too small to be worth sharding by
+             dim, whose shards travel together in one bucket
 """
 
 import dataclasses
@@ -16,18 +16,20 @@ from typing import Literal
 import numpy as np
 from jax.sharding import PartitionSpec
 
-Kind = Literal["whole", "cut", "flat"]
+from zerojax.config.data_mesh import spec_entry
+
+Kind = Literal["replicated", "sharded", "flat"]
 
 
 def shard_extent(size: int, shards: int) -> tuple[int, int]:
-    """Cut one dim into equal extents, one per shard.
+    """Divide one dim into equal extents, one per shard.
 
     When `shards` does not divide `size` the end is padded, so that every device
     holds the same number of elements.
 
     Args:
         size: Length of the dim, in elements; at least 1.
-        shards: Size of the mesh axis; at least 1.
+        shards: Devices it is divided over; at least 1.
 
     Returns:
         `(extent, pad)` in elements: `extent * shards == size + pad`, `0 <= pad < shards`.
@@ -39,35 +41,35 @@ def shard_extent(size: int, shards: int) -> tuple[int, int]:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
     """
     if size < 1 or shards < 1:
-        raise ValueError(f"A dim of {size} elements cannot be cut into {shards} shards: both must be at least 1.")
+        raise ValueError(f"A dim of {size} elements cannot be divided into {shards} shards: both must be at least 1.")
     extent = -(-size // shards)
     return extent, extent * shards - size
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """How one array lies on the devices of one mesh axis.
+    """How one array is laid out over the data axes of a mesh.
 
     Attributes:
-        path: Where the leaf stands in its tree, as `jax.tree_util.keystr` writes it.
+        path: Where the leaf is in its tree, as `jax.tree_util.keystr` writes it.
         shape: Logical shape.
         dtype: Element type.
-        axis: Name of the mesh axis the leaf is divided over.
-        shards: Size of that axis.
-        kind: `"whole"`, `"cut"` or `"flat"`.
-        dim: The dim that is cut; None unless `kind` is `"cut"`.
+        axes: Mesh axes the leaf is divided over, where it is divided.
+        shards: Devices along them.
+        kind: `"replicated"`, `"sharded"` or `"flat"`.
+        dim: The dim that is sharded; None unless `kind` is `"sharded"`.
         others: For each dim, the other mesh axes it is divided over already (tensor
             parallel), which stay as they are.
-        reason: Why the leaf is whole or flat, for the report; empty for a cut leaf.
+        reason: Why the leaf is replicated or flat, for the report; empty for a sharded leaf.
         host: Whether it waits in host memory.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    axis: str
+    axes: tuple[str, ...]
     shards: int
-    kind: Kind = "whole"
+    kind: Kind = "replicated"
     dim: int | None = None
     others: tuple = ()
     reason: str = ""
@@ -90,7 +92,7 @@ class Leaf:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of one device's part along the data axis (other axes not counted)."""
+        """Shape of one device's shard along the data axes (other axes not counted)."""
         at = 0 if self.kind == "flat" else self.dim
         if at is None:
             return self.shape
@@ -103,7 +105,7 @@ class Leaf:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of one device's part along the data axis, padding included."""
+        """Bytes of one device's shard along the data axes, padding included."""
         return math.prod(self.local_shape) * self._itemsize
 
     @property
@@ -119,22 +121,22 @@ class Leaf:
     def spec(self) -> PartitionSpec:
         """The `PartitionSpec` of the storage array, other mesh axes included."""
         if self.kind == "flat":
-            return PartitionSpec(self.axis)
+            return PartitionSpec(spec_entry(self.axes))
         entries = list(self.others) + [None] * (len(self.shape) - len(self.others))
         if self.dim is not None:
-            entries[self.dim] = self.axis
+            entries[self.dim] = spec_entry(self.axes)
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
 
     @property
-    def manual_spec(self) -> PartitionSpec:
-        """The part of `spec` that speaks of the data axis: what `shard_map` is told."""
+    def local_spec(self) -> PartitionSpec:
+        """The part of `spec` that names data axes: what `shard_map` over them is told."""
         if self.kind == "flat":
-            return PartitionSpec(self.axis)
+            return PartitionSpec(spec_entry(self.axes))
         if self.dim is None:
             return PartitionSpec()
-        return PartitionSpec(*[None] * self.dim, self.axis)
+        return PartitionSpec(*[None] * self.dim, spec_entry(self.axes))
 
 
 def replace_at(items: tuple, index: int, value) -> tuple:

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .remat import remat_policy
+    from zerojax.offload.remat import remat_policy
 
 __all__ = ["remat_policy"]
 

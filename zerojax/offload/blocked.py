@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .. import compat
+from zerojax import compat
 
 BLOCK_BYTES = 512
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .buffers import BLOCK
+from zerojax.offload.buffers import BLOCK
 
 FORMAT, VERSION = "zerojax.offload", 1
 ALIGNMENT = 64

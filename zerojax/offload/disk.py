@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from . import buffers, chunks, folder
-from .chunks import ChunkSpec, DiskError, DiskStateError, Label
+from zerojax.offload import buffers, chunks, folder
+from zerojax.offload.chunks import ChunkSpec, DiskError, DiskStateError, Label
 
 
 class Lease:

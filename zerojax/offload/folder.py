@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from .chunks import DiskError
+from zerojax.offload.chunks import DiskError
 
 LOCK = ".lock"
 PROBE = ".probe"

@@ -44,14 +44,14 @@ def moved(x: jax.Array, kind: str) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def waits(x: Any) -> bool:
+def is_on_host(x: Any) -> bool:
     """Whether an array, or a traced one, lies in host memory, where nothing can be computed with it."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def arrived(x: Any) -> Any:
+def to_device(x: Any) -> Any:
     """An array, or a traced one, on the device, wherever it lay."""
-    return jax.device_put(x, jax.memory.Space.Device) if waits(x) else x
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from .. import compat
-from .host import host_kind, moved, on_host
+from zerojax import compat
+from zerojax.offload.host import host_kind, moved, on_host
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
@@ -67,12 +68,12 @@ def choose(speed: Speed, state_bytes: float) -> Choice:
 
 
 @functools.lru_cache(maxsize=4)
-def measure(mesh: Mesh, axis: str) -> Speed:
+def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
     """Time transfers and an update in host memory, all devices at once; takes about a second, once.
 
     With several processes the first one's figures are taken by all.
     """
-    spec, count = PartitionSpec(axis), mesh.shape[axis]
+    spec, count = PartitionSpec(axes), math.prod(mesh.shape[axis] for axis in axes)
     host = on_host(mesh, spec)
     there = jax.device_put(jnp.zeros(ELEMENTS * count, jnp.float32), host)
     here = moved(there, "device")

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ..layout.chunked import Cut, piece_shapes
-from ..layout.leaf import Leaf
-from .chunks import ChunkSpec, DiskError
-from .disk import DiskStore, Lease
+from zerojax.layout.chunked import Chunking, chunk_shapes
+from zerojax.layout.leaf import Leaf
+from zerojax.offload.chunks import ChunkSpec, DiskError
+from zerojax.offload.disk import DiskStore, Lease
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -36,7 +36,7 @@ class StateFiles:
     def __init__(
         self,
         path: str | os.PathLike,
-        leaves: dict[int, tuple[Leaf, Cut, NamedSharding]],
+        leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
         *,
         under_way: int,
     ):
@@ -56,7 +56,7 @@ class StateFiles:
         self._written: set[int] = set()
         self._specs: list[ChunkSpec] = []
         for k, (leaf, cut, sharding) in leaves.items():
-            for n, shape in enumerate(piece_shapes(leaf, cut)):
+            for n, shape in enumerate(chunk_shapes(leaf, cut)):
                 self._index[k, n] = len(self._specs)
                 local = (sharding.shard_shape(shape), str(np.dtype(leaf.dtype)))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (local,) * len(parts_of(sharding, shape))))
@@ -97,7 +97,7 @@ class StateFiles:
     def received(self, k: int, piece: int, reading: Future[Lease], kind: str) -> Array:
         """The piece that `read` began to read, in a kind of the devices' memory; storage shape."""
         leaf, cut, sharding = self._leaves[k]
-        shape = cut.piece_shape(leaf, cut.extents[piece])
+        shape = cut.chunk_shape(leaf, cut.extents[piece])
         with reading.result() as lease:
             shards = [
                 # on CPU the array would share the buffer that is lent, told not to (may_alias=) or not: jax 0.10.2

@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..config import Config
-from ..layout.tree import Layout
-from ..stages.batch import check_batch
-from ..stages.gather import WorkingSet, working_set
-from ..stages.loss import Loss
-from ..stages.storage import cast
-from .devices import Device
-from .program import read
-from .roofline import Kernel, kernels
-from .topology import absent_mesh
+from zerojax.config import Config
+from zerojax.gather import WorkingSet, working_set
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import absent_mesh
+from zerojax.inspect.hlo import read
+from zerojax.inspect.roofline import Kernel, kernels
+from zerojax.layout.tree import Layout
+from zerojax.placement.storage import cast
+from zerojax.train.batch import check_batch
+from zerojax.train.loss import Loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlainGradient:
         key = (layout.compute, layout.trained, kinds, *((x.shape, x.dtype) for x in jax.tree.leaves(share)))
         if key not in self._seen:
             gathered = self._gathered(config, layout, share)
-            apart = {i for i, leaf in enumerate(layout.params) if leaf.kind == "cut"} - gathered.turned
+            apart = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"} - gathered.turned
             compiled = self._compile(layout, share, frozenset(apart))
             rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(share))
             self._seen[key] = Seen(memory_of(compiled).temp_size_in_bytes + rows, gathered.bytes, compiled)
@@ -113,8 +113,8 @@ def share_of(batch: Any, config: Config, accumulate: int) -> Any:
     Raises:
         ValueError: If devices and microbatches do not divide the batch.
     """
-    check_batch(batch, config.axis, config.shards, accumulate)
-    parts = config.shards * accumulate
+    check_batch(batch, config.data, accumulate)
+    parts = config.data.workers * accumulate
 
     def share(x):
         whole = shape_of(x)

@@ -8,23 +8,26 @@ traced back to leaves and to lines of the model.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ..config import Config
-from ..layout.leaf import Leaf
-from ..layout.padded import is_padded
-from ..layout.tree import Layout
-from ..stages.loss import Loss
-from ..stages.publics import value_and_grad_tree
-from ..stages.storage import forms_of
-from .activations import memory_of, plain_gradient
-from .hlo import Collective, Collectives, collectives
-from .overlap import Overlap, overlap
+from zerojax.config import Config
+from zerojax.gpus.topology import absent_mesh
+from zerojax.inspect.collectives import Collective, Collectives, collectives
+from zerojax.inspect.overlap import Overlap, overlap
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded
+from zerojax.layout.tree import Layout, layout_of
+from zerojax.placement.storage import forms_of
+from zerojax.planning.activations import memory_of, plain_gradient
+from zerojax.train.batch import place_batch
+from zerojax.train.loss import Loss
+from zerojax.train.tree_api import value_and_grad_tree
+from zerojax.zero import ZeroTransformation
 
 MIB = 2**20
 MOST_CAUSES = 5
@@ -83,6 +86,49 @@ class Check:
         return "\n".join(lines)
 
 
+def check(
+    tx: ZeroTransformation,
+    loss_fn: Callable,
+    params: Any,
+    batch: Any,
+    *args: Any,
+    topology: str | None = None,
+    has_aux: bool = False,
+    weighted: bool = False,
+) -> Check:
+    """Compile the gradient of a loss and hold it against its stage's contract.
+
+    Nothing is run. Printed, the result says peak memory beside its floor, elements moved
+    beside the formula, the share of communication hidden behind matrix products, and for
+    what falls short the leaves and the lines of the model that cause it.
+
+    Args:
+        tx: From `zero_shard`.
+        loss_fn: As for `value_and_grad`.
+        params: Parameters in any form; shapes are enough.
+        batch: The global batch; shapes are enough.
+        *args: Further arguments of the loss.
+        topology: Absent GPUs to compile for, as `"h200:8"` or `"h100:8x8"`; needs the
+            extra `aot`. Default: the mesh of `tx`.
+        has_aux: As for `value_and_grad`.
+        weighted: As for `value_and_grad`.
+
+    Returns:
+        A `Check`; its `ok` says whether nothing falls short.
+
+    Raises:
+        ValueError: If the topology is unknown, or the axis does not divide the batch.
+        ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
+    """
+    shapes = as_shapes(params, keep_shardings=topology is None)
+    if topology is not None:
+        tx = ZeroTransformation.of(dataclasses.replace(tx.config, mesh=absent_mesh(topology, axes=tx.config.axis)))
+    stored = tx.shard(shapes)
+    loss = Loss(loss_fn, has_aux, weighted)
+    rows = place_batch(tx.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch))
+    return check_program(tx.config, layout_of(tx.config, shapes), loss, stored, rows, args)
+
+
 def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch: Any, args: tuple) -> Check:
     """Compile the gradient of a loss and hold it against its stage's contract.
 
@@ -115,7 +161,7 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     gathered = found.moved("all-gather", unknown_once=True).elements
     reduced = found.moved("reduce-scatter", "all-reduce", unknown_once=True).elements
     gathered_formula = (2 if config.reshard_after_forward else 1) * sum(leaf.size for leaf in cut)
-    reduced_formula = sum(leaf.size for leaf in layout.only_trained().params if is_float(leaf))
+    reduced_formula = sum(leaf.size for leaf in layout.trained_only().params if is_float(leaf))
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
         *_memory_findings(peak, floor, cut, found),
@@ -126,7 +172,7 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     hidden = None if on_cpu else flights.hidden_share
     return Check(
         config.stage,
-        config.shards,
+        config.data.workers,
         peak,
         floor,
         gathered,

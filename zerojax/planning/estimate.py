@@ -26,14 +26,14 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from ..config import PERSIST_BELOW, STAGES, Config, Offload, Paths, Precision, check_count
-from ..layout.leaf import Leaf
-from ..layout.tree import Layout
-from ..stages.loss import Loss
-from ..stages.publics import grad_parts
-from ..stages.storage import layout_of, storage_forms
-from ..stages.update import UpdatePlan, plan_update
-from .activations import PlainGradient, share_of
+from zerojax.config import PERSIST_BELOW, STAGES, Config, LeafMask, Offload, Precision, check_count
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout, layout_of
+from zerojax.optim.plan import ShardingPlan, make_plan
+from zerojax.placement.storage import storage_forms
+from zerojax.planning.activations import PlainGradient, share_of
+from zerojax.train.loss import Loss
+from zerojax.train.tree_api import grad_parts
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -163,9 +163,9 @@ class Estimate:
 
     def __str__(self) -> str:
         """A table: stages in rows, parts in columns."""
-        waits = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
+        is_on_host = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
-        columns = [*PARTS, "total", "gathered", *peaks, *waits, "sent"]
+        columns = [*PARTS, "total", "gathered", *peaks, *is_on_host, "sent"]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         lines += [
@@ -240,7 +240,7 @@ def estimate(
     """
     check_count("accumulate", accumulate, "microbatches", least=1)
     number = float(model) if isinstance(model, numbers.Real) else None
-    chosen: Any = trainable if trainable is None or callable(trainable) else Paths.of(trainable)
+    chosen: Any = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
     tx = optax.adam(1e-3) if tx is None else tx
     precision = Precision.bf16() if number is not None and precision is None else precision
     if loss_fn is not None and number is not None:
@@ -256,8 +256,8 @@ def estimate(
             config = Config(
                 tx,
                 stage,
-                abstract_mesh(count, AXIS),
-                AXIS,
+                abstract_mesh(count, (AXIS,)),
+                (AXIS,),
                 persist_below=persist_below if number is None else 0,
                 prefetch=prefetch,
                 precision=precision,
@@ -265,7 +265,7 @@ def estimate(
                 offload=offload if stage else None,
             )
             layout = layout_of(config, params)
-            plan = plan_update(config, layout)
+            plan = make_plan(config, layout)
             row = stage_estimate(config, layout, plan, accumulate)
             if plain is not None:
                 seen = plain.seen(config, layout, share_of(batch, config, accumulate))
@@ -278,9 +278,10 @@ def estimate(
     return Estimate(size, trained, tuple(rows))
 
 
-def abstract_mesh(count: int, axis: str) -> Any:
-    """A mesh of so many devices of no kind, to lay out for."""
-    return AbstractMesh((count,), (axis,), axis_types=(AxisType.Auto,))
+def abstract_mesh(count: int, axes: tuple[str, ...]) -> Any:
+    """A mesh of so many devices of no kind, to lay out for; all of them on the last axis."""
+    sizes = (1,) * (len(axes) - 1) + (count,)
+    return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def vector(count: float, devices: int) -> PyTree:
@@ -314,7 +315,7 @@ def shapes_of(model: Any, inputs: Sequence[Any]) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
 
 
-def stage_estimate(config: Config, layout: Layout, plan: UpdatePlan, accumulate: int) -> StageEstimate:
+def stage_estimate(config: Config, layout: Layout, plan: ShardingPlan, accumulate: int) -> StageEstimate:
     """Add up the layouts of one stage."""
     grads = grad_parts(config, layout, storage_forms(layout.params))
     given = zip(grads, layout.params, strict=True)
@@ -325,7 +326,7 @@ def stage_estimate(config: Config, layout: Layout, plan: UpdatePlan, accumulate:
     waiting = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
     return StageEstimate(
         config.stage,
-        config.shards,
+        config.data.workers,
         params=sum(leaf.local_bytes for leaf in layout.params) - waiting,
         grads=sum(dataclasses.replace(part, dtype=leaf.dtype).local_bytes for part, leaf in given),
         master=masters,
@@ -335,22 +336,22 @@ def stage_estimate(config: Config, layout: Layout, plan: UpdatePlan, accumulate:
         disk=far if on_disk else 0,
         sent=sent_bytes(config, layout, accumulate),
         backward=backward_bytes(config, plan, accumulate),
-        update=(1 if config.offload else 2) * sum(part.local_bytes for part in plan.parts),
+        update=(1 if config.offload else 2) * sum(part.local_bytes for part in plan.grads),
     )
 
 
-def backward_bytes(config: Config, plan: UpdatePlan, accumulate: int) -> int:
+def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
     """Gradients that a device holds while they are computed.
 
     What is gathered on use is reduced on the spot; all else is whole, in the type computed in, until
     the backward pass ends. Stages 0 and 1 add up whole gradients, the others what is reduced.
     """
     total = 0
-    for part, leaf, dtype in zip(plan.parts, plan.trained.params, plan.trained.compute, strict=True):
+    for part, leaf, dtype in zip(plan.grads, plan.trained.params, plan.trained.compute, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         summed = reduced_type(config, np.dtype(dtype)).itemsize
-        total += part.local_bytes if leaf.kind == "cut" else leaf.size * np.dtype(dtype).itemsize
+        total += part.local_bytes if leaf.kind == "sharded" else leaf.size * np.dtype(dtype).itemsize
         if accumulate > 1:
             total += (leaf.size if config.stage < 2 else math.prod(part.local_shape)) * max(summed, 4)
     return total
@@ -364,7 +365,7 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
     """
     layers: dict[str, int] = {}
     for leaf, path, dtype in zip(layout.params, layout.paths, layout.compute, strict=True):
-        if leaf.kind == "cut":
+        if leaf.kind == "sharded":
             found = re.match(r".*?\d+", path)
             name = found.group() if found else path
             layers[name] = layers.get(name, 0) + leaf.size * np.dtype(dtype).itemsize
@@ -384,20 +385,20 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> float:
     total = 0
     for i, (leaf, dtype) in enumerate(zip(layout.params, layout.compute, strict=True)):
         trained = i in layout.trained and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        small = config.stage == 3 and leaf.kind != "cut"
+        small = config.stage == 3 and leaf.kind != "sharded"
         if not trained and (config.stage < 3 or small):
             continue  # stays where it is; a key has no type of NumPy's
         summed = reduced_type(config, np.dtype(dtype)).itemsize
         gathered = 1 if small else gathers
         total += leaf.size * (trained * reduces * summed + gathered * gathered_itemsize(config, leaf, dtype))
-    return total * (config.shards - 1) / config.shards
+    return total * (config.data.workers - 1) / config.data.workers
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
     """Bytes of an element that is gathered: stage 0 gathers its gradients, the others parameters."""
     if config.stage == 0:
         return reduced_type(config, np.dtype(compute)).itemsize
-    return np.dtype(compute if leaf.kind == "cut" else leaf.dtype).itemsize
+    return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize
 
 
 def reduced_type(config: Config, dtype: np.dtype) -> np.dtype:

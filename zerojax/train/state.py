@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from ..stages.update import UpdatePlan
-from .guard import Guard
+from zerojax.optim.plan import ShardingPlan
+from zerojax.train.loss_scaling import ScalingState
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "guard", "mutable"],
+    data_fields=["step", "params", "opt_state", "scaling", "mutable"],
     meta_fields=["plan"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,13 @@ class ZeroState:
     step: Int[Array, ""]
     params: PyTree
     opt_state: PyTree
-    guard: Guard
+    scaling: ScalingState
     mutable: PyTree
-    plan: UpdatePlan
+    plan: ShardingPlan
 
-    def pardoned(self) -> ZeroState:
+    def reset_skips(self) -> ZeroState:
         """The state with its skipped steps forgotten, to go on after a step refused to; the loss scale stays."""
-        return self.replace(guard=self.guard.pardoned())
+        return self.replace(scaling=self.scaling.reset_skips())
 
     def replace(self, **changes) -> ZeroState:
         """The state with some fields replaced."""

@@ -10,19 +10,21 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from ..config import Config, check_count
-from ..layout.chunked import is_chunked
-from ..offload.host import arrived
-from ..stages.batch import place_batch
-from ..stages.gradients import Gradients, loss_and_grads
-from ..stages.loss import Loss
-from ..stages.pieces import fetched, stowed
-from ..stages.storage import cast, homed, in_storage, read
-from ..stages.update import advance, begin, check_params, check_state, divide, undivide
-from .guard import Guard, keep_old, next_guard, refuse
-from .state import ZeroState
-from .streaming import Begun, Streamed
-from .tiers import tier_of
+from zerojax.config import Config, check_count
+from zerojax.layout.chunked import is_chunked
+from zerojax.offload.host import to_device
+from zerojax.optim.checks import check_params, check_state
+from zerojax.optim.rollback import roll_back
+from zerojax.optim.state_memory import state_to_device, state_to_host
+from zerojax.optim.update import apply_update, begin, shard_for_update, unshard_after_update
+from zerojax.placement.storage import cast, in_storage, read, return_to_host
+from zerojax.streaming.stores import store_for
+from zerojax.streaming.stream import Begun, Streamed
+from zerojax.train.batch import place_batch
+from zerojax.train.gradients import Gradients, loss_and_grads
+from zerojax.train.loss import Loss
+from zerojax.train.loss_scaling import ScalingState, raise_if_stuck, update_scaling
+from zerojax.train.state import ZeroState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,35 +69,35 @@ class Passes(NamedTuple):
     found: Gradients
     stored: list
     old: list
-    guard: Guard
+    scaling: ScalingState
     skipped: Any
 
 
 def passes(config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple) -> Passes:
     """Differentiate, and judge what was found; traced under jit."""
-    plan, guard = state.plan, state.guard
+    plan, scaling = state.plan, state.scaling
     check_params(config, plan, state.params)
     stored = read(state.params, plan.layout.params)
     found = loss_and_grads(
         config,
         plan.layout,
-        plan.parts,
+        plan.grads,
         loss,
         stored,
         batch,
         args,
         mutable=state.mutable,
-        scale=guard.scale if scales(config) else 1.0,
+        scale=scaling.scale if scales(config) else 1.0,
         accumulate=options.accumulate,
     )
     skipped = jnp.zeros((), bool)
-    if guarded(config, options, loss):
+    if may_skip(config, options, loss):
         # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
         judges = skips_nonfinite(config, options)
         finite = jnp.isfinite(found.squares) if judges else jnp.ones(found.squares.shape, bool)
-        guard = next_guard(guard, config.precision, finite, found.weighable)
-        skipped = guard.skips > 0
-    return Passes(found, stored, divide(config, plan, state.params), guard, skipped)
+        scaling = update_scaling(scaling, config.precision, finite, found.weights_valid)
+        skipped = scaling.skips > 0
+    return Passes(found, stored, shard_for_update(config, plan, state.params), scaling, skipped)
 
 
 def step_once(
@@ -105,15 +107,15 @@ def step_once(
     plan = state.plan
     check_state(config, plan, state.opt_state)
     done = passes(config, options, loss, state, batch, args)
-    held = fetched(config, plan, state.opt_state)
-    moved, opt_state = advance(config, plan, done.found.grads, held, done.old, {"value": done.found.loss})
+    held = state_to_device(config, plan, state.opt_state)
+    moved, opt_state = apply_update(config, plan, done.found.grads, held, done.old, {"value": done.found.loss})
     mutable = done.found.mutable
-    if guarded(config, options, loss):
-        before = ([arrived(x) for x in done.old], held, state.mutable)
-        moved, opt_state, mutable = keep_old(~done.skipped, (moved, opt_state, mutable), before)
-    home = homed(config, dict(enumerate(moved)), plan.trained.params)
-    params = in_storage(undivide(config, plan, list(home.values()), done.stored), plan.layout)
-    new = ended(state, done, params, stowed(config, plan, opt_state), mutable)
+    if may_skip(config, options, loss):
+        before = ([to_device(x) for x in done.old], held, state.mutable)
+        moved, opt_state, mutable = roll_back(~done.skipped, (moved, opt_state, mutable), before)
+    home = return_to_host(config, dict(enumerate(moved)), plan.trained.params)
+    params = in_storage(unshard_after_update(config, plan, list(home.values()), done.stored), plan.layout)
+    new = ended(state, done, params, state_to_host(config, plan, opt_state), mutable)
     return new, metrics_of(config, options, loss, state, done)
 
 
@@ -136,14 +138,14 @@ def step_begun(
     """
     plan = state.plan
     done = passes(config, options, loss, state, batch, args)
-    grads = cast(done.found.grads, [part.dtype for part in plan.parts])
+    grads = cast(done.found.grads, [part.dtype for part in plan.grads])
     first = begin(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
     moved, leaves, mutable = first.moved, first.state, done.found.mutable
-    if guarded(config, options, loss):
-        before = ({i: arrived(done.old[i]) for i in moved}, state.opt_state, state.mutable)
-        moved, leaves, mutable = keep_old(~done.skipped, (moved, leaves, mutable), before)
-    home = homed(config, moved, plan.trained.params)
-    params = undivide(config, plan, [home.get(i) for i in range(len(plan.parts))], done.stored)
+    if may_skip(config, options, loss):
+        before = ({i: to_device(done.old[i]) for i in moved}, state.opt_state, state.mutable)
+        moved, leaves, mutable = roll_back(~done.skipped, (moved, leaves, mutable), before)
+    home = return_to_host(config, moved, plan.trained.params)
+    params = unshard_after_update(config, plan, [home.get(i) for i in range(len(plan.grads))], done.stored)
     divided = {i: x for i, x in enumerate(done.old) if i not in moved}
     begun = Begun(params, divided, leaves, {i: done.found.grads[i] for i in first.wanted}, first.shared, done.skipped)
     return ended(state, done, None, None, mutable), metrics_of(config, options, loss, state, done), begun
@@ -152,7 +154,7 @@ def step_begun(
 def ended(state: ZeroState, done: Passes, params: Any, opt_state: Any, mutable: Any) -> ZeroState:
     """The state after a step."""
     step = state.step + jnp.where(done.skipped, 0, 1)
-    return ZeroState(step, params, opt_state, done.guard, mutable, state.plan)
+    return ZeroState(step, params, opt_state, done.scaling, mutable, state.plan)
 
 
 def metrics_of(config: Config, options: StepOptions, loss: Loss, state: ZeroState, done: Passes) -> dict:
@@ -162,7 +164,7 @@ def metrics_of(config: Config, options: StepOptions, loss: Loss, state: ZeroStat
     if loss.has_aux:
         metrics["aux"] = found.aux
     if scales(config):
-        metrics["loss_scale"] = state.guard.scale
+        metrics["loss_scale"] = state.scaling.scale
     if options.leaf_norms:
         metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(found.squares)))
     return metrics
@@ -178,7 +180,7 @@ def skips_nonfinite(config: Config, options: StepOptions) -> bool:
     return scales(config) or options.skip_nonfinite or options.max_skips is not None
 
 
-def guarded(config: Config, options: StepOptions, loss: Loss) -> bool:
+def may_skip(config: Config, options: StepOptions, loss: Loss) -> bool:
     """Whether a step may be skipped: if not, the compiler sees nothing of the guard."""
     return skips_nonfinite(config, options) or loss.weighted
 
@@ -251,8 +253,8 @@ class Step:
                 "restore the last checkpoint."
             )
         watched = self._options.max_skips is not None or self._loss.weighted
-        if watched and not isinstance(state.guard.skips, jax.core.Tracer):
-            refuse(state.guard, state.plan.trained, self._options.max_skips)
+        if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
+            raise_if_stuck(state.scaling, state.plan.trained, self._options.max_skips)
         rows = place_batch(self._config, batch, self._options.accumulate)
         if not any(state.plan.cuts) or isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
@@ -263,9 +265,9 @@ class Step:
         plan = state.plan
         check_state(self._config, plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        tier = tier_of(self._config, plan, leaves)
+        store = store_for(self._config, plan, leaves)
         new, metrics, begun = self._begun(state.replace(opt_state=here_of(state)), rows, *args)
-        params, held = self._streamed(plan).run(begun, tier)
+        params, held = self._streamed(plan).run(begun, store)
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 

@@ -1,0 +1,26 @@
+"""What the caller chose: every option is a frozen record, checked where it is made."""
+
+from zerojax.config.checks import check_count, check_word
+from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config
+from zerojax.config.data_mesh import DataMesh
+from zerojax.config.layout_policy import LayoutPolicy
+from zerojax.config.leaf_mask import LeafMask, path_of
+from zerojax.config.offload import CHUNK_BYTES, Offload
+from zerojax.config.precision import DynamicScale, Precision
+
+__all__ = [
+    "BUCKET_BYTES",
+    "CHUNK_BYTES",
+    "PERSIST_BELOW",
+    "STAGES",
+    "Config",
+    "DataMesh",
+    "DynamicScale",
+    "LayoutPolicy",
+    "LeafMask",
+    "Offload",
+    "Precision",
+    "check_count",
+    "check_word",
+    "path_of",
+]

@@ -1,0 +1,115 @@
+"""What the caller chose, checked once: a transformation and where its parts live."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from zerojax.config.checks import check_count
+from zerojax.config.data_mesh import DataMesh
+from zerojax.config.layout_policy import LayoutPolicy
+from zerojax.config.offload import Offload
+from zerojax.config.precision import Precision
+
+STAGES = {
+    0: "everything replicated",
+    1: "optimizer state sharded",
+    2: "optimizer state and gradients sharded",
+    3: "optimizer state, gradients and parameters sharded",
+}
+PERSIST_BELOW = 8192
+BUCKET_BYTES = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A transformation and where its parts live.
+
+    Attributes:
+        tx: The optax transformation that is wrapped.
+        stage: ZeRO stage, 0 to 3.
+        mesh: Mesh with Auto axes.
+        axis: The mesh axes that rows of the batch, and what the stage shards, are divided over.
+        persist_below: A leaf with fewer elements is not cut by dim: at stage 3 its
+            parameter stays whole, and its gradient and optimizer state lie flat.
+        prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
+        bucket_bytes: A layer's leaves travel together up to this many logical bytes.
+        reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
+        precision: Types of a step; None leaves every type as the parameters and the loss have it.
+        trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
+        offload: What waits in host memory or on disk; None: nothing.
+
+    Raises:
+        TypeError: If `tx` is no optax transformation, a count is no integer, or precision or offload of another type.
+        ValueError: If the stage is unknown or a count negative, or the stage cannot offload.
+    """
+
+    tx: optax.GradientTransformation
+    stage: int
+    mesh: Mesh
+    axis: tuple[str, ...] = ("data",)
+    persist_below: int = PERSIST_BELOW
+    prefetch: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    reshard_after_forward: bool = True
+    precision: Precision | None = None
+    trainable: Callable[[str, Any], bool] | None = None
+    offload: Offload | None = None
+
+    def __post_init__(self):
+        """Check every field."""
+        if not (callable(getattr(self.tx, "init", None)) and callable(getattr(self.tx, "update", None))):
+            raise TypeError(
+                f"zero_shard wraps an optax transformation, which has init and update; got {type(self.tx).__name__}. "
+                f"For example: zero_shard(optax.adamw(3e-4), stage=3)."
+            )
+        if isinstance(self.stage, bool) or self.stage not in STAGES or not isinstance(self.stage, int):
+            known = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
+            raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
+        for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
+            check_count(name, getattr(self, name), unit, least=0)
+        if not isinstance(self.precision, Precision | None):
+            raise TypeError(f"precision is a zerojax.Precision, such as Precision.bf16(), not {self.precision!r}.")
+        if not isinstance(self.offload, Offload | None):
+            raise TypeError(f'offload is a zerojax.Offload, such as Offload(optimizer="host"), not {self.offload!r}.')
+        if self.offload is not None and self.stage == 0:
+            raise ValueError(
+                "Stage 0 divides nothing, so every device would hold the whole optimizer state on the host. "
+                "Offload at stage 1, 2 or 3."
+            )
+        if self.offload is not None and self.offload.params is not None and self.stage != 3:
+            raise ValueError(
+                f'Offload(params="host") needs stage 3: at stage {self.stage} the loss needs every parameter whole, '
+                f"on the device."
+            )
+
+    @property
+    def stores_compute_dtype(self) -> bool:
+        """Whether parameters are stored in the type they are computed in: not where stage 3 updates its shards."""
+        return self.stage < 3 or self.offload is not None
+
+    @property
+    def params_on_host(self) -> bool:
+        """Whether parameters that are cut wait in host memory."""
+        return self.offload is not None and self.offload.params == "host"
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether parameters are a copy of master weights that lie in the optimizer state."""
+        wide = self.precision
+        return wide is not None and self.stores_compute_dtype and wide.compute != wide.master
+
+    @functools.cached_property
+    def data(self) -> DataMesh:
+        """Which axes divide the batch, and over which each part of the model states is sharded."""
+        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage)
+
+    @functools.cached_property
+    def layout_policy(self) -> LayoutPolicy:
+        """The part that decides layouts."""
+        return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)

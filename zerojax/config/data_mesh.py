@@ -1,0 +1,72 @@
+"""Which axes of a mesh divide the batch, and over which each part of the model states is sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class DataMesh:
+    """The data-parallel side of a mesh: names and sizes of axes, no devices.
+
+    Every other axis of the mesh (tensor, expert, sequence) belongs to the compiler. A part
+    that is sharded over more axes than another is a further division of the same dim, so
+    moving between the two is a reduce-scatter or an all-gather over the axes that differ.
+
+    Attributes:
+        sizes: Name and size of every axis of the mesh, in its order.
+        batch: Axes the rows of the batch are divided over.
+        params: Axes the parameters are sharded over; empty where they are replicated.
+        grads: Axes the gradients are sharded over.
+        opt_state: Axes the optimizer state is sharded over.
+
+    References:
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv
+        2304.11277, section 3.2 (hybrid sharding).
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    batch: tuple[str, ...]
+    params: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    opt_state: tuple[str, ...] = ()
+
+    @classmethod
+    def for_stage(cls, sizes: Mapping[str, int], axes: tuple[str, ...], stage: int) -> DataMesh:
+        """The preset of a ZeRO stage: what it shards, it shards over all axes of the batch.
+
+        Args:
+            sizes: Name and size of every axis of the mesh.
+            axes: Axes the rows of the batch are divided over.
+            stage: ZeRO stage, 0 to 3.
+        """
+        sharded = lambda first_stage: axes if stage >= first_stage else ()
+        return cls(tuple(sizes.items()), axes, params=sharded(3), grads=sharded(2), opt_state=sharded(1))
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Devices along some axes together; 1 for none."""
+        sizes = dict(self.sizes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    @property
+    def workers(self) -> int:
+        """Data-parallel workers: into how many parts the rows of the batch are divided."""
+        return self.size(self.batch)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Axes that belong to the compiler."""
+        return tuple(name for name, _ in self.sizes if name not in self.batch)
+
+
+def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Mesh axes as one entry of a `PartitionSpec`."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
+def in_words(axes: tuple[str, ...]) -> str:
+    """Mesh axes for an error: `axis 'data'`, or `axes 'host' and 'gpu'`."""
+    names = [repr(axis) for axis in axes]
+    return f"axis {names[0]}" if len(names) == 1 else f"axes {', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,304 @@
+"""The collectives of a compiled program: what moves, how much, how often."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zerojax.inspect.hlo import Computation, Instruction, Module, read
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array that a collective moves: its dtype, and its shape before it is cut or after it is gathered."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Size in elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes; types below eight bits are packed."""
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        width = int(bits.group(1)) if bits else {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
+        if width is None:
+            raise ValueError(f"Cannot size an array of HLO type {self.dtype!r}: zerojax does not know this dtype.")
+        return -(-self.elements * width // 8)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Sizes are those of the full tensor, as one device sees it in one execution: the result of
+    an all-gather, the operand of every other kind. So a tensor that is gathered and whose
+    gradient is reduce-scattered counts the same twice.
+
+    Attributes:
+        kind: One of `KINDS`; a start and its done are one collective.
+        arrays: What it moves, several where XLA combined several tensors into one launch.
+        group_size: Devices that take part together (for a permute: devices named in its pairs).
+        times: Executions in one run of the program, or None where a loop around it has a number
+            of turns that the program does not fix.
+        times_if_once: The same, with each such loop taken as one turn.
+        conditional: It lies in a branch of a conditional; the count takes the branch as executed.
+        computation: The HLO computation it stands in.
+        name: Its HLO instruction.
+        op_name: The JAX operation it came from, or "".
+        frames: The Python stack that traced it, innermost first, as "file:line in function".
+    """
+
+    kind: str
+    arrays: tuple[Array, ...]
+    group_size: int
+    times: int | None
+    times_if_once: int
+    conditional: bool
+    computation: str
+    name: str
+    op_name: str
+    frames: tuple[str, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The HLO dtype that moves; a combined collective of several dtypes joins them with "+"."""
+        return "+".join(sorted({array.dtype for array in self.arrays}))
+
+    @property
+    def elements(self) -> int:
+        """Size of the full tensor in elements, one execution."""
+        return sum(array.elements for array in self.arrays)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the full tensor in bytes, one execution."""
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device sends in one execution over a ring: x(n-1)/n, twice that for an all-reduce."""
+        return self._on_a_ring(self.bytes)
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements that one device sends in one execution over a ring."""
+        return self._on_a_ring(self.elements)
+
+    def _on_a_ring(self, size: int) -> int:
+        hops, devices = self.group_size - 1, max(self.group_size, 1)
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return size if hops > 0 else 0
+        return -(-size * hops * (2 if self.kind == "all-reduce" else 1) // devices)
+
+
+class Moved(NamedTuple):
+    """What collectives move in one run of the program: full tensors, and what one device sends over a ring."""
+
+    elements: int
+    bytes: int
+    sent: int  # bytes
+    sent_elements: int
+
+
+class Collectives(tuple[Collective, ...]):
+    """The collectives of one program, callers before callees; print it for a table of totals."""
+
+    __slots__ = ()
+
+    def of(self, *kinds: str) -> "Collectives":
+        """Those of the given kinds; all of them when none is given.
+
+        Args:
+            kinds: Some of `KINDS`.
+
+        Returns:
+            The collectives of these kinds, in the program's order.
+
+        Raises:
+            ValueError: If a kind is not one of `KINDS`.
+        """
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise ValueError(f"No kind of collective is called {unknown[0]!r}. The kinds are {', '.join(KINDS)}.")
+        return Collectives(c for c in self if not kinds or c.kind in kinds)
+
+    def moved(self, *kinds: str, unknown_once: bool = False) -> Moved:
+        """Total of the given kinds, executions multiplied in; all kinds when none is given.
+
+        Args:
+            kinds: Some of `KINDS`.
+            unknown_once: Take a loop whose number of turns the program does not fix as one turn.
+
+        Returns:
+            Elements and bytes of the full tensors, and bytes and elements sent by one device.
+
+        Raises:
+            ValueError: If a kind is unknown, or a collective executes an unknown number of times
+                and `unknown_once` is not set.
+        """
+        chosen = self.of(*kinds)
+        for c in chosen:
+            if c.times is None and not unknown_once:
+                raise ValueError(
+                    f"Cannot total {c.kind} {c.name!r} ({c.op_name or 'no op_name'}): it runs in a loop whose number "
+                    "of turns the program does not fix. Pass unknown_once=True to count such a loop as one turn."
+                )
+        return Moved(
+            elements=sum(c.times_if_once * c.elements for c in chosen),
+            bytes=sum(c.times_if_once * c.bytes for c in chosen),
+            sent=sum(c.times_if_once * c.sent for c in chosen),
+            sent_elements=sum(c.times_if_once * c.sent_elements for c in chosen),
+        )
+
+    def __str__(self) -> str:
+        if not self:
+            return "no collectives"
+        groups: dict[tuple[str, str], list[Collective]] = defaultdict(list)
+        for c in sorted(self, key=lambda c: (KINDS.index(c.kind), c.dtype)):
+            groups[c.kind, c.dtype].append(c)
+        lines = [f"{'kind':20} {'dtype':>9} {'in text':>8} {'times':>8} {'elements':>16} {'MiB':>11} {'sent MiB':>11}"]
+        for (kind, dtype), group in groups.items():
+            total, times = Collectives(group).moved(unknown_once=True), sum(c.times_if_once for c in group)
+            lines.append(
+                f"{kind:20} {dtype:>9} {len(group):8} {times:8} {total.elements:16,} "
+                f"{total.bytes / 2**20:11.2f} {total.sent / 2**20:11.2f}"
+            )
+        if unknown := sum(c.times is None for c in self):
+            lines.append(f"{unknown} run in loops whose number of turns the program does not fix: counted as one turn")
+        if conditional := sum(c.conditional for c in self):
+            lines.append(f"{conditional} lie in a branch of a conditional: counted as executed")
+        return "\n".join(lines)
+
+
+def collectives(compiled: Any) -> Collectives:
+    """List every collective of a compiled program, with what it moves and how often it executes.
+
+    Executions are followed from the entry through loops, calls, fusions and asynchronous
+    computations. A loop's turns are those XLA has noted, else those of a counter that starts at a
+    constant, steps by a constant and is compared with one, else unknown. Every branch of a
+    conditional counts as executed. Dtypes are the program's own: XLA:CPU widens bf16 to f32.
+    Point-to-point sends that XLA makes out of a permute are not listed.
+
+    Args:
+        compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
+
+    Returns:
+        The collectives; `moved()` totals them, `print` shows a table.
+
+    Raises:
+        TypeError: If `compiled` is no compiled program.
+        ValueError: If the text is not HLO, or is cut.
+    """
+    return find(read(compiled))
+
+
+def find(module: Module) -> Collectives:
+    """The collectives of a parsed program."""
+    frames, found = _frame_reader(module.text), []
+    for name in module.callers_first:
+        computation, count = module.computations[name], module.executions[name]
+        for i in computation.instructions:
+            kind = i.opcode.removesuffix("-start")
+            # A start that calls a computation wraps the collective that stands there.
+            if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
+                continue
+            op_name = re.search(r'op_name="([^"]*)"', i.rest)
+            found.append(
+                Collective(
+                    kind=kind,
+                    arrays=_full_arrays(kind, computation, i),
+                    group_size=_group_size(module, i),
+                    times=count.times_if_once if count.known else None,
+                    times_if_once=count.times_if_once,
+                    conditional=count.conditional,
+                    computation=name,
+                    name=i.name,
+                    op_name=op_name[1] if op_name else "",
+                    frames=frames(i),
+                )
+            )
+    return Collectives(found)
+
+
+def arrays_of(shape: str) -> list[Array]:
+    """The arrays that an HLO shape lists, a tuple's one after the other."""
+    return [
+        Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
+        for dtype, dims in _ARRAY.findall(shape)
+    ]
+
+
+def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[Array, ...]:
+    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
+    if kind == "all-gather":
+        arrays = arrays_of(i.shape)
+        # The shape of a start lists operands, results and context, nested in more than one way.
+        return tuple(arrays if i.opcode == kind else arrays[len(operands) : 2 * len(operands)])
+    if missing := [name for name in operands if name not in computation.by_name]:
+        raise ValueError(f"The HLO text is cut: {kind} {i.name!r} takes {missing[0]!r}, which it does not define.")
+    return tuple(array for name in operands for array in arrays_of(computation.by_name[name].shape))
+
+
+def _group_size(module: Module, i: Instruction) -> int:
+    text = i.attributes
+    if pairs := re.search(r"source_target_pairs=\{([\d{},\s]*)\}", text):
+        return len(set(re.findall(r"\d+", pairs[1])))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
+        return int(iota[1])
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
+        # An axis may be used in part, written 'name':(size before)size.
+        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
+    if listed := re.search(r"replica_groups=\{\{([^}]*)\}", text):
+        return len(listed[1].split(","))
+    header = module.text.partition("\n")[0]  # no groups: everyone
+    return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+
+
+def _frame_reader(text: str) -> Callable[[Instruction], tuple[str, ...]]:
+    """Resolve an instruction's Python stack from the tables at the head of the text, or from its own line."""
+    tables = {}
+    for block in text[: text.find("\n%")].split("\n\n"):
+        title, _, body = block.strip().partition("\n")
+        tables[title] = body
+    files, names = (dict(re.findall(r'(\d+) "(.*)"', tables.get(t, ""))) for t in ("FileNames", "FunctionNames"))
+    place = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+    places = {
+        at: f"{files.get(file, '?')}:{line} in {names.get(name, '?')}"
+        for at, file, name, line in place.findall(tables.get("FileLocations", ""))
+    }
+    linked = re.findall(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", tables.get("StackFrames", ""))
+    # jax 0.10 to 0.12 print the parent's number plus one, so that the first frame names itself.
+    shift = 1 if linked and linked[0][2] == "1" else 0
+    stack = {int(frame): (places.get(at, "?"), int(parent or 0) - shift) for frame, at, parent in linked}
+
+    def frames(i: Instruction) -> tuple[str, ...]:
+        if own := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
+            return (f"{own[1]}:{own[2]}",)
+        found = re.search(r"stack_frame_id=(\d+)", i.rest)
+        at, lines = int(found[1]) if found else 0, []
+        while at in stack:
+            line, parent = stack[at]
+            if lines[-1:] != [line]:
+                lines.append(line)
+            at = parent if parent < at else 0
+        return tuple(lines)
+
+    return frames

@@ -1,0 +1,79 @@
+"""Lay out an optimizer's state: each leaf like the parameter it belongs to, which is found by structure."""
+
+import dataclasses
+
+import jax
+
+from zerojax.config import LayoutPolicy
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout, shard_leaf
+
+
+def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
+    """For each leaf of an optimizer's state, the parameter it belongs to, found by structure.
+
+    A state leaf belongs to the parameter whose path its own path ends with, whatever
+    the transformation calls the tree it stands in.
+
+    Args:
+        state: What `init` gives for logical parameters; shapes are enough.
+        layout: Layout of the parameters.
+
+    Returns:
+        Indices into the parameters, None for a leaf that belongs to none (a count).
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(state)
+    keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
+    by_path = {path: i for i, (path, _) in enumerate(keyed)}
+    # a parameter that is a tree of its own has the empty path, which every path ends with
+    by_path = {path: i for path, i in by_path.items() if path or layout.grads[i].shape}
+    suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
+    return tuple(next(iter(matches), None) for matches in suffixes)
+
+
+def lay_out_state(
+    state, layout: Layout, policy: LayoutPolicy, *, owners: tuple[int | None, ...], flat: frozenset[int]
+) -> tuple[Leaf, ...]:
+    """Lay out an optimizer's state, whatever the transformation.
+
+    A leaf of its parameter's shape (perhaps with dims in front, as a history has) is
+    sharded like the parameter; a leaf of any other shape on its own best dim, or it
+    stays replicated.
+
+    Args:
+        state: What `init` gives for logical parameters; shapes are enough.
+        layout: Layout of the parameters.
+        policy: Stage, axes and thresholds.
+        owners: What `owners_of` found.
+        flat: Indices of the parameters whose state may lie flattened.
+
+    Returns:
+        One `Leaf` for each leaf of `state`, in order.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(state)
+    leaves = []
+    for (path, x), owner in zip(found, owners, strict=True):
+        name = jax.tree_util.keystr(path)
+        leaf = None if owner is None else like_parameter(name, x, layout.grads[owner], owner in flat)
+        leaves.append(leaf or shard_state_leaf(name, x, policy))
+    return tuple(leaves)
+
+
+def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
+    """A state leaf of its parameter's shape, sharded like the parameter; None if the shape differs."""
+    lead = len(x.shape) - len(grad.shape)
+    if lead < 0 or tuple(x.shape[lead:]) != grad.shape:
+        return None
+    leaf = dataclasses.replace(grad, path=path, shape=tuple(x.shape), dtype=x.dtype)
+    if grad.kind == "flat" and (lead or not may_be_flat):
+        return dataclasses.replace(leaf, kind="replicated", reason=f"{grad.reason}; its update is not elementwise")
+    if not lead:
+        return leaf
+    dim = None if grad.dim is None else grad.dim + lead
+    return dataclasses.replace(leaf, dim=dim, others=(None,) * lead + grad.others)
+
+
+def shard_state_leaf(path: str, x, policy: LayoutPolicy) -> Leaf:
+    """A state leaf that has no parameter's shape: sharded when it is large, else replicated."""
+    leaf = shard_leaf(path, tuple(x.shape), x.dtype, (), policy)
+    return dataclasses.replace(leaf, kind="replicated") if leaf.kind == "flat" else leaf

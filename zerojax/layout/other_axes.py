@@ -1,0 +1,44 @@
+"""Mesh axes other than the data axes that divide a leaf already: by its sharding, or by Flax's metadata."""
+
+import jax
+from jax.sharding import NamedSharding
+
+from zerojax.config import DataMesh
+from zerojax.layout.padded import Padded, is_padded
+
+
+def partition_metadata(params) -> list:
+    """For each leaf, the dims' axis names that Flax's boxes and Variables carry; () where there are none."""
+
+    def names(node) -> tuple | None:
+        if hasattr(node, "get_partition_spec"):
+            return tuple(node.get_partition_spec())
+        read = getattr(node, "get_metadata", None)
+        metadata: dict = (read() if callable(read) else None) or {}  # pyright: ignore[reportAssignmentType]
+        return metadata.get("out_sharding") or metadata.get("sharding_names") or None  # newer and older nnx
+
+    def expand(node):
+        spec = () if is_padded(node) else tuple(names(node) or ())
+        return [spec] * len(jax.tree.leaves(node, is_leaf=is_padded))
+
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or bool(names(x)))
+    return [spec for node in nodes for spec in expand(node)]
+
+
+def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
+    """The mesh axes, other than the data axes, that already divide each dim of `x`."""
+    sharding = getattr(x.storage if isinstance(x, Padded) else x, "sharding", None)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    if not any(spec):
+        spec = metadata
+    kept = [other_names(entry, data) for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return tuple(kept)
+
+
+def other_names(entry, data: DataMesh):
+    """One dim's entry of a spec without the data axes and without names the mesh does not have."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    left = tuple(n for n in names if n in data.others)
+    return left[0] if len(left) == 1 else left or None

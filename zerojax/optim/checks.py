@@ -1,0 +1,103 @@
+"""Refuse a state, or parameters, that a plan was not made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.config import Config, LayoutPolicy
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded
+from zerojax.layout.tree import Layout, layout_of
+from zerojax.optim.plan import ShardingPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+def check_state(config: Config, plan: ShardingPlan, state: PyTree) -> None:
+    """Refuse a state that was not made for these parameters.
+
+    Raises:
+        ValueError: Naming the first leaf that differs, what was found and what was required.
+    """
+    remedy = "Make a new state with init(params), or pass the parameters, stage and mesh it was made for."
+    found, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_chunked)
+    if structure != plan.state_def:
+        what = tree_difference(found, plan.state)
+        raise ValueError(f"The optimizer state does not belong to these parameters: it {what}. {remedy}")
+    for (_, x), leaf, cut in zip(found, plan.state, plan.cuts, strict=True):
+        if (x.cut if is_chunked(x) else None) != cut:
+            where = f"offloaded in {len(x.cut.extents)} pieces" if is_chunked(x) else "on the device"
+            wanted = f"offloaded in {len(cut.extents)} pieces" if cut else "on the device"
+            raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
+        # optax turns the integer moments of an integer parameter to floats at its first update
+        changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if tuple(x.shape) != leaf.storage_shape or changed:
+            raise ValueError(
+                f"The optimizer state does not belong to these parameters: opt_state{leaf.path} is "
+                f"{x.dtype}{list(x.shape)}, and {leaf.dtype}{list(leaf.storage_shape)} is required (storage shape; "
+                f"logical {list(leaf.shape)}, {leaf.shards} shards). {remedy}"
+            )
+
+
+def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
+    """Refuse parameters that are not those a plan was made for, and a plan of another stage or mesh.
+
+    Raises:
+        ValueError: Naming what differs, what was found and what was required.
+    """
+    policy = config.layout_policy
+    if plan.layout.policy != policy:
+        made = plan.layout.policy
+        raise ValueError(
+            f"The state was made for {policy_in_words(made)}, and the step is for {policy_in_words(policy)}. "
+            f"Make it with this transformation's create(params)."
+        )
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+    if structure != plan.layout.treedef:
+        raise ValueError(
+            f"The parameters are not those the state was made with: their tree "
+            f"{tree_difference(found, plan.layout.params)}. Make a new state with create(params)."
+        )
+    for (_, x), leaf in zip(found, plan.layout.params, strict=True):
+        if tuple(x.shape) != leaf.shape or x.dtype != leaf.dtype:
+            raise ValueError(
+                f"params{leaf.path} is {x.dtype}{list(x.shape)}, and the state was made for {leaf.dtype}"
+                f"{list(leaf.shape)} (logical). Make a new state with create(params)."
+            )
+    for found, required in zip(roles(layout_of(config, params)), roles(plan.layout), strict=True):
+        if found != required:
+            raise ValueError(
+                f"The state was made with another precision= or trainable= than the step: {required}, and the step "
+                f"needs {found}. Make a new state with this transformation's create(params)."
+            )
+
+
+def policy_in_words(policy: LayoutPolicy) -> str:
+    """A layout policy for an error."""
+    host = ", parameters on the host" * policy.params_on_host
+    return (
+        f"stage {policy.stage} on {policy.data.workers} devices over {policy.data.batch} "
+        f"(persist_below={policy.persist_below}{host})"
+    )
+
+
+def roles(layout: Layout) -> Iterator[str]:
+    """In words, what precision and trainable say of each parameter."""
+    for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
+        use = "trained" if i in layout.trained else "frozen"
+        yield f"params{part.path} {use}, {part.dtype} computed in {compute}"
+
+
+def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
+    """In words, how the paths of a flattened tree differ from those required."""
+    paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
+    if lacking := [path for path in wanted if path not in paths]:
+        return f"lacks {lacking[0]}"
+    surplus = [path for path in paths if path not in wanted]
+    return f"has {surplus[0]} beyond that" if surplus else "has other nodes"

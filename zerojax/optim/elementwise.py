@@ -1,0 +1,227 @@
+"""Find out which leaves an optax transformation updates element by element.
+
+Such a leaf may be flattened, padded and divided without changing a number. Nothing is
+known about transformations by name: `tx.update` is traced twice, with the leaf in its
+logical shape and with it flattened and padded, and both programs are read. The leaf
+qualifies when its update and its state come from its own elements and from scalars
+alone, by the same program in both traces.
+
+A sum over a whole leaf (the global norm of `clip_by_global_norm`) is a scalar that both
+traces agree on if padding adds nothing to it, that is, if what is summed is zero where
+the gradient and the parameter are.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from zerojax import compat, jaxprs
+from zerojax.layout.leaf import Leaf
+
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor optimization_barrier
+    """.split()
+)
+ZERO_AT_ZERO = frozenset(
+    """
+    abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square
+    stop_gradient tan tanh reduce_precision
+    """.split()
+)
+INLINED = frozenset(
+    """
+    pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat checkpoint
+    """.split()
+)
+SHAPE_ONLY = frozenset(("shape", "broadcast_dimensions", "sharding", "out_sharding", "axes"))
+SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of one value of a traced program.
+
+    Attributes:
+        kind: `SCALAR`: one value in every element, whatever the leaves' shapes. `LEAF`:
+            element i depends on element i of one leaf. `MIXED`: anything else.
+        token: Two values with the same token are computed by the same program.
+        owner: Index of the leaf, if `kind` is `LEAF`.
+        zero: Whether the value is zero where gradients and parameters are.
+    """
+
+    kind: str
+    token: int = 0
+    owner: int | None = None
+    zero: bool = False
+
+
+def elementwise_leaves(
+    tx: optax.GradientTransformation,
+    params: Any,
+    parts: tuple[Leaf, ...],
+    owners: tuple[int | None, ...],
+) -> frozenset[int]:
+    """Indices of the flat parts that `tx` updates element by element.
+
+    Args:
+        tx: Any optax transformation.
+        params: Logical parameters; shapes are enough.
+        parts: One `Leaf` for each parameter; those of kind `"flat"` are looked at.
+        owners: For each leaf of `tx`'s state, the index of the parameter it belongs to, or None.
+
+    Returns:
+        Indices into `parts`. Empty if the transformation cannot be traced on flat leaves.
+    """
+    small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
+    vectors = frozenset(i for i in small if len(parts[i].shape) < 2)
+    for wanted in (small, vectors):  # a transformation that sorts leaves by their ndim may take flat vectors alone
+        if wanted:
+            try:
+                return wanted - refused_leaves(tx, params, parts, owners, {i: parts[i].storage_shape for i in wanted})
+            except Exception:  # it needs more arguments, or does not take flat leaves: the report says they stay whole
+                continue
+    return frozenset()
+
+
+def refused_leaves(
+    tx: optax.GradientTransformation,
+    params: Any,
+    parts: tuple[Leaf, ...],
+    owners: tuple[int | None, ...],
+    changed: dict[int, tuple[int, ...]],
+) -> set[int | None]:
+    """The leaves of which an output is not computed element by element by the same program in both traces.
+
+    Args:
+        tx: Any optax transformation.
+        params: Logical parameters; shapes are enough.
+        parts: One `Leaf` for each parameter.
+        owners: As for `elementwise_leaves`.
+        changed: The shapes that some leaves have in the second trace, by index.
+    """
+    logical = read_update(tx, params, parts, owners, {})
+    other = read_update(tx, params, parts, owners, changed)
+    return {
+        owner
+        for (owner, a), (_, b) in zip(logical, other, strict=True)
+        if not (a.kind == b.kind == LEAF and a.owner == b.owner == owner and a.token == b.token)
+        and not (a.kind == b.kind == SCALAR and a.token == b.token)
+    }
+
+
+def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
+    """Trace `tx.update` with some leaves in other shapes; for each output, its leaf and what is known."""
+    leaves, tree = jax.tree.flatten(params)
+    shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
+    seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
+    state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(tx.init, params))
+    # a state leaf is followed element by element only if it has its parameter's shape
+    owners = [
+        owner if owner is not None and x.shape == parts[owner].shape else None
+        for x, owner in zip(state_leaves, owners, strict=True)
+    ]
+    state = [
+        x if owner is None else jax.ShapeDtypeStruct(shapes[owner], x.dtype)
+        for x, owner in zip(state_leaves, owners, strict=True)
+    ]
+    closed = jax.make_jaxpr(optax.with_extra_args_support(tx).update)(seen, jax.tree.unflatten(state_tree, state), seen)
+    jaxpr, consts = compat.opened(closed)
+
+    def of_state(i, owner):
+        token = hash(("state", i))
+        if owner is not None:
+            return Known(LEAF, token, owner)
+        return Known(SCALAR if state_leaves[i].shape == () else MIXED, token)
+
+    count = range(len(leaves))
+    inputs = [Known(LEAF, hash(("gradient", i)), i, True) for i in count]
+    inputs += [of_state(i, owner) for i, owner in enumerate(owners)]
+    inputs += [Known(LEAF, hash(("parameter", i)), i, True) for i in count]
+    return list(zip([*count, *owners], walk(jaxpr, [of_constant(c) for c in consts], inputs), strict=True))
+
+
+def walk(jaxpr, consts: list[Known], inputs: list[Known]) -> list[Known]:
+    """Interpret a jaxpr over `Known` values."""
+    return jaxprs.evaluate(jaxpr, consts, inputs, interpret, literal=of_constant)
+
+
+def of_constant(value) -> Known:
+    """A literal: a scalar with its value for a token; an array constant is no scalar."""
+    if getattr(value, "shape", ()) != ():
+        return Known(MIXED)
+    number = value.item() if hasattr(value, "item") and jax.dtypes.issubdtype(value.dtype, jax.numpy.number) else value
+    return Known(SCALAR, hash(("constant", str(number))), zero=number == 0)
+
+
+def interpret(eqn, values: list[Known]) -> list[Known]:
+    """What one equation makes of what is known of its operands."""
+    name = eqn.primitive.name
+    mixed = [Known(MIXED)] * len(eqn.outvars)
+    if name in INLINED:
+        body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+        return mixed if body is None else walk_closed(body, values)
+    if name == "cond":
+        return choose(eqn, values)
+    if any(v.kind == MIXED for v in values):
+        return mixed
+    token = hash((name, parameters(eqn), tuple(v.token for v in values)))
+    owners = {v.owner for v in values if v.kind == LEAF}
+    if name == "broadcast_in_dim":  # of a scalar: the same value in every element
+        return [values[0]] if not owners else mixed
+    if name == "reduce_sum" and len(owners) == 1 and values[0].zero:
+        full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
+        return [Known(SCALAR, token)] if full else mixed
+    if name in ELEMENTWISE and len(owners) <= 1:
+        kind, owner = (LEAF, owners.pop()) if owners else (SCALAR, None)
+        return [Known(kind, hash((token, i)), owner, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
+    if not owners and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):
+        return [Known(SCALAR, hash((token, i))) for i in range(len(eqn.outvars))]
+    return mixed
+
+
+def stays_zero(eqn, values: list[Known]) -> bool:
+    """Whether an elementwise result is zero where gradients and parameters are."""
+    name = eqn.primitive.name
+    if name == "mul":  # by a scalar: a state's padding might be infinite
+        return any(v.zero for v in values) and all(v.zero or v.kind == SCALAR for v in values)
+    if name == "div":
+        return values[0].zero and not values[1].zero and values[1].kind == SCALAR
+    if name == "integer_pow" and eqn.params["y"] < 1:
+        return False
+    if name == "select_n":
+        return all(v.zero for v in values[1:])
+    return name in ZERO_AT_ZERO | {"add", "sub", "max", "min", "add_any"} and all(v.zero for v in values)
+
+
+def walk_closed(body, values: list[Known]) -> list[Known]:
+    """Interpret a closed jaxpr that an equation carries."""
+    jaxpr, consts = compat.opened(body)
+    return walk(jaxpr, [of_constant(c) for c in consts], values)
+
+
+def choose(eqn, values: list[Known]) -> list[Known]:
+    """A `cond` on a scalar is elementwise if all its branches are, for the same leaf."""
+    index, *operands = values
+    branches = [walk_closed(branch, operands) for branch in eqn.params["branches"]]
+    joined = []
+    for outcomes in zip(*branches, strict=True):
+        kinds, owners = {o.kind for o in outcomes}, {o.owner for o in outcomes if o.kind == LEAF}
+        token = hash(("cond", index.token, tuple(o.token for o in outcomes)))
+        if index.kind != SCALAR or MIXED in kinds or len(owners) > 1:
+            joined.append(Known(MIXED))
+        else:
+            kind = LEAF if owners else SCALAR
+            joined.append(Known(kind, token, next(iter(owners), None), all(o.zero for o in outcomes)))
+    return joined
+
+
+def parameters(eqn) -> str:
+    """An equation's parameters as text, without those that only repeat shapes."""
+    return str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in SHAPE_ONLY))

@@ -1,0 +1,74 @@
+"""Master weights: the wide copy that the optimizer updates, beside narrow parameters, in the optimizer's state.
+
+A transformation like any other, so that its state is matched to parameters, divided and
+laid flat by the same rules.
+
+References:
+    Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import optax
+
+from zerojax.config import Config
+from zerojax.layout.tree import Layout
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+class MasterState(NamedTuple):
+    """The state of an optimizer that keeps master weights.
+
+    Attributes:
+        inner: The wrapped transformation's own state.
+        master: The parameters in the type of the master weights; `optax.MaskedNode()`
+            where the parameter itself is stored in it.
+    """
+
+    inner: PyTree
+    master: PyTree
+
+
+def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> optax.GradientTransformationExtraArgs:
+    """Let a transformation update master weights.
+
+    Args:
+        tx: Any transformation.
+        narrow: For each parameter, whether it is stored in a narrower type than its master weight.
+
+    Returns:
+        A transformation whose `update` returns not increments but the new parameters, in
+        the type of the master weights.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def kept(params):
+        leaves, tree = jax.tree.flatten(params)
+        return tree.unflatten([x if on else optax.MaskedNode() for x, on in zip(leaves, narrow, strict=True)])
+
+    def init(params):
+        return MasterState(inner.init(params), kept(params))
+
+    def update(updates, state, params=None, **extra):
+        leaves, tree = jax.tree.flatten(params)
+        masters = iter(jax.tree.leaves(state.master))
+        wide = tree.unflatten([next(masters) if on else x for x, on in zip(leaves, narrow, strict=True)])
+        updates, inner_state = inner.update(updates, state.inner, wide, **extra)
+        moved = optax.apply_updates(wide, updates)
+        return moved, MasterState(inner_state, kept(moved))
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
+    """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
+    if not config.has_master_weights:
+        return optax.with_extra_args_support(config.tx)
+    narrow = [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.grads, strict=True)]
+    return with_master(config.tx, narrow)

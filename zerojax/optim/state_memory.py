@@ -1,0 +1,74 @@
+"""The whole optimizer state between device and host memory: for programs that need all of it at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from zerojax.comm.mesh import replicated
+from zerojax.config import Config
+from zerojax.layout.chunked import Chunking, is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.offload.host import on_host
+from zerojax.optim.plan import ShardingPlan
+from zerojax.placement.chunking import chunked, join, split_chunks
+from zerojax.placement.storage import named
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+ON_DISK = (
+    "The optimizer state is on disk, which a jitted program cannot reach. Make it with tx.create(params), and update "
+    "it with the step of tx.train_step, both called as they are, outside of jax.jit."
+)
+
+
+def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """The state with everything that waits in host memory joined on the device; all of it at once.
+
+    Raises:
+        TypeError: If a part is on disk, which a traced program cannot read.
+    """
+
+    def one(x, leaf: Leaf):
+        if not is_chunked(x):
+            return x
+        if x.store is not None:
+            raise TypeError(ON_DISK)
+        pieces = [jax.device_put(piece, named(config, leaf)) for piece in x.pieces]
+        return join(config.mesh, pieces, leaf, x.cut)
+
+    leaves = jax.tree.leaves(state, is_leaf=is_chunked)
+    return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])
+
+
+def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """The inverse of `state_to_device`."""
+
+    def one(x, leaf: Leaf, cut: Chunking | None):
+        if cut is None:
+            return x
+        if config.offload is not None and config.offload.optimizer == "disk":
+            raise TypeError(ON_DISK)
+        where = on_host(config.mesh, leaf.spec)
+        return chunked(
+            config, [jax.device_put(piece, where) for piece in split_chunks(config.mesh, x, leaf, cut)], leaf, cut
+        )
+
+    leaves = jax.tree.leaves(state)
+    held = [one(x, leaf, cut) for x, leaf, cut in zip(leaves, plan.state, plan.cuts, strict=True)]
+    return jax.tree.unflatten(plan.state_def, held)
+
+
+def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
+    """Where the state lies: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
+
+    def one(leaf: Leaf, cut: Chunking | None):
+        if cut is None:
+            return named(config, leaf)
+        on_disk = config.offload is not None and config.offload.optimizer == "disk"
+        pieces = [replicated(config.mesh)] if on_disk else [on_host(config.mesh, leaf.spec)] * len(cut.extents)
+        return chunked(config, pieces, leaf, cut)
+
+    return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])

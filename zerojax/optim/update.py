@@ -1,0 +1,164 @@
+"""The optax update, each device doing its 1/N of it, exact for every transformation.
+
+The update runs in global view under jit: gradients, parameters and state are logical
+arrays whose layouts are pinned, and the compiler divides the work. A norm over all
+parameters, a factored second moment or a Newton-Schulz iteration then sees full
+matrices, as on one device. Leaves updated element by element may be flat.
+
+References:
+    Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import optax
+
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded
+from zerojax.offload.host import is_on_host, to_device
+from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.partition import CONST, EXTRA, GRAD, PARAM, STATE
+from zerojax.optim.plan import ShardingPlan, offloaded_part
+from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, view
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+
+def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
+    """The trained leaves of parameters or gradients, in any form, laid out for the update; storage shape.
+
+    A parameter that waits in host memory lies as its gradient does, and is left there.
+    """
+    leaves = leaves_of(tree)
+
+    def one(x, part: Leaf):
+        value = x.storage if is_padded(x) else x
+        if value.shape == part.storage_shape and (is_padded(x) or is_on_host(value)):
+            return value if is_on_host(value) else constrain(config, value, part)
+        return to_storage(config, logical(x), part)
+
+    return [one(x, part) for x, part in zip([leaves[i] for i in plan.layout.trained], plan.grads, strict=True)]
+
+
+def unshard_after_update(
+    config: Config,
+    plan: ShardingPlan,
+    divided: Sequence[Shaped[Array, "*storage"] | None],
+    frozen: Sequence[Shaped[Array, "*storage"]],
+) -> list[Any]:
+    """The inverse of `shard_for_update`: gather what the stage keeps whole.
+
+    Args:
+        config: Mesh and axis.
+        plan: How everything lies.
+        divided: One array a trained parameter; storage shape of `plan.grads`. None makes None.
+        frozen: One array a parameter, of which those that are not trained are taken.
+
+    Returns:
+        One array a parameter; storage shape of `plan.layout.params`.
+    """
+    there = {k: x for k, x in enumerate(divided) if x is not None}
+    whole = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in there]
+    gathered = gather(config, [there[k] for k in whole], [plan.grads[k] for k in whole])
+    moved = dict(enumerate(divided)) | dict(zip(whole, gathered, strict=True))
+    arrays = dict(enumerate(frozen)) | {i: moved[k] for k, i in enumerate(plan.layout.trained)}
+    return [arrays[i] for i in range(len(plan.layout.params))]
+
+
+def update(
+    config: Config,
+    plan: ShardingPlan,
+    grads: Sequence[Shaped[Array, "*storage"]],
+    state: PyTree,
+    params: Sequence[Shaped[Array, "*storage"]] | None,
+    extra: dict,
+) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
+    """One step of the optimizer on divided leaves.
+
+    Args:
+        config: The wrapped transformation and its mesh.
+        plan: How everything lies.
+        grads: Gradients; storage shape of `plan.grads`.
+        state: Optimizer state in storage.
+        params: Parameters; storage shape of `plan.grads`. None if `update` was given none.
+        extra: Extra keyword arguments of the transformation.
+
+    Returns:
+        `(updates, state)`: updates in storage shape of `plan.grads`; with master weights
+        not updates but the parameters they lead to.
+    """
+    tree = plan.trained.treedef
+
+    def views(stored, leaves):
+        return [view(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
+
+    def keep(values, leaves):
+        return [to_storage(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
+
+    types = [part.dtype for part in plan.grads]
+    params = None if params is None else [to_device(x) for x in params]
+    updates, new_state = wrapped_tx(config, plan.trained).update(
+        jax.tree.unflatten(tree, views(cast(grads, types), plan.grads)),
+        jax.tree.unflatten(plan.state_def, views(jax.tree.leaves(state), plan.state)),
+        None if params is None else jax.tree.unflatten(tree, views(cast(params, types), plan.grads)),
+        **extra,
+    )
+    kept = keep(jax.tree.leaves(new_state), plan.state)
+    return keep(jax.tree.leaves(updates), plan.grads), jax.tree.unflatten(plan.state_def, kept)
+
+
+def apply_update(
+    config: Config,
+    plan: ShardingPlan,
+    grads: Sequence[Shaped[Array, "*storage"]],
+    state: PyTree,
+    params: Sequence[Shaped[Array, "*storage"]],
+    extra: dict,
+) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
+    """The trained parameters after one step, in the type they are stored in, and the state; as `update`."""
+    params = [to_device(x) for x in params]
+    updates, state = update(config, plan, grads, state, params, extra)
+    moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)
+    return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
+
+
+class First(NamedTuple):
+    """What an update does before any offloaded state is there.
+
+    Attributes:
+        moved: Trained parameters that have moved, by index; storage shape of their parts.
+        state: One array a leaf of the state: the new one, or the old where a task replaces
+            it; None for one that is offloaded.
+        shared: What tasks share.
+        wanted: Indices of the gradients that tasks read.
+    """
+
+    moved: dict[int, Array]
+    state: list
+    shared: list
+    wanted: tuple[int, ...]
+
+
+def begin(
+    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
+) -> First:
+    """The part of an update that reads nothing offloaded; as `update`, with holes where the state is offloaded."""
+    split = offloaded_part(config, plan).split
+    looks = {
+        GRAD: lambda i: view(grads[i], plan.grads[i]),
+        PARAM: lambda i: view(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
+        STATE: lambda k: view(state[k], plan.state[k]),
+        EXTRA: lambda _: value,
+        CONST: lambda i: split.consts[i],
+    }
+    results = iter(split.first.on([looks[kind](i) for kind, i in split.first.reads]))
+    moved = {i: to_storage(config, next(results), plan.grads[i]) for i in split.moved}
+    new = {k: to_storage(config, next(results), plan.state[k]) for k in split.resident}
+    wanted = tuple(sorted({i for task in split.tasks for i in task.reading(GRAD)}))
+    return First(moved, [new.get(k, x) for k, x in enumerate(state)], list(results), wanted)

@@ -1,0 +1,60 @@
+"""Initialise parameters in their layout, a few leaves at a time.
+
+One program for all leaves would hold the intermediate values of all of them at once,
+several times their size (seen on CPU, where the barriers that would order them are
+dropped by jax 0.10). A few programs, each for a share of the leaves, do not.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.core
+
+from zerojax import compat
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout
+from zerojax.placement.storage import named, read
+
+MOST_PROGRAMS = 8
+
+
+def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> list[Any]:
+    """The jitted programs that together make the parameters.
+
+    Args:
+        config: The mesh.
+        layout: Where each leaf is to lie.
+        init_fn: Returns the tree of logical parameters.
+        args: Its arguments; shapes are enough.
+
+    Returns:
+        Jitted functions of `args`, each giving the next few leaves; storage shape.
+    """
+    jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
+
+    def some(indices, *args):
+        leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
+        return [x for i, x in enumerate(read(leaves, layout.params)) if i in indices]
+
+    return [
+        jax.jit(functools.partial(some, group), out_shardings=[named(config, layout.params[i]) for i in group])
+        for group in groups(layout.params)
+    ]
+
+
+def groups(leaves: tuple[Leaf, ...]) -> Iterator[tuple[int, ...]]:
+    """Share the leaves out in order, so that a group is small beside the largest leaf made whole."""
+    local = [leaf.local_bytes for leaf in leaves]
+    largest = max((leaf.bytes for leaf in leaves), default=0)
+    budget = max(largest // 2, sum(local) // MOST_PROGRAMS)
+    group: list[int] = []
+    for i, size in enumerate(local):
+        if group and sum(local[j] for j in group) + size > budget:
+            yield tuple(group)
+            group = []
+        group.append(i)
+    if group:
+        yield tuple(group)

@@ -1,0 +1,137 @@
+"""Carry trees of parameters between the form the user holds and the arrays that are stored.
+
+Logical form: plain arrays of the shapes the user gave. Storage form: the same tree with
+a `Padded` node where an array is longer than its logical shape. Whatever comes in, what
+goes out has the same form, so that `jax.tree.map` over both always works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.comm import collectives
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import Padded, is_padded, pad, trim
+from zerojax.layout.tree import Layout
+from zerojax.offload.host import on_host, to_device
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+
+def leaves_of(params: PyTree) -> list:
+    """The leaves of a tree, `Padded` nodes kept whole."""
+    return jax.tree.leaves(params, is_leaf=is_padded)
+
+
+def forms_of(params: PyTree) -> tuple[bool, ...]:
+    """For each leaf, whether it is in `Padded` form."""
+    return tuple(is_padded(x) for x in leaves_of(params))
+
+
+def read(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
+    """The arrays as stored, whichever form `params` has; storage shape."""
+
+    def stored(x, leaf: Leaf):
+        if isinstance(x, Padded):
+            if x.storage.shape == leaf.storage_shape:
+                return x.storage
+            x = logical(x)  # it was padded for another stage or number of devices
+        if leaf.dim is None or x.shape == leaf.storage_shape:
+            return x
+        return pad(to_device(x), leaf.dim, leaf.storage_shape[leaf.dim])
+
+    return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]
+
+
+def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
+    """An array on the device without padding; logical shape."""
+    return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
+
+
+def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
+    """New parameters by index, those that wait in host memory on their way there; traced under jit."""
+    return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
+
+
+def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
+    """The tree that `read` came from, in the forms given; the inverse of `read`."""
+    out = [
+        Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else view(x, leaf)
+        for x, leaf, padded in zip(stored, leaves, forms, strict=True)
+    ]
+    return jax.tree.unflatten(layout.treedef, out)
+
+
+def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
+    """The forms of a tree in storage: `Padded` where there is padding."""
+    return tuple(leaf.kind == "sharded" and leaf.padding > 0 for leaf in leaves)
+
+
+def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
+    """The tree of parameters whose arrays are `stored`, in storage form."""
+    return write(stored, layout, layout.params, storage_forms(layout.params))
+
+
+def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
+    """What an optimizer sees of a stored array: no padding, unless it is flat."""
+    return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
+
+
+def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
+    """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
+    if leaf.kind == "flat":
+        value = collectives.flatten(value, leaf)
+    elif leaf.dim is not None:
+        value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+    return constrain(config, value, leaf)
+
+
+def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:
+    """Pin a stored array to its layout, inside jit."""
+    spec = leaf.spec
+    if len(config.mesh.axis_names) > 1 and not leaf.others:  # what other axes do with the leaf is theirs to say
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
+    return jax.lax.with_sharding_constraint(stored, NamedSharding(config.mesh, spec))
+
+
+def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
+    """Each array in its type; one that is in it already is left as it is, and where it is."""
+    return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+
+def named(config: Config, leaf: Leaf) -> NamedSharding:
+    """A leaf's layout as a `NamedSharding`, in the memory it waits in."""
+    return on_host(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
+
+
+def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+    """Logical shapes."""
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def gather(
+    config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
+) -> list[Shaped[Array, "*logical"]]:
+    """All-gather divided leaves explicitly, flat ones in one bucket; storage in, logical out."""
+    axis = config.data.batch
+
+    def local(parts):
+        return collectives.all_gather(parts, leaves, axis)
+
+    specs = [leaf.local_spec for leaf in leaves]
+    return jax.shard_map(
+        local,
+        mesh=config.mesh,
+        in_specs=(specs,),
+        out_specs=[PartitionSpec()] * len(leaves),
+        axis_names=set(axis),
+        check_vma=False,
+    )(list(stored))

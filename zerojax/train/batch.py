@@ -1,0 +1,99 @@
+"""What goes into a step beside the parameters: the batch, cut over the devices, and further arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from zerojax.comm.mesh import batch_sharding
+from zerojax.config import Config, DataMesh
+from zerojax.config.data_mesh import in_words
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, PyTree
+
+
+def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
+    """Refuse a batch whose rows the devices, and their microbatches, cannot share evenly.
+
+    Raises:
+        ValueError: Naming the leaf, its rows, what they are divided by and what to do.
+    """
+    parts = data.workers * accumulate
+    where = f"mesh {in_words(data.batch)}"
+    among = f"the {'axis has' if len(data.batch) == 1 else 'axes have'} {data.workers} devices"
+    if accumulate > 1:
+        among += f" of {accumulate} microbatches each, which are {parts} parts"
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        shape = jnp.shape(x)
+        if not shape:
+            raise ValueError(
+                f"Cannot divide {name} over {where}: it is a scalar and has no dim 0. "
+                f"Pass values that belong to no row as further arguments, after the batch."
+            )
+        if shape[0] % parts:
+            below, above = shape[0] // parts * parts, -(-shape[0] // parts) * parts
+            fits = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"Cannot divide {name} over {where}: its dim 0 has {shape[0]} rows, and {among}. "
+                f"Give a batch of {fits} rows, or drop the remainder in the data loader."
+            )
+
+
+def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
+    """Divide a batch's rows over the devices, unless they already are.
+
+    Args:
+        config: Mesh and axis.
+        batch: Arrays of any kind and place, or shapes.
+        accumulate: Into how many microbatches each device will divide its rows.
+
+    Returns:
+        Arrays on the mesh; of shapes, shapes with their sharding.
+
+    Raises:
+        ValueError: As `check_batch`.
+    """
+    check_batch(batch, config.data, accumulate)
+    sharding = batch_sharding(config.mesh, config.data)
+
+    def place(x):
+        if isinstance(x, jax.core.Tracer):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+
+    return jax.tree.map(place, batch)
+
+
+def check_args(args: tuple) -> None:
+    """Refuse untyped PRNG keys, which cannot be told from data and so would not be folded.
+
+    Raises:
+        TypeError: If an argument looks like one.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32:
+            raise TypeError(
+                f"args{jax.tree_util.keystr(path)} is uint32[2], which looks like an untyped PRNG key: every device "
+                f"would draw the same numbers. Pass jax.random.key(seed), or jax.random.wrap_key_data(key)."
+            )
+
+
+def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
+    """Fold PRNG keys with a number (a device's, a microbatch's), so that each draws different numbers."""
+
+    def fold(x):
+        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+            return x
+        folded = lambda key: jax.random.fold_in(key, number)
+        for _ in range(x.ndim):
+            folded = jax.vmap(folded)
+        return folded(x)
+
+    return jax.tree.map(fold, args)

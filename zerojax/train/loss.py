@@ -1,0 +1,182 @@
+"""What a loss function returns, and what the devices make of it together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
+
+
+class Returned(NamedTuple):
+    """One call of a loss function, read.
+
+    Attributes:
+        total: Its loss, or the total of a weighted one; a scalar of at least float32.
+        weight: The weight of the total; 1 unless the loss is weighted.
+        aux: What it returned beside; None without `has_aux`.
+        mutable: The new mutable state; None without `mutable`.
+    """
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+    aux: PyTree
+    mutable: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss function and how to read what it returns.
+
+    Attributes:
+        fn: `fn(params, batch, *args)`, on the device's own rows.
+        has_aux: It returns `(loss, aux)`.
+        weighted: Its loss is `(total, weight)`; the mean is the sum of the totals over
+            the sum of the weights.
+        mutable: It is `fn(params, mutable, batch, *args)`, and returns the new mutable
+            state beside the loss: `(loss, mutable)`, or `(loss, mutable, aux)`.
+    """
+
+    fn: Callable
+    has_aux: bool = False
+    weighted: bool = False
+    mutable: bool = False
+
+    @property
+    def form(self) -> str:
+        """What the function has to return, in words."""
+        loss = "(total, weight)" if self.weighted else "loss"
+        parts = [loss, *(["mutable"] if self.mutable else []), *(["aux"] if self.has_aux else [])]
+        return f"({', '.join(parts)})" if len(parts) > 1 else loss
+
+    def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
+        """Call the function and read what it returns.
+
+        Raises:
+            TypeError: If it is not of the form announced.
+            ValueError: If loss or weight is no scalar.
+        """
+        given = (mutable,) if self.mutable else ()
+        value = self.fn(params, *given, batch, *args)
+        aux = new = None
+        if self.has_aux or self.mutable:
+            count = 1 + self.has_aux + self.mutable
+            if not (isinstance(value, tuple) and len(value) == count):
+                options = [name for name in ("mutable", "has_aux") if getattr(self, name)]
+                raise TypeError(
+                    f"With {' and '.join(f'{name}=True' for name in options)} the loss function returns {self.form}, "
+                    f"not {type(value).__name__}{f' of {len(value)}' if isinstance(value, tuple) else ''}."
+                )
+            value, *rest = value
+            aux = rest.pop() if self.has_aux else None
+            new = rest.pop() if self.mutable else None
+            check_mutable(new, mutable)
+        if self.weighted:
+            if not (isinstance(value, tuple) and len(value) == 2):
+                raise TypeError(f"With weighted=True the loss function returns {self.form}, and its loss is {value!r}.")
+            total, weight = scalar("total", value[0]), scalar("weight", value[1])
+        else:
+            total, weight = scalar("loss", value), jnp.ones((), jnp.float32)
+        return Returned(at_least_float32(total), at_least_float32(weight), aux, new)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Unaveraged:
+    """A part of aux that is the same on every device (a counter, say), and is not averaged.
+
+    Attributes:
+        tree: Arrays of any type.
+    """
+
+    tree: PyTree
+
+
+def scalar(name: str, value: Any) -> Array:
+    """Check that the loss function returned a real scalar."""
+    if isinstance(value, tuple | list | dict):
+        raise TypeError(
+            f"The loss function must return a scalar {name}, not a {type(value).__name__}. "
+            f"For (loss, aux) pass has_aux=True; for (total, weight) pass weighted=True."
+        )
+    value = jnp.asarray(value)
+    if value.shape != ():
+        raise ValueError(
+            f"The loss function must return a scalar {name}, but it has shape {list(value.shape)}. "
+            f"Take jnp.mean(...) over the rows, or return (total, weight) with weighted=True."
+        )
+    if name != "weight" and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"The loss function must return a floating point {name}, but it is {value.dtype}.")
+    return value
+
+
+def at_least_float32(value: Array) -> Array:
+    """In float32, or as it is if it is wider: sums over devices want the digits."""
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+
+def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axes: tuple[str, ...]) -> Any:
+    """Average the float leaves of aux over devices and microbatches (dim 0), each with its weight.
+
+    Args:
+        aux: Each leaf with the microbatches on dim 0; `Unaveraged` parts are taken from the last.
+        weights: One weight a microbatch.
+        total: Their sum over the devices.
+        axes: The mesh axes.
+
+    Raises:
+        TypeError: If a leaf is not a float, since its mean means nothing.
+    """
+
+    def mean(path, x):
+        if isinstance(x, Unaveraged):
+            return jax.tree.map(lambda leaf: leaf[-1], x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"aux{jax.tree_util.keystr(path)} is {x.dtype}; aux is averaged over the devices, which "
+                f"only floats can be. Return it as a float, or as a float mean over the rows."
+            )
+        wide = at_least_float32(x)
+        each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
+        # what weighs nothing may well be 0/0
+        return lax.psum(jnp.where(each == 0, 0, each * wide).sum(0), axes).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Unaveraged))
+
+
+def check_mutable(new: PyTree, old: PyTree) -> None:
+    """Refuse a mutable state that is not of the kind it was.
+
+    Raises:
+        TypeError: If the structure, or the shape or type of a leaf, is not that of the old state.
+    """
+    found, structure = jax.tree_util.tree_flatten_with_path(new)
+    if structure != jax.tree.structure(old):
+        raise TypeError(
+            f"The loss function returns a mutable state of the structure {structure}, and it was given "
+            f"{jax.tree.structure(old)}. Return a state of the same tree."
+        )
+    for (path, x), before in zip(found, jax.tree.leaves(old), strict=True):
+        if jnp.shape(x) != jnp.shape(before) or jnp.result_type(x) != jnp.result_type(before):
+            raise TypeError(
+                f"mutable{jax.tree_util.keystr(path)} comes back as {jnp.result_type(x)}{list(jnp.shape(x))}, and was "
+                f"given as {jnp.result_type(before)}{list(jnp.shape(before))}. Return it in the shape and type it had."
+            )
+
+
+def mean_mutable(mutable: PyTree, axes: tuple[str, ...]) -> Any:
+    """Average the float leaves of the mutable state over the devices; others are the same on each."""
+
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return lax.pmean(at_least_float32(x), axes).astype(x.dtype)
+
+    return jax.tree.map(mean, mutable)

@@ -1,0 +1,131 @@
+"""The guard of a training step: the loss scale, and what happens when a gradient is not finite.
+
+Such a step is skipped on every device, because the test is made on sums over all of them:
+parameters, optimizer state and counts stay as they were, bit for bit.
+
+References:
+    Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.config import DynamicScale, Precision
+from zerojax.layout.tree import Layout
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+MOST_NAMED = 5
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scale", "clean", "hysteresis_count", "skips", "nonfinite", "weights_invalid"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class ScalingState:
+    """The part of a state that decides whether a step counts.
+
+    Attributes:
+        scale: What the next step multiplies its loss by; 1 without loss scaling.
+        clean: Clean steps since the scale last changed.
+        spared: Overflows since the scale was last raised that did not lower it.
+        skips: Steps skipped in a row, the last one included.
+        culprits: For each trained parameter, whether its gradient was not finite in the
+            first of those steps.
+        unweighable: Whether a step was skipped for weights that were negative or summed to zero.
+    """
+
+    scale: Float[Array, ""]
+    clean: Int[Array, ""]
+    hysteresis_count: Int[Array, ""]
+    skips: Int[Array, ""]
+    nonfinite: Bool[Array, " trained"]
+    weights_invalid: Bool[Array, ""]
+
+    def reset_skips(self) -> ScalingState:
+        """The guard with its skipped steps forgotten; the scale stays."""
+        forgotten = (self.skips, self.nonfinite, self.weights_invalid)
+        skips, nonfinite, weights_invalid = jax.tree.map(jnp.zeros_like, forgotten)
+        return dataclasses.replace(self, skips=skips, nonfinite=nonfinite, weights_invalid=weights_invalid)
+
+
+def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
+    """The guard of step 0, for a number of trained parameters."""
+    scale = None if precision is None else precision.loss_scale
+    first = scale.initial if isinstance(scale, DynamicScale) else scale or 1.0
+    zero = jnp.zeros((), jnp.int32)
+    return ScalingState(jnp.float32(first), zero, zero, zero, jnp.zeros(trained, bool), jnp.zeros((), bool))
+
+
+def update_scaling(
+    scaling: ScalingState, precision: Precision | None, finite: Bool[Array, " trained"], weights_valid: Array
+) -> ScalingState:
+    """The guard after one step.
+
+    Args:
+        scaling: Before it.
+        precision: How the scale moves.
+        finite: For each trained parameter, whether its gradient was finite.
+        weights_valid: Whether the weights could be divided by; if not, the scale stays.
+    """
+    ok = finite.all() & weights_valid
+    skips = jnp.where(ok, 0, scaling.skips + 1)
+    nonfinite = jnp.where(scaling.skips == 0, ~finite, scaling.nonfinite) & ~ok
+    judged = dataclasses.replace(
+        scaling, skips=skips, nonfinite=nonfinite, weights_invalid=scaling.weights_invalid | ~weights_valid
+    )
+    rule = None if precision is None else precision.loss_scale
+    if not isinstance(rule, DynamicScale):
+        return judged
+    clean = jnp.where(ok, scaling.clean + 1, 0)
+    grows = clean >= rule.growth_interval
+    raised = scaling.scale * rule.factor
+    raised = jnp.where(jnp.isfinite(raised), raised, scaling.scale)
+    falls = ~ok & (scaling.hysteresis_count + 1 >= rule.hysteresis)
+    lowered = jnp.maximum(scaling.scale / rule.factor, rule.floor)
+    moved = dataclasses.replace(
+        judged,
+        scale=jnp.where(grows, raised, jnp.where(falls, lowered, scaling.scale)),
+        clean=jnp.where(grows, 0, clean),
+        hysteresis_count=jnp.where(
+            grows, 0, jnp.where(ok | falls, scaling.hysteresis_count, scaling.hysteresis_count + 1)
+        ),
+    )
+    return jax.tree.map(functools.partial(jnp.where, weights_valid), moved, judged)
+
+
+def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:
+    """Stop a run that goes nowhere; with `max_skips`, waits for the step that made the guard.
+
+    Raises:
+        ValueError: If a step that is done had weights that were negative or summed to zero.
+        FloatingPointError: If more than `max_skips` steps in a row were skipped, naming the
+            first parameters whose gradients were not finite.
+    """
+    found: Any = scaling.weights_invalid
+    if (max_skips is not None or found.is_ready()) and found:
+        raise ValueError(
+            "The weights of a batch were negative or NaN, or summed to zero over all devices, so its mean does not "
+            "exist. The step was skipped and left the state as it was. Return weights of at least 0 that are not all "
+            "0: drop batches in which every token is masked. To go on without that batch: state.pardoned()."
+        )
+    if max_skips is None or (skips := int(scaling.skips)) <= max_skips:
+        return
+    named = [leaf.path for leaf, bad in zip(trained.params, np.asarray(scaling.nonfinite), strict=True) if bad]
+    others = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    raise FloatingPointError(
+        f"{skips} steps in a row were skipped because gradients were not finite, and max_skips={max_skips}. In the "
+        f"first of them: params{', params'.join(named[:MOST_NAMED])}{others}. The loss scale is "
+        f"{float(scaling.scale):g}. The state is as it was before them: look for the cause in the data or the learning "
+        f"rate, or go on from here with other batches and state.pardoned()."
+    )
