@@ -69,7 +69,7 @@ def one_process(args):
     """The figures of a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "figures.json")
-        given = {"--pieces": args.pieces, "--size": args.size, "--rounds": args.rounds, "--out": out}
+        given = {"--pieces": args.chunks, "--size": args.size, "--rounds": args.rounds, "--out": out}
         command = [sys.executable, __file__, *(str(x) for pair in given.items() for x in pair)]
         print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, flush=True)
         return json.loads(out.read_text())
@@ -107,8 +107,8 @@ def measured(args):
                 run()
                 spent, passed = time.process_time() - spent, time.perf_counter() - start
                 if i >= 2:  # the first rounds compile and touch the memory
-                    wall[name].append(passed * 1e9 / (args.pieces * args.size))
-                    processor[name].append(spent * 1e9 / (args.pieces * args.size))
+                    wall[name].append(passed * 1e9 / (args.chunks * args.size))
+                    processor[name].append(spent * 1e9 / (args.chunks * args.size))
     return {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -118,7 +118,7 @@ def measured(args):
         "cores": THREADS,
         "load before": load,
         "loops become kernels": loops_become_kernels(),
-        "pieces": [args.pieces, args.size],
+        "pieces": [args.chunks, args.size],
         "rounds": args.rounds,
         "ns a parameter": {name: figures(name, wall, processor) for name in ways},
     }
@@ -178,8 +178,8 @@ def make_ways(args, pool):
 
     whole, count = jax.jit(update, donate_argnums=1), jnp.int32(3)
     some = lambda: jnp.asarray(draw.standard_normal(args.size, np.float32))
-    grads = [some() for _ in range(args.pieces)]
-    states = [[some(), some(), jnp.abs(some())] for _ in range(args.pieces)]
+    grads = [some() for _ in range(args.chunks)]
+    states = [[some(), some(), jnp.abs(some())] for _ in range(args.chunks)]
     streamed, waiting = streamed_program(args, tx, grads, states)
 
     def optax_once(i):
@@ -191,17 +191,17 @@ def make_ways(args, pool):
         waiting[i] = params, grads, state, *others
 
     def in_turn(once):
-        return lambda: [once(i) for i in range(args.pieces)]
+        return lambda: [once(i) for i in range(args.chunks)]
 
     def side_by_side(once):
-        return lambda: list(pool.map(once, range(args.pieces)))
+        return lambda: list(pool.map(once, range(args.chunks)))
 
     floor = np.ones(args.size * 7 // 2, np.float32)  # 14 bytes a parameter read, and 14 written
     edges = np.linspace(0, floor.size, THREADS + 1, dtype=int)
     parts = [floor[a:b] for a, b in itertools.pairwise(edges)]
 
     def negate():
-        for _ in range(args.pieces):
+        for _ in range(args.chunks):
             list(pool.map(lambda part: np.negative(part, out=part), parts))
 
     ways = {
@@ -240,20 +240,20 @@ def streamed_program(args, tx, grads, states):
     plan = zero.create([jax.ShapeDtypeStruct((args.size,), jnp.float32)]).plan
     streamed = Streamed(zero.config, plan)
     (task,) = streamed.split.tasks
-    ((_, length),) = task.pieces
+    ((_, length),) = task.chunks
     host = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host")
     of_leaf = lambda x: jax.device_put(x + 0, host("data"))  # moved from the device, as gradients are
     types = [var.aval for var in streamed.split.first.jaxpr.outvars[-streamed.split.shared :]]
     shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in task.reading(SHARED)]
-    pieces = zip(grads, states, strict=True)
-    given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in pieces]
+    chunks = zip(grads, states, strict=True)
+    given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in chunks]
     return on_host(zero.config, streamed.kind(0, length)), given
 
 
 def torch_way(args, threads):
     import torch
 
-    params = [torch.randn(args.size) for _ in range(args.pieces)]
+    params = [torch.randn(args.size) for _ in range(args.chunks)]
     for param in params:
         param.grad = torch.randn(args.size)
     step = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True).step

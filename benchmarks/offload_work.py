@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Offload, Precision, report, zero_shard
 from zerojax.offload import measure, remat_policy
-from zerojax.offload.host import available_bytes, moved, on_host
+from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
 from zerojax.testing import train_plain
 from zerojax.train.step import here_of
@@ -110,12 +110,12 @@ def data_mesh():
 
 def link(mesh, size):
     """Bytes per second of one device, all asking at once: to it, from it, and each way with both at once."""
-    there = jax.device_put(np.ones(mesh.size * size // 4, np.float32), on_host(mesh, PartitionSpec("data")))
-    here, host = moved(there, "device"), there.sharding.memory_kind
-    both = measure.timed(lambda: (moved(there, "device"), moved(here, host)))
+    there = jax.device_put(np.ones(mesh.size * size // 4, np.float32), host_sharding(mesh, PartitionSpec("data")))
+    here, host = to_memory(there, "device"), there.sharding.memory_kind
+    both = measure.timed(lambda: (to_memory(there, "device"), to_memory(here, host)))
     return {
-        "H2D": size / measure.timed(lambda: moved(there, "device")),
-        "D2H": size / measure.timed(lambda: moved(here, host)),
+        "H2D": size / measure.timed(lambda: to_memory(there, "device")),
+        "D2H": size / measure.timed(lambda: to_memory(here, host)),
         "each of both": size / both,
     }
 
@@ -168,7 +168,7 @@ def train(notes, *, model, mode, steps, link_bytes):
         seconds.append(time.perf_counter() - begin)
         notes.add(step_s=spread(seconds), peak_device=peak_device(), **{"tokens/s": tokens.size / spread(seconds)[0]})
     notes.add(losses=[*losses, float(metrics["loss"])])
-    if offload and steps > 1 and any(state.plan.cuts):
+    if offload and steps > 1 and any(state.plan.chunkings):
         notes.add(doing="the update alone")
         state, seconds = update_seconds(step, tx, state, batch, steps)
         crossing = bytes_across(tx, step, state)

@@ -23,7 +23,7 @@ def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) ->
     plan, stage = tx.create(shapes).plan, tx.config.stage
     compute = plan.layout.compute
 
-    held = list(zip(plan.state, plan.cuts, strict=True))
+    held = list(zip(plan.state, plan.chunkings, strict=True))
 
     def gradient(part, narrow) -> int:
         # Sums are in the type of the master weights. Stage 1 holds what the backward pass gives until it is divided,

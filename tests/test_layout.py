@@ -72,11 +72,11 @@ def test_an_extent_needs_elements_and_shards(bad):
 
 
 def test_storage_of_a_padded_and_of_a_flat_leaf():
-    cut = Leaf("w", (13, 7), np.dtype("float32"), "data", 8, kind="sharded", dim=0)
-    assert (cut.storage_shape, cut.local_shape, cut.padding) == ((16, 7), (2, 7), 21)
-    flat = dataclasses.replace(cut, kind="flat", dim=None, shape=(3,))
+    chunking = Leaf("w", (13, 7), np.dtype("float32"), "data", 8, kind="sharded", dim=0)
+    assert (chunking.storage_shape, chunking.local_shape, chunking.padding) == ((16, 7), (2, 7), 21)
+    flat = dataclasses.replace(chunking, kind="flat", dim=None, shape=(3,))
     assert (flat.storage_shape, flat.local_shape, flat.padding) == ((8,), (1,), 5)
-    assert flat.spec == cut.spec == PartitionSpec("data")
+    assert flat.spec == chunking.spec == PartitionSpec("data")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

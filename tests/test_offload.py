@@ -15,7 +15,7 @@ from conftest import mesh_of
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import Offload, Precision, report, zero_shard
-from zerojax.layout.chunked import Chunked, cut, is_chunked
+from zerojax.layout.chunked import Chunked, chunking_of, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import host, measure
 from zerojax.optim.plan import offloaded_part
@@ -181,8 +181,8 @@ def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path
     before |= {id(x) for x in jax.live_arrays() if x.ndim and x.shape[0] == 24}  # the batch, placed
     assert largest(state) <= CHUNK
     # on disk a node has the version of its files, a scalar, and nothing else
-    assert {x.sharding.memory_kind for node in chunks(state) for x in node.pieces if x.ndim} <= {"pinned_host"}
-    assert {x.ndim == 0 for node in chunks(state) for x in node.pieces} == {where == "disk"}
+    assert {x.sharding.memory_kind for node in chunks(state) for x in node.chunks if x.ndim} <= {"pinned_host"}
+    assert {x.ndim == 0 for node in chunks(state) for x in node.chunks} == {where == "disk"}
 
 
 def layers(depth):
@@ -201,9 +201,9 @@ def test_memory_of_the_update_does_not_grow_with_depth():
         programs = [lowered.compile() for lowered in step.lower_update(state)]
         sizes = [(m.argument_size_in_bytes, m.temp_size_in_bytes) for m in (p.memory_analysis() for p in programs)]
         found[depth] = sizes
-        pieces, leaf = 4 * 512, 64 * 64 * 4 // 8
+        chunks, leaf = 4 * 512, 64 * 64 * 4 // 8
         # gradient and parameter of one layer's shard, and pieces of two moments
-        assert all(arguments <= 2 * leaf + pieces and temp <= 4 * pieces for arguments, temp in sizes)
+        assert all(arguments <= 2 * leaf + chunks and temp <= 4 * chunks for arguments, temp in sizes)
     assert found[4] == found[24] == found[96]
 
 
@@ -226,13 +226,13 @@ def test_few_pieces_are_under_way(monkeypatch):
     open_ones, most = set(), []
 
     class Counted(stores.HostStateStore):
-        def fetch(self, task, piece, kind):
-            open_ones.add((id(task), piece))
+        def fetch(self, task, chunk, kind):
+            open_ones.add((id(task), chunk))
             most.append(len(open_ones))
-            return super().fetch(task, piece, kind)
+            return super().fetch(task, chunk, kind)
 
-        def stow(self, task, piece, arrays):
-            return (id(task), piece), super().stow(task, piece, arrays)
+        def stow(self, task, chunk, arrays):
+            return (id(task), chunk), super().stow(task, chunk, arrays)
 
         def settle(self, ticket):
             open_ones.discard(ticket[0])
@@ -301,7 +301,7 @@ def test_parameters_that_need_each_others_state_are_one_task():
     tx = zero(coupled, 3, offload=offload())
     plan = tx.create(jax.eval_shape(lambda: params)).plan
     (task,) = offloaded_part(tx.config, plan).split.tasks
-    assert task.cut is None
+    assert task.chunking is None
     assert len(task.params) == 6
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)
 
@@ -366,12 +366,12 @@ def test_the_faster_way_is_chosen():
 
 def test_pieces_are_equal_and_of_one_stretch():
     leaf = Leaf("", (10, 24, 6), np.dtype("float32"), ("data",), 8, "sharded", 1)
-    assert cut(leaf, 10**6).extents == (10,)
-    assert cut(leaf, 24 * 3).extents == (1,) * 10  # 3 x 6 local elements of 4 bytes, one index of dim 0 each
-    assert cut(leaf, 5 * 72).extents == (5, 5)
-    assert cut(leaf, 4 * 72).extents == (3, 3, 3, 1)
+    assert chunking_of(leaf, 10**6).extents == (10,)
+    assert chunking_of(leaf, 24 * 3).extents == (1,) * 10  # 3 x 6 local elements of 4 bytes, one index of dim 0 each
+    assert chunking_of(leaf, 5 * 72).extents == (5, 5)
+    assert chunking_of(leaf, 4 * 72).extents == (3, 3, 3, 1)
     taken = Leaf("", (10, 24), np.dtype("float32"), ("data",), 8, "sharded", 1, others=("model",))
-    assert cut(taken, 30).dim == 1
+    assert chunking_of(taken, 30).dim == 1
 
 
 # Errors

@@ -61,8 +61,8 @@ def scalars():
 def test_the_numbers_are_those_of_whole_arrays(name, shape):
     wide, step = operands(shape, OPTIMIZERS[name])
     places = tuple(range(1, len(wide)))
-    cut = jax.jit(lambda wide, scalars: in_blocks(step, wide, scalars, overwrites=places))(wide, scalars())
-    for ours, theirs in zip(cut, jax.jit(step)(wide, scalars()), strict=True):
+    chunking = jax.jit(lambda wide, scalars: in_blocks(step, wide, scalars, overwrites=places))(wide, scalars())
+    for ours, theirs in zip(chunking, jax.jit(step)(wide, scalars()), strict=True):
         assert ours.shape == shape
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=ROUNDING)
 
@@ -71,10 +71,10 @@ def test_the_numbers_are_those_of_whole_arrays(name, shape):
 def test_an_output_of_another_dtype_has_a_buffer_of_its_own():
     wide, step = operands((1000,), OPTIMIZERS["adamw"])
     rounded = lambda wide, scalars: (lambda p, *state: [p.astype(jnp.bfloat16), p, *state])(*step(wide, scalars))
-    cut = jax.jit(lambda wide, s: in_blocks(rounded, wide, s, overwrites=(None, 1, 2, 3)))(wide, scalars())
-    assert cut[0].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(cut[0], cut[1].astype(jnp.bfloat16))
-    np.testing.assert_allclose(cut[1], jax.jit(step)(wide, scalars())[0], rtol=0, atol=ROUNDING)
+    chunking = jax.jit(lambda wide, s: in_blocks(rounded, wide, s, overwrites=(None, 1, 2, 3)))(wide, scalars())
+    assert chunking[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(chunking[0], chunking[1].astype(jnp.bfloat16))
+    np.testing.assert_allclose(chunking[1], jax.jit(step)(wide, scalars())[0], rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

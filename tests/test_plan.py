@@ -132,10 +132,10 @@ ENTRY %main (a: f32[256,16], b: f32[8,16], i: s32[]) -> (f32[256,16], f32[8,16])
 
 
 def test_what_runs_beside_others_counts_once():
-    piece = 8 * 16 * 4
+    chunk = 8 * 16 * 4
     assert {name: kernel.traffic for name, kernel in counted(ASYNC).items()} == {
-        "begun": 2 * piece + 4,  # piece in and out, index in
-        "copied": 2 * piece + 4,  # and the context
+        "begun": 2 * chunk + 4,  # piece in and out, index in
+        "copied": 2 * chunk + 4,  # and the context
     }
 
 

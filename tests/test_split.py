@@ -133,7 +133,7 @@ def test_a_transformation_that_wants_the_loss_is_cut_into_pieces_too():
         offload=Offload(optimizer="host", chunk_bytes=64, update="device"),
     )
     plan = tx.create({"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}).plan
-    assert {len(cut.extents) for cut in plan.cuts if cut} == {8}
+    assert {len(chunking.extents) for chunking in plan.chunkings if chunking} == {8}
 
 
 def test_an_update_on_the_host_that_reads_its_state_alone():

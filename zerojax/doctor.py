@@ -18,7 +18,7 @@ from zerojax import compat
 from zerojax.comm.mesh import resolve_mesh
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
-from zerojax.offload.host import giga, host_kind, on_host
+from zerojax.offload.host import giga, host_kind, host_sharding
 from zerojax.offload.measure import measure
 from zerojax.offload.remat import remat_policy
 
@@ -106,9 +106,11 @@ def host_computes() -> str:
         ArithmeticError: If it does not.
     """
     mesh = resolve_mesh(None, ("data",))
-    where = on_host(mesh, jax.sharding.PartitionSpec())
+    where = host_sharding(mesh, jax.sharding.PartitionSpec())
     x = np.arange(1024, dtype=np.float32)
-    found = jax.jit(compat.on_host(lambda x: 2 * x + 1), out_shardings=where)(jax.device_put(jnp.asarray(x), where))
+    found = jax.jit(compat.on_host(lambda x: 2 * x + 1), out_shardings=where)(
+        jax.device_put(jnp.asarray(x), where)
+    )
     if not np.array_equal(np.asarray(found), 2 * x + 1):
         raise ArithmeticError("2 x + 1 in host memory is not 2 x + 1. Use Offload(update='device').")
     return f"right, in {host_kind(mesh)} memory"

@@ -230,8 +230,8 @@ class Held(NamedTuple):
         where = array.sharding.addressable_devices_indices_map(shape)
         parts = []
         for device, index in where.items():
-            cuts = [(s.indices(n), n) for s, n in zip(index or (), shape, strict=True) if s != slice(None)]
-            (start, stop, _), length = cuts[0] if cuts else ((0, 1, 1), 1)
+            chunkings = [(s.indices(n), n) for s, n in zip(index or (), shape, strict=True) if s != slice(None)]
+            (start, stop, _), length = chunkings[0] if chunkings else ((0, 1, 1), 1)
             parts.append((device.id, start / length, stop / length))
         whole = all(part[1:] == (0, 1) for part in parts)
         is_on_host = isinstance(array, Chunked) or array.sharding.memory_kind not in (None, "device")

@@ -367,10 +367,12 @@ def _init(config: Config, params: Any) -> Any:
     plan = make_plan(config, layout)
 
     stored = as_stored(params, layout)
-    if not any(plan.cuts) or any(isinstance(x, jax.core.Tracer) for x in stored):
+    if not any(plan.chunkings) or any(isinstance(x, jax.core.Tracer) for x in stored):
         return state_at_once(config, plan, stored)
     if config.offload is not None and config.offload.optimizer == "host":
-        held = sum(leaf.local_bytes for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is not None)
+        held = sum(
+            leaf.local_bytes for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is not None
+        )
         check_host_memory(config.mesh, held, "The offloaded optimizer state")
     return state_by_tasks(config, plan, stored, store_for(config, plan))
 

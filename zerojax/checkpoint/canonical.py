@@ -202,8 +202,8 @@ def divided(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
     if not leaf.shape or not set(leaf.axes) <= set(sharding.mesh.axis_names):
         return whole, NamedSharding(sharding.mesh, PartitionSpec())
     dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
-    cut = dataclasses.replace(leaf, kind="sharded", dim=dim)
-    return cut, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, spec_entry(leaf.axes)))
+    chunking = dataclasses.replace(leaf, kind="sharded", dim=dim)
+    return chunking, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, spec_entry(leaf.axes)))
 
 
 def exactly_wider(saved: Any, wanted: Any) -> bool:

@@ -158,7 +158,7 @@ def restore_step(
     arrays = read_leaves(folder, matched.pairs)
     for name in matched.missing:
         array = slots[name].array
-        if isinstance(array.pieces[0] if is_chunked(array) and array.pieces else array, jax.ShapeDtypeStruct):
+        if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
             raise ValueError(f"{name} was not saved, and like= has only its shape: give live arrays to keep the rest.")
         arrays[name] = apart(joined(array), array) if is_chunked(array) else jnp.copy(array)
     if matched.cast:

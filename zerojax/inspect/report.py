@@ -223,7 +223,7 @@ def describe(array: jax.Array | Chunked) -> str:
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
         where = "on disk" if array.store is not None else "in host memory"
-        return f"{spec} {where}, {len(array.cut.extents)} piece{'s' * (len(array.cut.extents) > 1)}"
+        return f"{spec} {where}, {len(array.chunking.extents)} piece{'s' * (len(array.chunking.extents) > 1)}"
     kind = sharding.memory_kind
     alone = next(iter(sharding.device_set)) if len(sharding.device_set) == 1 else None
     text = f"{spec}" if spec is not None else f"device {alone.id}" if alone else type(sharding).__name__

@@ -39,7 +39,7 @@ class Chunking:
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
 
-def cut(leaf: Leaf, chunk_bytes: int) -> Chunking:
+def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
     """Cut an array into equal pieces (the last may be shorter) of at most `chunk_bytes` on each device.
 
     On the first dim that is long enough, so that a piece is in one stretch of memory where
@@ -61,13 +61,13 @@ def cut(leaf: Leaf, chunk_bytes: int) -> Chunking:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["leaf", "cut", "sharding", "store"]
+    jax.tree_util.register_dataclass, data_fields=["chunks"], meta_fields=["leaf", "chunking", "sharding", "store"]
 )
 @dataclasses.dataclass(frozen=True)
 class Chunked:
     """A leaf of the optimizer's state that waits in host memory or on disk, in pieces.
 
-    A pytree node. `pieces[k]` holds, on each device, piece k of that device's part; so on
+    A pytree node. `chunks[k]` holds, on each device, piece k of that device's part; so on
     the dim that is divided over the mesh the pieces do not join to the array by
     concatenation.
 
@@ -79,9 +79,9 @@ class Chunked:
         store: Where its pieces are on disk; None in host memory.
     """
 
-    pieces: tuple[Shaped[Array, "*piece"], ...]
+    chunks: tuple[Shaped[Array, "*piece"], ...]
     leaf: Leaf
-    cut: Chunking
+    chunking: Chunking
     sharding: NamedSharding
     store: Any = None
 
@@ -108,6 +108,6 @@ def is_chunked(x) -> bool:
     return isinstance(x, Chunked)
 
 
-def chunk_shapes(leaf: Leaf, cut: Chunking) -> Iterator[tuple[int, ...]]:
+def chunk_shapes(leaf: Leaf, chunking: Chunking) -> Iterator[tuple[int, ...]]:
     """The storage shapes of an array's pieces."""
-    return (cut.chunk_shape(leaf, extent) for extent in cut.extents)
+    return (chunking.chunk_shape(leaf, extent) for extent in chunking.extents)

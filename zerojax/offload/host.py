@@ -34,12 +34,12 @@ def host_kind(mesh: Mesh) -> str:
     )
 
 
-def on_host(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """A layout in host memory."""
     return NamedSharding(mesh, spec, memory_kind=host_kind(mesh))
 
 
-def moved(x: jax.Array, kind: str) -> jax.Array:
+def to_memory(x: jax.Array, kind: str) -> jax.Array:
     """An array in another kind of memory, on its way there when this returns."""
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 

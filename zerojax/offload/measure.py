@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import compat
-from zerojax.offload.host import host_kind, moved, on_host
+from zerojax.offload.host import host_kind, host_sharding, to_memory
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
@@ -74,12 +74,12 @@ def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
     With several processes the first one's figures are taken by all.
     """
     spec, count = PartitionSpec(axes), math.prod(mesh.shape[axis] for axis in axes)
-    host = on_host(mesh, spec)
+    host = host_sharding(mesh, spec)
     there = jax.device_put(jnp.zeros(ELEMENTS * count, jnp.float32), host)
-    here = moved(there, "device")
-    both = timed(lambda: (moved(there, "device"), moved(here, host_kind(mesh))))
+    here = to_memory(there, "device")
+    both = timed(lambda: (to_memory(there, "device"), to_memory(here, host_kind(mesh))))
     sweep = jax.jit(compat.on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
-    held = [moved(here, host_kind(mesh))]
+    held = [to_memory(here, host_kind(mesh))]
 
     def once() -> Any:
         held[0] = sweep(held[0], there)

@@ -55,8 +55,8 @@ class StateFiles:
         self._version = 0
         self._written: set[int] = set()
         self._specs: list[ChunkSpec] = []
-        for k, (leaf, cut, sharding) in leaves.items():
-            for n, shape in enumerate(chunk_shapes(leaf, cut)):
+        for k, (leaf, chunking, sharding) in leaves.items():
+            for n, shape in enumerate(chunk_shapes(leaf, chunking)):
                 self._index[k, n] = len(self._specs)
                 local = (sharding.shard_shape(shape), str(np.dtype(leaf.dtype)))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (local,) * len(parts_of(sharding, shape))))
@@ -86,18 +86,19 @@ class StateFiles:
         """A fingerprint of how the state lies, and of the process."""
         said = [f"process {jax.process_index()} of {jax.process_count()}"]
         said += [
-            f"{leaf} {cut} {sharding.spec} {dict(sharding.mesh.shape)}" for leaf, cut, sharding in self._leaves.values()
+            f"{leaf} {chunking} {sharding.spec} {dict(sharding.mesh.shape)}"
+            for leaf, chunking, sharding in self._leaves.values()
         ]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
-    def read(self, k: int, piece: int) -> Future[Lease]:
+    def read(self, k: int, chunk: int) -> Future[Lease]:
         """Begin to read a piece of leaf `k`."""
-        return self._store.read(self._index[k, piece], step=self._version)
+        return self._store.read(self._index[k, chunk], step=self._version)
 
-    def received(self, k: int, piece: int, reading: Future[Lease], kind: str) -> Array:
+    def received(self, k: int, chunk: int, reading: Future[Lease], kind: str) -> Array:
         """The piece that `read` began to read, in a kind of the devices' memory; storage shape."""
-        leaf, cut, sharding = self._leaves[k]
-        shape = cut.chunk_shape(leaf, cut.extents[piece])
+        leaf, chunking, sharding = self._leaves[k]
+        shape = chunking.chunk_shape(leaf, chunking.extents[chunk])
         with reading.result() as lease:
             shards = [
                 # on CPU the array would share the buffer that is lent, told not to (may_alias=) or not: jax 0.10.2
@@ -111,11 +112,11 @@ class StateFiles:
         where = sharding.with_memory_kind(kind)
         return jax.make_array_from_single_device_arrays(shape, where, shards)
 
-    def write(self, k: int, piece: int, array: Array) -> None:
+    def write(self, k: int, chunk: int, array: Array) -> None:
         """Begin to write the next version of a piece of leaf `k`; waits for the array, and for a buffer."""
         found = {shard.device: shard.data for shard in array.addressable_shards}
         parts = [np.asarray(found[devices[0]]) for devices in parts_of(array.sharding, array.shape)]
-        chunk = self._index[k, piece]
+        chunk = self._index[k, chunk]
         self._store.write(chunk, parts, step=self._version + 1)
         self._written.add(chunk)
         if len(self._written) == len(self._specs):
@@ -168,24 +169,24 @@ class Stored:
 
     files: StateFiles
     k: int
-    pieces: int
+    chunks: int
 
     def load(self, version: Any) -> list[Array]:
         """Its pieces, on the devices; `version` is the one they have to be of."""
         self.files.require(version)
         reading = [self.files.read(self.k, 0)]
         found = []
-        for n in range(self.pieces):
-            if n + 1 < self.pieces:
+        for n in range(self.chunks):
+            if n + 1 < self.chunks:
                 reading.append(self.files.read(self.k, n + 1))
             found.append(self.files.received(self.k, n, reading[n], "device"))
         return found
 
-    def save(self, pieces: Sequence[Array]) -> Int[np.ndarray, ""]:
+    def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
         """Write it anew, and give the version that this is; which is complete when it was done for every leaf."""
         version = self.files.next_version
-        for n, piece in enumerate(pieces):
-            self.files.write(self.k, n, piece)
+        for n, chunk in enumerate(chunks):
+            self.files.write(self.k, n, chunk)
         return version
 
 

@@ -30,10 +30,10 @@ def check_state(config: Config, plan: ShardingPlan, state: PyTree) -> None:
     if structure != plan.state_def:
         what = tree_difference(found, plan.state)
         raise ValueError(f"The optimizer state does not belong to these parameters: it {what}. {remedy}")
-    for (_, x), leaf, cut in zip(found, plan.state, plan.cuts, strict=True):
-        if (x.cut if is_chunked(x) else None) != cut:
-            where = f"offloaded in {len(x.cut.extents)} pieces" if is_chunked(x) else "on the device"
-            wanted = f"offloaded in {len(cut.extents)} pieces" if cut else "on the device"
+    for (_, x), leaf, chunking in zip(found, plan.state, plan.chunkings, strict=True):
+        if (x.chunking if is_chunked(x) else None) != chunking:
+            where = f"offloaded in {len(x.chunking.extents)} pieces" if is_chunked(x) else "on the device"
+            wanted = f"offloaded in {len(chunking.extents)} pieces" if chunking else "on the device"
             raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
         # optax turns the integer moments of an integer parameter to floats at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import Config, Offload
-from zerojax.layout.chunked import Chunking, cut
+from zerojax.layout.chunked import Chunking, chunking_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
@@ -29,11 +29,11 @@ class Offloaded:
     """How the offloaded part of a state is held and updated.
 
     Attributes:
-        cuts: For each leaf of the state, how it is cut into pieces; None: it is on the device.
+        chunkings: For each leaf of the state, how it is cut into pieces; None: it is on the device.
         split: The update in parts.
     """
 
-    cuts: tuple[Chunking | None, ...]
+    chunkings: tuple[Chunking | None, ...]
     split: Split
 
 
@@ -59,11 +59,11 @@ def offloaded(
     offload = config.offload
     assert offload is not None
     far = chosen(config, offload, trained, parts, state, owners)
-    cuts = piecewise(config, offload, trained, parts, state, owners, far)
+    chunkings = chunkable(config, offload, trained, parts, state, owners, far)
     shape = lambda x, leaf: jax.ShapeDtypeStruct(x, leaf.dtype)
 
     def traced(lengths: dict[int, int]) -> Traced:
-        seen = [cuts[i].chunk_shape(p, lengths[i]) if i in lengths else viewed(p) for i, p in enumerate(parts)]
+        seen = [chunkings[i].chunk_shape(p, lengths[i]) if i in lengths else viewed(p) for i, p in enumerate(parts)]
         held = [
             seen[i] if i is not None and leaf.shape == parts[i].shape else viewed(leaf)
             for i, leaf in zip(owners, state, strict=True)
@@ -77,11 +77,11 @@ def offloaded(
             [jax.ShapeDtypeStruct((), jnp.float32)],
         )
 
-    found = split(traced({}), far, cuts, traced)
+    found = split(traced({}), far, chunkings, traced)
     held: list[Chunking | None] = [None] * len(state)
     for task in found.tasks:
         for k in task.state:
-            held[k] = task.cut or Chunking(0, state[k].local_shape[:1])
+            held[k] = task.chunking or Chunking(0, state[k].local_shape[:1])
     return Offloaded(tuple(held), found)
 
 
@@ -175,7 +175,7 @@ def room_on_device(
     return offload.budget - fixed
 
 
-def piecewise(
+def chunkable(
     config: Config,
     offload: Offload,
     trained: Layout,
@@ -185,21 +185,23 @@ def piecewise(
     far: dict[int, int | None],
 ) -> dict[int, Chunking]:
     """How parameters with offloaded state are cut, those that are updated element by element."""
-    cuts = {}
+    chunkings = {}
     for i in {owner for owner in far.values() if owner is not None}:
         widest = max((state[k].dtype.itemsize for k, owner in far.items() if owner == i), default=4)
-        found = cut(parts[i], offload.chunk_bytes * parts[i].dtype.itemsize // max(widest, parts[i].dtype.itemsize))
-        cuts[i] = found
-    if not cuts:
+        found = chunking_of(
+            parts[i], offload.chunk_bytes * parts[i].dtype.itemsize // max(widest, parts[i].dtype.itemsize)
+        )
+        chunkings[i] = found
+    if not chunkings:
         return {}
     params, inner = jax.tree.unflatten(trained.treedef, shapes(parts)), wrapped_tx(config, trained)
     # as `train_step` calls it; any value that is not zero stands for the loss
     tx = optax.GradientTransformation(inner.init, functools.partial(inner.update, value=jnp.float32(1)))
     # the last piece may be shorter, and a transformation may treat shorter arrays in another way
-    sizes = [{i: found.chunk_shape(parts[i], found.extents[n]) for i, found in cuts.items()} for n in (0, -1)]
+    sizes = [{i: found.chunk_shape(parts[i], found.extents[n]) for i, found in chunkings.items()} for n in (0, -1)]
     try:
         differing = sizes if sizes[0] != sizes[1] else sizes[:1]
         refused = set().union(*(refused_leaves(tx, params, parts, tuple(owners), changed) for changed in differing))
     except Exception:  # it needs more arguments, or does not take the pieces: the leaves travel whole
         return {}
-    return {i: found for i, found in cuts.items() if i not in refused}
+    return {i: found for i, found in chunkings.items() if i not in refused}

@@ -107,13 +107,15 @@ class Task:
     params: tuple[int, ...]
     state: tuple[int, ...]
     resident: tuple[int, ...]
-    cut: Chunking | None
+    chunking: Chunking | None
     parts: dict[int, Part]
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
+    def chunks(self) -> tuple[tuple[int, int], ...]:
         """`(start, length)` of each piece; `(0, 0)` for the whole."""
-        return ((0, 0),) if self.cut is None else tuple(zip(self.cut.starts, self.cut.extents, strict=True))
+        return (
+            ((0, 0),) if self.chunking is None else tuple(zip(self.chunking.starts, self.chunking.extents, strict=True))
+        )
 
     def reading(self, kind: str) -> tuple[int, ...]:
         """Indices of what it reads of one kind."""
@@ -163,7 +165,7 @@ def trace(update: Callable, grads: Sequence, state: Sequence, params: Sequence, 
 def split(
     whole: Traced,
     offloaded: dict[int, int | None],
-    cuts: dict[int, Chunking],
+    chunkings: dict[int, Chunking],
     retraced: Callable[[dict[int, int]], Traced],
 ) -> Split:
     """Cut an update into parts.
@@ -172,11 +174,11 @@ def split(
         whole: The update of logical arrays.
         offloaded: The leaves of the state that are offloaded, each with the parameter it
             belongs to, or None.
-        cuts: For parameters whose update is computed element by element, how they may be cut.
-        retraced: The update with the parameters of `cuts` as pieces of the lengths given.
+        chunkings: For parameters whose update is computed element by element, how they may be cut.
+        retraced: The update with the parameters of `chunkings` as pieces of the lengths given.
     """
     known = Known.of(whole, offloaded)
-    pieces = Pieces(cuts, retraced)
+    chunks = ChunkTraces(chunkings, retraced)
     shared: dict[Any, int] = {}
     tasks = []
     for params, state, resident in grouped(whole, offloaded, known):
@@ -188,9 +190,9 @@ def split(
             late = kind in (SHARED, EXTRA) or (kind == STATE and i not in offloaded)
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if late else (kind, i)
         alone = len(params) == 1 and not resident and keeps_to_itself(whole, offloaded, eqns, reads, outs)
-        own = cuts.get(params[0]) if alone else None
+        own = chunkings.get(params[0]) if alone else None
         lengths = (0,) if own is None else tuple(dict.fromkeys(own.extents))
-        traces = {n: whole if own is None else pieces.traced(params[0], n) for n in lengths}
+        traces = {n: whole if own is None else chunks.traced(params[0], n) for n in lengths}
         if any(other.names != whole.names for other in traces.values()):
             own, traces = None, {0: whole}
         parts = {n: part(whole, other, eqns, reads, outs) for n, other in traces.items()}
@@ -351,12 +353,12 @@ def part(whole: Traced, other: Traced, eqns: Sequence[int], reads: dict[Any, Rea
     return Part(jaxpr, tuple(reads.values()))
 
 
-class Pieces:
+class ChunkTraces:
     """Traces of an update of pieces: one for the pieces that are alike, and one for the last ones."""
 
-    def __init__(self, cuts: dict[int, Chunking], retraced: Callable[[dict[int, int]], Traced]):
+    def __init__(self, chunkings: dict[int, Chunking], retraced: Callable[[dict[int, int]], Traced]):
         """Nothing is traced yet."""
-        self._lengths = {i: tuple(dict.fromkeys(cut.extents)) for i, cut in cuts.items()}
+        self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
         self._traced = functools.cache(
             lambda place: retraced({i: ns[min(place, len(ns) - 1)] for i, ns in self._lengths.items()})
         )

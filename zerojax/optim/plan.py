@@ -34,7 +34,7 @@ class ShardingPlan(CachedHash):
         state_def: Structure of the optimizer's state: the wrapped transformation's own,
             inside a `MasterState` where there are master weights.
         owners: For each leaf of the state, the trained parameter it belongs to, or None.
-        cuts: For each leaf of the state, how it is cut into pieces that wait outside the
+        chunkings: For each leaf of the state, how it is cut into pieces that wait outside the
             device's memory; None: it is on the device.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
     """
@@ -45,7 +45,7 @@ class ShardingPlan(CachedHash):
     state: tuple[Leaf, ...]
     state_def: jax.tree_util.PyTreeDef
     owners: tuple[int | None, ...]
-    cuts: tuple[Chunking | None, ...]
+    chunkings: tuple[Chunking | None, ...]
     choice: Choice | None = None
 
 
@@ -65,19 +65,23 @@ def make_plan(config: Config, layout: Layout) -> ShardingPlan:
     )
     matched = lay_out_state(state, trained, layout.policy, owners=owners, flat=flat)
     structure = jax.tree.structure(state)
-    cuts: tuple[Chunking | None, ...] = (None,) * len(matched)
+    chunkings: tuple[Chunking | None, ...] = (None,) * len(matched)
     if config.offload is not None:
-        cuts = offloaded(config, trained, parts, matched, structure, owners).cuts
-    return ShardingPlan(layout, trained, parts, matched, structure, owners, cuts)
+        chunkings = offloaded(config, trained, parts, matched, structure, owners).chunkings
+    return ShardingPlan(layout, trained, parts, matched, structure, owners, chunkings)
 
 
 def chosen_update(config: Config, plan: ShardingPlan) -> Choice | None:
     """Where the update of what is offloaded runs; measured, if that is to decide it. None if nothing is offloaded."""
-    if config.offload is None or not any(plan.cuts):
+    if config.offload is None or not any(plan.chunkings):
         return None
     if config.offload.update != "auto":
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
-    far = [(leaf, i) for leaf, cut, i in zip(plan.state, plan.cuts, plan.owners, strict=True) if cut is not None]
+    far = [
+        (leaf, i)
+        for leaf, chunking, i in zip(plan.state, plan.chunkings, plan.owners, strict=True)
+        if chunking is not None
+    ]
     elements = sum(plan.grads[i].size for i in {i for _, i in far if i is not None})
     return choose(measure(config.mesh, config.data.batch), sum(leaf.bytes for leaf, _ in far) / max(elements, 1))
 

@@ -10,7 +10,7 @@ from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import on_host
+from zerojax.offload.host import host_sharding
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.chunking import chunked, join, split_chunks
 from zerojax.placement.storage import named
@@ -36,8 +36,8 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
             return x
         if x.store is not None:
             raise TypeError(ON_DISK)
-        pieces = [jax.device_put(piece, named(config, leaf)) for piece in x.pieces]
-        return join(config.mesh, pieces, leaf, x.cut)
+        chunks = [jax.device_put(chunk, named(config, leaf)) for chunk in x.chunks]
+        return join(config.mesh, chunks, leaf, x.chunking)
 
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
     return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])
@@ -46,29 +46,36 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
 def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """The inverse of `state_to_device`."""
 
-    def one(x, leaf: Leaf, cut: Chunking | None):
-        if cut is None:
+    def one(x, leaf: Leaf, chunking: Chunking | None):
+        if chunking is None:
             return x
         if config.offload is not None and config.offload.optimizer == "disk":
             raise TypeError(ON_DISK)
-        where = on_host(config.mesh, leaf.spec)
+        where = host_sharding(config.mesh, leaf.spec)
         return chunked(
-            config, [jax.device_put(piece, where) for piece in split_chunks(config.mesh, x, leaf, cut)], leaf, cut
+            config,
+            [jax.device_put(chunk, where) for chunk in split_chunks(config.mesh, x, leaf, chunking)],
+            leaf,
+            chunking,
         )
 
     leaves = jax.tree.leaves(state)
-    held = [one(x, leaf, cut) for x, leaf, cut in zip(leaves, plan.state, plan.cuts, strict=True)]
+    held = [one(x, leaf, chunking) for x, leaf, chunking in zip(leaves, plan.state, plan.chunkings, strict=True)]
     return jax.tree.unflatten(plan.state_def, held)
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
     """Where the state lies: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
 
-    def one(leaf: Leaf, cut: Chunking | None):
-        if cut is None:
+    def one(leaf: Leaf, chunking: Chunking | None):
+        if chunking is None:
             return named(config, leaf)
         on_disk = config.offload is not None and config.offload.optimizer == "disk"
-        pieces = [replicated(config.mesh)] if on_disk else [on_host(config.mesh, leaf.spec)] * len(cut.extents)
-        return chunked(config, pieces, leaf, cut)
+        chunks = (
+            [replicated(config.mesh)] if on_disk else [host_sharding(config.mesh, leaf.spec)] * len(chunking.extents)
+        )
+        return chunked(config, chunks, leaf, chunking)
 
-    return jax.tree.unflatten(plan.state_def, [one(x, cut) for x, cut in zip(plan.state, plan.cuts, strict=True)])
+    return jax.tree.unflatten(
+        plan.state_def, [one(x, chunking) for x, chunking in zip(plan.state, plan.chunkings, strict=True)]
+    )

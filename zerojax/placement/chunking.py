@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import moved, on_host
+from zerojax.offload.host import host_sharding, to_memory
 from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 
 def take(
-    mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Chunking, start: Int[Array, ""] | int, length: int
+    mesh: Mesh,
+    stored: Shaped[Array, "*storage"],
+    leaf: Leaf,
+    chunking: Chunking,
+    start: Int[Array, ""] | int,
+    length: int,
 ) -> Shaped[Array, "*piece"]:
     """The piece of every device's part that begins at `start`."""
 
     def local(x, start):
-        return lax.dynamic_slice_in_dim(x, start, length, cut.dim)
+        return lax.dynamic_slice_in_dim(x, start, length, chunking.dim)
 
     return locally(mesh, local, leaf, 1)(stored, start)
 
@@ -35,17 +40,17 @@ def take(
 def put(
     mesh: Mesh,
     stored: Shaped[Array, "*storage"],
-    piece: Shaped[Array, "*piece"],
+    chunk: Shaped[Array, "*piece"],
     leaf: Leaf,
-    cut: Chunking,
+    chunking: Chunking,
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
     """The array with a piece of every device's part replaced."""
 
-    def local(x, piece, start):
-        return lax.dynamic_update_slice_in_dim(x, piece, start, cut.dim)
+    def local(x, chunk, start):
+        return lax.dynamic_update_slice_in_dim(x, chunk, start, chunking.dim)
 
-    return locally(mesh, local, leaf, 2)(stored, piece, start)
+    return locally(mesh, local, leaf, 2)(stored, chunk, start)
 
 
 def locally(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
@@ -62,52 +67,57 @@ def locally(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
 
 
 def split_chunks(
-    mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, cut: Chunking
+    mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking
 ) -> list[Shaped[Array, "*piece"]]:
     """All pieces of an array, in order."""
-    if len(cut.extents) == 1:
+    if len(chunking.extents) == 1:
         return [stored]
-    return [take(mesh, stored, leaf, cut, start, length) for start, length in zip(cut.starts, cut.extents, strict=True)]
+    return [
+        take(mesh, stored, leaf, chunking, start, length)
+        for start, length in zip(chunking.starts, chunking.extents, strict=True)
+    ]
 
 
-def join(mesh: Mesh, pieces: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, cut: Chunking) -> Shaped[Array, "*storage"]:
+def join(
+    mesh: Mesh, chunks: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, chunking: Chunking
+) -> Shaped[Array, "*storage"]:
     """The inverse of `split_chunks`."""
-    if len(pieces) == 1:
-        return pieces[0]
+    if len(chunks) == 1:
+        return chunks[0]
 
     def local(*pieces_and_start):
-        return lax.concatenate(pieces_and_start[:-1], cut.dim)
+        return lax.concatenate(pieces_and_start[:-1], chunking.dim)
 
-    return locally(mesh, local, leaf, len(pieces))(*pieces, 0)
+    return locally(mesh, local, leaf, len(chunks))(*chunks, 0)
 
 
-def chunked(config: Config, pieces: Sequence[Any], leaf: Leaf, cut: Chunking) -> Chunked:
+def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
     """The node of a leaf in host memory."""
-    return Chunked(tuple(pieces), leaf, cut, named(config, leaf))
+    return Chunked(tuple(chunks), leaf, chunking, named(config, leaf))
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """An offloaded leaf, whole on the devices."""
-    pieces = [moved(x, "device") for x in node.pieces] if node.store is None else node.store.load(*node.pieces)
-    return joining(node.mesh, node.sharding, node.leaf, node.cut)(pieces)
+    chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
+    return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
 
 
 def apart(x: Shaped[Array, "*storage"], node: Chunked) -> Chunked:
     """An array on the devices in the place of an offloaded leaf; live, or a shape."""
-    pieces = cutting(node.mesh, node.sharding, node.leaf, node.cut)(x)
+    chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
     if node.store is not None:
-        return dataclasses.replace(node, pieces=(node.store.save(pieces),))
-    where = on_host(node.mesh, node.sharding.spec)
-    return dataclasses.replace(node, pieces=tuple(jax.device_put(piece, where) for piece in pieces))
+        return dataclasses.replace(node, chunks=(node.store.save(chunks),))
+    where = host_sharding(node.mesh, node.sharding.spec)
+    return dataclasses.replace(node, chunks=tuple(jax.device_put(chunk, where) for chunk in chunks))
 
 
 @functools.lru_cache(maxsize=32)
-def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, cut: Chunking) -> Any:
+def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
     """The program of `joined`."""
-    return jax.jit(lambda pieces: join(mesh, pieces, leaf, cut), out_shardings=sharding)
+    return jax.jit(lambda chunks: join(mesh, chunks, leaf, chunking), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)
-def cutting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, cut: Chunking) -> Any:
+def splitting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
     """The program of `apart`."""
-    return jax.jit(lambda x: split_chunks(mesh, x, leaf, cut), out_shardings=sharding)
+    return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)

@@ -19,7 +19,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded, pad, trim
 from zerojax.layout.tree import Layout
-from zerojax.offload.host import on_host, to_device
+from zerojax.offload.host import host_sharding, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -109,7 +109,7 @@ def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
     """A leaf's layout as a `NamedSharding`, in the memory it waits in."""
-    return on_host(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
+    return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:

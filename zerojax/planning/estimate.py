@@ -319,8 +319,10 @@ def stage_estimate(config: Config, layout: Layout, plan: ShardingPlan, accumulat
     """Add up the layouts of one stage."""
     grads = grad_parts(config, layout, storage_forms(layout.params))
     given = zip(grads, layout.params, strict=True)
-    near = [leaf for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is None]
-    far = sum(leaf.local_bytes for leaf, cut in zip(plan.state, plan.cuts, strict=True) if cut is not None)
+    near = [leaf for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is None]
+    far = sum(
+        leaf.local_bytes for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is not None
+    )
     masters = sum(leaf.local_bytes for leaf in near if leaf.path.startswith(".master"))
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     waiting = sum(leaf.local_bytes for leaf in layout.params if leaf.host)

@@ -234,7 +234,7 @@ def moved_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -
             "sent_formula": row.sent if alone else None,
             "host": row.host,
             "disk": row.disk,
-            "notes": offload_notes(moved, there) if any(there.plan.cuts) else (),
+            "notes": offload_notes(moved, there) if any(there.plan.chunkings) else (),
         },
     )
 
@@ -243,7 +243,7 @@ def absent_state(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
     """A state of any mesh as shapes on the mesh of a transformation."""
     mutable = jax.tree.map(shape_of, state.mutable)
     there = tx.create(logical_shapes(state.plan.layout, tx.config.mesh), mutable=mutable)
-    if not any(there.plan.cuts):
+    if not any(there.plan.chunkings):
         return there
     # Where the update runs is measured on live devices, which these are not.
     choice = state.plan.choice or Choice("device", "as long as nothing was measured")

@@ -88,7 +88,7 @@ class Kind:
             alike(plan.grads, task.reading(GRAD)),
             alike(plan.state, task.state),
             alike(plan.state, task.resident),
-            None if task.cut is None else task.cut.dim,
+            None if task.chunking is None else task.chunking.dim,
             length,
         )
 
@@ -157,21 +157,21 @@ def written(
     if kind.dim is None:
         return roll_back(~skipped, list(moved), list(params))
 
-    cut = Chunking(kind.dim, ())
+    chunking = Chunking(kind.dim, ())
 
-    def one(x, piece, leaf: Leaf):
-        old = take(config.mesh, x, leaf, cut, start, kind.length)
-        return put(config.mesh, x, jnp.where(skipped, old, piece), leaf, cut, start)
+    def one(x, chunk, leaf: Leaf):
+        old = take(config.mesh, x, leaf, chunking, start, kind.length)
+        return put(config.mesh, x, jnp.where(skipped, old, chunk), leaf, chunking, start)
 
-    return [one(x, piece, leaf) for x, piece, leaf in zip(params, moved, kind.params, strict=True)]
+    return [one(x, chunk, leaf) for x, chunk, leaf in zip(params, moved, kind.params, strict=True)]
 
 
 def outgoing(config: Config, kind: Kind) -> Callable:
     """`f(values, start) -> (params, grads)`: the pieces that an update on the host needs."""
 
     def run(values: Values, start):
-        pieces = pieces_of(config, kind, values, start)
-        return (pieces.params if kind.reads_params else []), pieces.grads
+        chunks = pieces_of(config, kind, values, start)
+        return (chunks.params if kind.reads_params else []), chunks.grads
 
     return jax.jit(run)
 

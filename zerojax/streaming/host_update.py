@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
-from zerojax.offload.host import on_host as in_host_memory
+from zerojax.offload.host import host_sharding
 from zerojax.optim.elementwise import ELEMENTWISE, INLINED
 from zerojax.optim.partition import CONST, GRAD, PARAM, SHARED, STATE
 from zerojax.streaming.chunk_programs import Kind
@@ -27,7 +27,7 @@ def on_host(config: Config, kind: Kind) -> Callable:
     parameters are in the type they are stored in.
     """
     leaves = [*kind.params, *kind.state]
-    where = [in_host_memory(config.mesh, leaf.spec) for leaf in leaves]
+    where = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
     part, whole = kind.params[0].local_spec, PartitionSpec()
     compute = in_one_pass if blockable(kind) else at_once
 

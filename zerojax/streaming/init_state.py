@@ -13,7 +13,7 @@ from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking, chunk_shapes
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import on_host, to_device
+from zerojax.offload.host import host_sharding, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.partition import carve
 from zerojax.optim.plan import ShardingPlan, offloaded_part
@@ -58,45 +58,45 @@ def state_by_tasks(
         """Some leaves of the state, each in its pieces, on the device."""
         eqns, inputs = carve(makers, jaxpr, leaves, frozenset())
         part = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], inputs, [jaxpr.outvars[k] for k in leaves])
-        cuts = [plan.cuts[k] for k in leaves]
+        chunkings = [plan.chunkings[k] for k in leaves]
 
         def program(values):
             found = jax.core.eval_jaxpr(part, (), *values)
             laid = [to_storage(config, x, plan.state[k]) for x, k in zip(found, leaves, strict=True)]
             return [
-                [x] if cut is None else split_chunks(config.mesh, x, plan.state[k], cut)
-                for x, k, cut in zip(laid, leaves, cuts, strict=True)
+                [x] if chunking is None else split_chunks(config.mesh, x, plan.state[k], chunking)
+                for x, k, chunking in zip(laid, leaves, chunkings, strict=True)
             ]
 
         where = [
-            [named(config, plan.state[k])] * (1 if cut is None else len(cut.extents))
-            for k, cut in zip(leaves, cuts, strict=True)
+            [named(config, plan.state[k])] * (1 if chunking is None else len(chunking.extents))
+            for k, chunking in zip(leaves, chunkings, strict=True)
         ]
         return jax.jit(program, out_shardings=where)([to_device(given[var]) for var in inputs])
 
-    here = [k for k, cut in enumerate(plan.cuts) if cut is None]
+    here = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     arrays = {k: x for k, (x,) in zip(here, made(here), strict=True)}
     for task in offloaded_part(config, plan).split.tasks:
-        for n, piece in enumerate(zip(*made(task.state), strict=True)):
-            store.settle(store.stow(task, n, piece))
+        for n, chunk in enumerate(zip(*made(task.state), strict=True)):
+            store.settle(store.stow(task, n, chunk))
         arrays |= dict(zip(task.state, store.nodes(task), strict=True))
     return jax.tree.unflatten(plan.state_def, [arrays[k] for k in range(len(plan.state))])
 
 
 def shapes_of_state(config: Config, plan: ShardingPlan) -> PyTree:
     """The state as shapes with their shardings; storage shapes. What is on disk is where it would be written."""
-    on_disk = config.offload is not None and config.offload.optimizer == "disk" and any(plan.cuts)
+    on_disk = config.offload is not None and config.offload.optimizer == "disk" and any(plan.chunkings)
     nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if on_disk else {}
 
-    def one(leaf: Leaf, cut: Chunking | None):
-        if cut is None:
+    def one(leaf: Leaf, chunking: Chunking | None):
+        if chunking is None:
             return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
-        where = on_host(config.mesh, leaf.spec)
-        pieces = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where) for shape in chunk_shapes(leaf, cut)]
-        return chunked(config, pieces, leaf, cut)
+        where = host_sharding(config.mesh, leaf.spec)
+        chunks = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where) for shape in chunk_shapes(leaf, chunking)]
+        return chunked(config, chunks, leaf, chunking)
 
-    leaves = enumerate(zip(plan.state, plan.cuts, strict=True))
-    return jax.tree.unflatten(plan.state_def, [nodes.get(k) or one(leaf, cut) for k, (leaf, cut) in leaves])
+    leaves = enumerate(zip(plan.state, plan.chunkings, strict=True))
+    return jax.tree.unflatten(plan.state_def, [nodes.get(k) or one(leaf, chunking) for k, (leaf, chunking) in leaves])
 
 
 def logical_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:

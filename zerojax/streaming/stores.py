@@ -14,7 +14,7 @@ import numpy as np
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, Chunking, is_chunked
-from zerojax.offload.host import host_kind, moved
+from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import StateFiles, Stored
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import Task
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class StateStore(Protocol):
     """Where offloaded state waits."""
 
-    def fetch(self, task: Task, piece: int, kind: str) -> Any:
+    def fetch(self, task: Task, chunk: int, kind: str) -> Any:
         """Begin to bring the state of a task's piece into a kind of memory."""
         ...
 
@@ -37,7 +37,7 @@ class StateStore(Protocol):
         """What `fetch` brings, one array a leaf."""
         ...
 
-    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> Any:
+    def stow(self, task: Task, chunk: int, arrays: Sequence[Array]) -> Any:
         """Begin to put the new state of a piece away."""
         ...
 
@@ -69,20 +69,20 @@ class HostStateStore:
         self._nodes = {k: node for k, node in enumerate(nodes) if is_chunked(node)}
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
-    def fetch(self, task: Task, piece: int, kind: str) -> list[Array]:
+    def fetch(self, task: Task, chunk: int, kind: str) -> list[Array]:
         """As `StateStore`."""
-        return [moved(self._nodes[k].pieces[piece], kind) for k in task.state]
+        return [to_memory(self._nodes[k].chunks[chunk], kind) for k in task.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
         """As `StateStore`."""
         return ticket
 
-    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> tuple[list, list]:
+    def stow(self, task: Task, chunk: int, arrays: Sequence[Array]) -> tuple[list, list]:
         """As `StateStore`."""
-        new = [moved(x, self._kind) for x in arrays]
+        new = [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(task.state, new, strict=True):
             self._new[k].append(x)
-        return new, [self._nodes[k].pieces[piece] for k in task.state if k in self._nodes]
+        return new, [self._nodes[k].chunks[chunk] for k in task.state if k in self._nodes]
 
     def settle(self, ticket: tuple[list, list]) -> None:
         """As `StateStore`; the old pieces are given back, as those of a donated array are."""
@@ -95,8 +95,8 @@ class HostStateStore:
     def nodes(self, task: Task) -> list[Chunked]:
         """As `StateStore`."""
         config, plan = self._config, self._plan
-        held = [(k, plan.cuts[k] or Chunking(0, ())) for k in task.state]
-        return [chunked(config, self._new.pop(k), plan.state[k], cut) for k, cut in held]
+        held = [(k, plan.chunkings[k] or Chunking(0, ())) for k in task.state]
+        return [chunked(config, self._new.pop(k), plan.state[k], chunking) for k, chunking in held]
 
     def unchanged(self, task: Task) -> list[Chunked]:
         """As `StateStore`."""
@@ -115,19 +115,19 @@ class DiskStateStore:
         self._nodes = nodes
         self._next = jnp.asarray(files.next_version)
 
-    def fetch(self, task: Task, piece: int, kind: str) -> list:
+    def fetch(self, task: Task, chunk: int, kind: str) -> list:
         """As `StateStore`."""
-        return [(k, piece, self._files.read(k, piece), kind) for k in task.state]
+        return [(k, chunk, self._files.read(k, chunk), kind) for k in task.state]
 
     def receive(self, ticket: list) -> list[Array]:
         """As `StateStore`."""
         return [self._files.received(*reading) for reading in ticket]
 
-    def stow(self, task: Task, piece: int, arrays: Sequence[Array]) -> list:
+    def stow(self, task: Task, chunk: int, arrays: Sequence[Array]) -> list:
         """As `StateStore`."""
         for x in arrays:
             x.copy_to_host_async()
-        return [(k, piece, x) for k, x in zip(task.state, arrays, strict=True)]
+        return [(k, chunk, x) for k, x in zip(task.state, arrays, strict=True)]
 
     def settle(self, ticket: list) -> None:
         """As `StateStore`: the state is in a buffer that is being written."""
@@ -136,7 +136,7 @@ class DiskStateStore:
 
     def nodes(self, task: Task) -> list[Chunked]:
         """As `StateStore`."""
-        return [dataclasses.replace(self._nodes[k], pieces=(self._next,)) for k in task.state]
+        return [dataclasses.replace(self._nodes[k], chunks=(self._next,)) for k in task.state]
 
     def unchanged(self, task: Task) -> list[Chunked]:
         """As `StateStore`."""
@@ -164,16 +164,16 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
     there = {k: x for k, x in enumerate(nodes) if is_chunked(x)}
     files = next(iter(there.values())).store.files
     for node in there.values():
-        files.require(*node.pieces)
+        files.require(*node.chunks)
     return DiskStateStore(files, there)
 
 
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     """Nodes for the offloaded leaves of a state whose files are not there yet."""
     leaves = {
-        k: (leaf, cut, named(config, leaf))
-        for k, (leaf, cut) in enumerate(zip(plan.state, plan.cuts, strict=True))
-        if cut is not None
+        k: (leaf, chunking, named(config, leaf))
+        for k, (leaf, chunking) in enumerate(zip(plan.state, plan.chunkings, strict=True))
+        if chunking is not None
     }
     most = max(len(task.state) for task in offloaded_part(config, plan).split.tasks)
     assert config.offload is not None
@@ -181,6 +181,6 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     files = StateFiles(config.offload.path, leaves, under_way=IN_FLIGHT * most)
     version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
     return {
-        k: Chunked((version,), leaf, cut, where, Stored(files, k, len(cut.extents)))
-        for k, (leaf, cut, where) in leaves.items()
+        k: Chunked((version,), leaf, chunking, where, Stored(files, k, len(chunking.extents)))
+        for k, (leaf, chunking, where) in leaves.items()
     }

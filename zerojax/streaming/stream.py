@@ -26,7 +26,7 @@ import numpy as np
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import host_kind, is_on_host, moved, to_device
+from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import CONST, GRAD, SHARED, Task
 from zerojax.optim.plan import ShardingPlan, chosen_update, offloaded_part
@@ -102,7 +102,7 @@ class Streamed:
                 common: list[Any] = [shared[i] for i in task.reading(SHARED)]
                 lowered[kind] = self.program(on_device, kind).lower(
                     [chunk_shape(config, leaf, None, 0) for leaf in typed],
-                    [chunk_shape(config, plan.state[k], task.cut, length) for k in task.state],
+                    [chunk_shape(config, plan.state[k], task.chunking, length) for k in task.state],
                     [chunk_shape(config, plan.state[k], None, 0) for k in task.resident],
                     Values((), grads, (), (), common, [split.consts[i] for i in task.reading(CONST)]),
                     np.int32(0),
@@ -148,7 +148,7 @@ class Streamed:
 
     def runs_on_host(self, task: Task) -> bool:
         """A task on whole matrices goes through the device, whose programs span all devices."""
-        return self.update == "host" and task.cut is not None
+        return self.update == "host" and task.chunking is not None
 
     def compiled(self, kind: Kind, *args: Any) -> Callable:
         """The update of a piece on the host, compiled for such arguments.
@@ -198,8 +198,8 @@ class Run:
         self._host = host_kind(streamed.config.mesh)
         self._params, self._state = list(begun.params), list(begun.state)
         self._last = {i: task for task in self._tasks for i in task.reading(GRAD)}
-        self._ahead = ((task, n) for task in self._tasks for n in range(len(task.pieces)))
-        self._shared = [moved(x, self._host) for x in begun.shared] if streamed.update == "host" else []
+        self._ahead = ((task, n) for task in self._tasks for n in range(len(task.chunks)))
+        self._shared = [to_memory(x, self._host) for x in begun.shared] if streamed.update == "host" else []
         self._coming: collections.deque = collections.deque()
         self._on_host: collections.deque[Callable[[], None]] = collections.deque()
         self._going: collections.deque = collections.deque()
@@ -213,7 +213,7 @@ class Run:
                 [to_device(self._begun.divided.pop(i)) for i in task.params], [self._state[k] for k in task.resident]
             )
             begin = self._begin_on_host if self._streamed.runs_on_host(task) else self._on_device
-            for n, (start, length) in enumerate(task.pieces):
+            for n, (start, length) in enumerate(task.chunks):
                 begin(task, n, held, self._streamed.kind(t, length), np.int32(start))
                 self._fetch(1)
             del held
@@ -250,9 +250,9 @@ class Run:
         arrays = self._tier.receive(self._coming.popleft())
         values = self._values(task)
         sent = self._streamed.program(outgoing, kind)(values._replace(params=held.params), start)
-        params, grads = ([moved(x, self._host) for x in part] for part in sent)
+        params, grads = ([to_memory(x, self._host) for x in part] for part in sent)
         shared = [self._shared[i] for i in task.reading(SHARED)]
-        args = params, grads, arrays, shared, [moved(x, self._host) for x in values.consts]
+        args = params, grads, arrays, shared, [to_memory(x, self._host) for x in values.consts]
         updated = self._threads.submit(self._streamed.compiled(kind, *args), *args)
         self._on_host.append(functools.partial(self._end_on_host, task, n, held, kind, start, updated))
         self._land(most=self._streamed.at_once - 1)
@@ -260,7 +260,7 @@ class Run:
     def _end_on_host(self, task: Task, n: int, held: Held, kind: Kind, start: np.int32, updated: Future) -> None:
         """New parameters come back."""
         new, arrays = updated.result()
-        back = [moved(x, DEVICE) for x in new]
+        back = [to_memory(x, DEVICE) for x in new]
         held.params = self._streamed.program(incoming, kind)(held.params, back, start, self._begun.skipped)
         self._updated(task, n, held, arrays)
 
@@ -274,7 +274,7 @@ class Run:
         self._going.append(self._tier.stow(task, n, arrays))
         if len(self._going) >= IN_FLIGHT:
             self._tier.settle(self._going.popleft())
-        if n < len(task.pieces) - 1:
+        if n < len(task.chunks) - 1:
             return
         for i in {i for i in task.reading(GRAD) if self._last[i] is task}:
             del self._begun.grads[i]
@@ -300,7 +300,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def chunk_shape(config: Config, leaf: Leaf, cut: Chunking | None, length: int) -> jax.ShapeDtypeStruct:
+def chunk_shape(config: Config, leaf: Leaf, chunking: Chunking | None, length: int) -> jax.ShapeDtypeStruct:
     """The shape of a piece, or of the whole, on the devices; storage shape."""
-    shape = leaf.storage_shape if cut is None else cut.chunk_shape(leaf, length)
+    shape = leaf.storage_shape if chunking is None else chunking.chunk_shape(leaf, length)
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named(config, leaf))

@@ -256,7 +256,7 @@ class Step:
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self._options.max_skips)
         rows = place_batch(self._config, batch, self._options.accumulate)
-        if not any(state.plan.cuts) or isinstance(state.step, jax.core.Tracer):
+        if not any(state.plan.chunkings) or isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
         return self._stream(state, rows, args)
 
@@ -278,7 +278,7 @@ class Step:
         """
         self._check(state)
         rows = place_batch(self._config, batch, self._options.accumulate)
-        if not any(state.plan.cuts):
+        if not any(state.plan.chunkings):
             return self._jitted.lower(state, rows, *args)
         return self._begun.lower(state.replace(opt_state=here_of(state)), rows, *args)
 
@@ -292,7 +292,7 @@ class Step:
             What `jax.jit(...).lower` gives; empty if nothing is offloaded.
         """
         self._check(state)
-        return self._streamed(state.plan).lower() if any(state.plan.cuts) else []
+        return self._streamed(state.plan).lower() if any(state.plan.chunkings) else []
 
     def _check(self, state: ZeroState) -> None:
         if not isinstance(state, ZeroState):
