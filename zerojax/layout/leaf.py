@@ -117,6 +117,15 @@ class Leaf:
         """Elements in storage that are not in the logical array."""
         return math.prod(self.storage_shape) - self.size
 
+    def __str__(self) -> str:
+        """Type, logical shape, and how it is sharded."""
+        shape = f"{self.dtype}{list(self.shape)}"
+        if self.kind == "replicated":
+            return f"{shape} replicated" + (f": {self.reason}" if self.reason else "")
+        where = f"flat over {self.shards}" if self.kind == "flat" else f"dim {self.dim} over {self.shards}"
+        padding = f", {self.padding} elements of padding" if self.padding else ""
+        return f"{shape} {where}{padding}"
+
     @property
     def spec(self) -> PartitionSpec:
         """The `PartitionSpec` of the storage array, other mesh axes included."""

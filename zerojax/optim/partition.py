@@ -59,9 +59,9 @@ class Traced:
         """The primitives, in order: two traces of one update have the same."""
         return [eqn.primitive.name for eqn in self.jaxpr.eqns]
 
-    def at(self, place: tuple[int, int]) -> Any:
+    def at(self, place_array: tuple[int, int]) -> Any:
         """The variable at a place."""
-        e, i = place
+        e, i = place_array
         return self.inputs[i] if e < 0 else self.jaxpr.eqns[e].outvars[i]
 
 
@@ -360,7 +360,7 @@ class ChunkTraces:
         """Nothing is traced yet."""
         self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
         self._traced = functools.cache(
-            lambda place: retraced({i: ns[min(place, len(ns) - 1)] for i, ns in self._lengths.items()})
+            lambda place_array: retraced({i: ns[min(place_array, len(ns) - 1)] for i, ns in self._lengths.items()})
         )
 
     def traced(self, i: int, length: int) -> Traced:

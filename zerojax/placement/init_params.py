@@ -16,7 +16,7 @@ from zerojax import compat
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.placement.storage import named, read
+from zerojax.placement.storage import named, storage_leaves
 
 MOST_PROGRAMS = 8
 
@@ -37,7 +37,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
     def some(indices, *args):
         leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
-        return [x for i, x in enumerate(read(leaves, layout.params)) if i in indices]
+        return [x for i, x in enumerate(storage_leaves(leaves, layout.params)) if i in indices]
 
     return [
         jax.jit(functools.partial(some, group), out_shardings=[named(config, layout.params[i]) for i in group])

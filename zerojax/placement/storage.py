@@ -30,12 +30,12 @@ def leaves_of(params: PyTree) -> list:
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
-def forms_of(params: PyTree) -> tuple[bool, ...]:
+def padded_forms(params: PyTree) -> tuple[bool, ...]:
     """For each leaf, whether it is in `Padded` form."""
     return tuple(is_padded(x) for x in leaves_of(params))
 
 
-def read(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
+def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
     """The arrays as stored, whichever form `params` has; storage shape."""
 
     def stored(x, leaf: Leaf):
@@ -60,8 +60,8 @@ def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
-def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
-    """The tree that `read` came from, in the forms given; the inverse of `read`."""
+def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
+    """The tree that `storage_leaves` came from, in the forms given; the inverse of `storage_leaves`."""
     out = [
         Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else view(x, leaf)
         for x, leaf, padded in zip(stored, leaves, forms, strict=True)
@@ -76,7 +76,7 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     """The tree of parameters whose arrays are `stored`, in storage form."""
-    return write(stored, layout, layout.params, storage_forms(layout.params))
+    return unflatten_params(stored, layout, layout.params, storage_forms(layout.params))
 
 
 def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:

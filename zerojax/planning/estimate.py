@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.config import PERSIST_BELOW, STAGES, Config, LeafMask, Offload, Precision, check_count
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.placement.storage import storage_forms
 from zerojax.planning.activations import PlainGradient, share_of
@@ -264,8 +264,8 @@ def estimate(
                 trainable=chosen,
                 offload=offload if stage else None,
             )
-            layout = layout_of(config, params)
-            plan = make_plan(config, layout)
+            plan = make_plan(config, params)
+            layout = plan.layout
             row = stage_estimate(config, layout, plan, accumulate)
             if plain is not None:
                 seen = plain.seen(config, layout, share_of(batch, config, accumulate))

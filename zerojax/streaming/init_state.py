@@ -13,17 +13,37 @@ from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking, chunk_shapes
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import host_sharding, to_device
+from zerojax.offload.host import check_host_memory, host_sharding, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.partition import carve
 from zerojax.optim.plan import ShardingPlan, offloaded_part
 from zerojax.optim.state_memory import state_shardings, state_to_host
 from zerojax.placement.chunking import chunked, split_chunks
 from zerojax.placement.storage import cast, named, to_storage, view
-from zerojax.streaming.stores import StateStore, disk_nodes
+from zerojax.streaming.stores import StateStore, disk_nodes, store_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
+
+
+def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
+    """The wrapped transformation's first state, sharded and offloaded by a plan.
+
+    Args:
+        config: The wrapped transformation.
+        plan: How everything is sharded.
+        stored: All parameters; storage shape.
+
+    Raises:
+        MemoryError: If the offloaded part is for host memory, and there is not enough of it.
+    """
+    if not any(plan.chunkings) or any(isinstance(x, jax.core.Tracer) for x in stored):
+        return state_at_once(config, plan, stored)
+    if config.offload is not None and config.offload.optimizer == "host":
+        rows = zip(plan.state, plan.chunkings, strict=True)
+        needed = sum(leaf.local_bytes for leaf, chunking in rows if chunking is not None)
+        check_host_memory(config.mesh, needed, "The offloaded optimizer state")
+    return state_by_tasks(config, plan, stored, store_for(config, plan))
 
 
 def state_at_once(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:

@@ -29,7 +29,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import CONST, GRAD, SHARED, Task
-from zerojax.optim.plan import ShardingPlan, chosen_update, offloaded_part
+from zerojax.optim.plan import ShardingPlan, choose_update, offloaded_part
 from zerojax.placement.storage import named, return_to_host
 from zerojax.streaming.chunk_programs import Kind, Values, gathered, incoming, on_device, outgoing
 from zerojax.streaming.host_update import on_host
@@ -75,7 +75,7 @@ class Streamed:
         """Nothing is compiled yet."""
         self.config = config
         self.plan = plan
-        choice = plan.choice or chosen_update(config, plan)
+        choice = plan.choice or choose_update(config, plan)
         self.update = choice and choice.update
         self.split = offloaded_part(config, plan).split
         self.program = functools.cache(lambda make, *given: make(config, *given))

@@ -21,10 +21,10 @@ from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
-from zerojax.optim.plan import make_plan
+from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.state_memory import state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
-from zerojax.placement.storage import cast, constrain, read, write
+from zerojax.placement.storage import cast, constrain, storage_leaves, unflatten_params
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 
@@ -56,14 +56,14 @@ def value_and_grad_tree(
 ) -> tuple[Any, Any]:
     """Loss and gradient, the gradient in the form of `params`; traced under jit."""
     parts = grad_parts(config, layout, forms)
-    given = read(params, layout.params)
+    given = storage_leaves(params, layout.params)
     stored = cast(given, [leaf.dtype for leaf in layout.params])
     trained = [parts[i] for i in layout.trained]
     found = loss_and_grads(config, layout, trained, loss, stored, batch, args, accumulate=accumulate)
     zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
     grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
     arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
-    tree = write(arrays, layout, parts, forms)
+    tree = unflatten_params(arrays, layout, parts, forms)
     return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
 
 
@@ -77,7 +77,7 @@ def update_tree(
             weights are to be updated and `params` is None.
     """
     check_grads(grads, layout)
-    plan = make_plan(config, layout)
+    plan = plan_of_layout(config, layout)
     check_state(config, plan, state)
     state = state_to_device(config, plan, state)
     extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
@@ -86,15 +86,15 @@ def update_tree(
     divided = None if params is None else shard_for_update(config, plan, params)
     reduced = shard_for_update(config, plan, grads)
     if divided is not None and config.has_master_weights:
-        stored = read(params, layout.params)
+        stored = storage_leaves(params, layout.params)
         moved, state = apply_update(config, plan, reduced, state, divided, extra)
         new = unshard_after_update(config, plan, moved, frozen=stored)
         updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
     else:
         increments, state = update(config, plan, reduced, state, divided, extra)
-        zeros = [jnp.zeros_like(x) for x in read(grads, layout.params)]
+        zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
         updates = unshard_after_update(config, plan, increments, frozen=zeros)
-    return write(updates, layout, layout.params, forms), state_to_host(config, plan, state)
+    return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
 
 
 def difference(new: Array, old: Array) -> Array:
