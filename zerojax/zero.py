@@ -1,4 +1,4 @@
-"""`zero_shard`: any optax transformation, sharded. Joins the floors below; adds nothing of its own."""
+"""`zero_shard`: any optax transformation, sharded. Joins the rooms below; has no logic of its own."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import grad_parts, update_tree, value_and_grad_tree
+from zerojax.train.tree_api import returned_grads, update_tree, value_and_grad_tree
 
 
 class Shardings(NamedTuple):
@@ -157,7 +157,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `f(params, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
             `has_aux`), as `jax.value_and_grad` gives it. `grads` has the structure, the
-            logical shapes and the dtypes of `params`; at stages 2 and 3 it is cut like
+            logical shapes and the dtypes of `params`; at stages 2 and 3 it is sharded like
             `shardings(params).grads`. The gradient of an integer leaf, and of one that is
             not trained, is zeros of its size, which `train_step` does without. The loss is
             not scaled: that is `train_step`'s too.
@@ -186,7 +186,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 have their memory back. Master weights are taken from them before they
                 are cast.
             mutable: What a loss function given to `train_step` with `mutable=True` updates
-                beside (batch statistics): a tree of arrays, whole on every device.
+                beside (batch statistics): a tree of arrays, replicated.
 
         Returns:
             The state that `train_step`'s step takes.
@@ -222,7 +222,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable,
                 batch, *args)` returns `(loss, mutable)`, with `has_aux` too `(loss,
                 mutable, aux)`.
-            accumulate: As for `value_and_grad`. Stages 0 and 1 add up whole gradients and
+            accumulate: As for `value_and_grad`. Stages 0 and 1 add up full gradients and
                 reduce once; stages 2 and 3 reduce-scatter each microbatch's and hold 1/N.
             has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
             weighted: As for `value_and_grad`. A step whose weights are negative or sum to
@@ -262,7 +262,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         plan = make_plan(self.config, params)
         layout = plan.layout
-        parts = grad_parts(self.config, layout, storage_forms(layout.params))
+        parts = returned_grads(self.config, layout, storage_forms(layout.params))
 
         def tree(structure, leaves) -> Any:
             return jax.tree.unflatten(structure, [named(self.config, leaf) for leaf in leaves])
@@ -298,8 +298,8 @@ def zero_shard(
             one axis. Axes other than `axis` are left to the compiler.
         axis: The mesh axis, or axes such as `("host", "gpu")`, that rows of the batch, and the
             parts above, are divided over.
-        persist_below: A leaf with fewer elements is not cut by dim: its parameter stays
-            whole at stage 3, and its gradient and optimizer state lie flat, each device
+        persist_below: A leaf with fewer elements is not sharded by dim: its parameter is
+            persistent (replicated) at stage 3, its gradient and optimizer state are flat, each device
             holding 1/N, if the transformation updates it element by element.
         prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start;
             0 is none. Each holds about one more layer's gathered parameters.
@@ -314,10 +314,10 @@ def zero_shard(
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where
             `path` is like `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of
             logical shape; or a tree of bools. The others get no
-            gradient, no optimizer state and no reduce-scatter; at stage 3 they are cut
+            gradient, no optimizer state and no reduce-scatter; at stage 3 they are sharded
             all the same. `tx` sees holes in their place, as under `optax.masked`.
-        offload: What waits in host memory or on disk, such as `Offload(optimizer="host")`.
-            `train_step` streams it piece by piece; `update`, which may be part of another
+        offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`.
+            `train_step` streams it chunk by chunk; `update`, which may be part of another
             program, brings all of it to the device at once. JAX adds nothing to an array in
             host memory: with `params="host"`, a loop of your own moves the parameters with
             `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`,

@@ -114,7 +114,7 @@ def chosen(
     Of what may be offloaded, the device keeps the parameters with most state that still fit.
     """
     paths = trained.paths
-    means = [offload.means(path, x) for path, x in zip(paths, shapes(trained.grads), strict=True)]
+    means = [offload.covers(path, x) for path, x in zip(paths, shapes(trained.grads), strict=True)]
     far = {
         k: owner
         for k, (leaf, owner) in enumerate(zip(state, owners, strict=True))

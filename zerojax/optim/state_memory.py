@@ -1,4 +1,4 @@
-"""The whole optimizer state between device and host memory: for programs that need all of it at once."""
+"""The full optimizer state between device and host memory: for programs that need all of it at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ON_DISK = (
 
 
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The state with everything that waits in host memory joined on the device; all of it at once.
+    """The state with every offloaded leaf joined on the device; all of it at once.
 
     Raises:
         TypeError: If a part is on disk, which a traced program cannot read.
@@ -65,7 +65,7 @@ def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
-    """Where the state lies: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
+    """How the state is sharded: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
 
     def one(leaf: Leaf, chunking: Chunking | None):
         if chunking is None:

@@ -26,7 +26,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
     Args:
         config: The mesh.
-        layout: Where each leaf is to lie.
+        layout: How each leaf is sharded.
         init_fn: Returns the tree of logical parameters.
         args: Its arguments; shapes are enough.
 
@@ -46,7 +46,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
 
 def groups(leaves: tuple[Leaf, ...]) -> Iterator[tuple[int, ...]]:
-    """Share the leaves out in order, so that a group is small beside the largest leaf made whole."""
+    """Group the leaves in order, so that a group is small beside the largest full leaf."""
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
     budget = max(largest // 2, sum(local) // MOST_PROGRAMS)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def leaves_of(params: PyTree) -> list:
-    """The leaves of a tree, `Padded` nodes kept whole."""
+    """The leaves of a tree, `Padded` nodes not opened."""
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
@@ -56,7 +56,7 @@ def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """New parameters by index, those that wait in host memory on their way there; traced under jit."""
+    """New parameters by index, those of host memory sent there; traced under jit."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
@@ -108,7 +108,7 @@ def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    """A leaf's layout as a `NamedSharding`, in the memory it waits in."""
+    """A leaf's layout as a `NamedSharding`, in the memory it is kept in."""
     return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 

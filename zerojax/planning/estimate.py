@@ -33,7 +33,7 @@ from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.placement.storage import storage_forms
 from zerojax.planning.activations import PlainGradient, share_of
 from zerojax.train.loss import Loss
-from zerojax.train.tree_api import grad_parts
+from zerojax.train.tree_api import returned_grads
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -317,7 +317,7 @@ def shapes_of(model: Any, inputs: Sequence[Any]) -> PyTree:
 
 def stage_estimate(config: Config, layout: Layout, plan: ShardingPlan, accumulate: int) -> StageEstimate:
     """Add up the layouts of one stage."""
-    grads = grad_parts(config, layout, storage_forms(layout.params))
+    grads = returned_grads(config, layout, storage_forms(layout.params))
     given = zip(grads, layout.params, strict=True)
     near = [leaf for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is None]
     far = sum(

@@ -117,7 +117,7 @@ class Step:
         return self._before_streaming.lower(state.replace(opt_state=resident_state(state)), rows, *args)
 
     def lower_update(self, state: ZeroState) -> list[Any]:
-        """The programs that update offloaded pieces on the device, lowered; one for each kind of piece.
+        """The programs that update offloaded chunks on the device, lowered; one for each kind of chunk.
 
         Args:
             state: From `create`; shapes are enough.

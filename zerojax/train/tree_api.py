@@ -1,9 +1,9 @@
 """Gradients and updates as trees in the caller's own form: what a hand-written loop passes around.
 
-The training step keeps small and padded leaves divided throughout. Here a gradient must
+The training step keeps small and padded leaves sharded throughout. Here a gradient must
 have the structure and shapes of its parameter, or `jax.tree.map` over both (which is
 what optax and Flax do) would fail; so a leaf whose parts do not form an array of the
-logical shape comes back whole.
+logical shape comes back replicated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def grad_parts(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
-    """How `value_and_grad` leaves each gradient: on the device, cut at stages 2 and 3 where its form allows it."""
+def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
+    """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
     return tuple(
         dataclasses.replace(leaf, host=False)
         if leaf.dim is not None
@@ -55,7 +55,7 @@ def value_and_grad_tree(
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
     """Loss and gradient, the gradient in the form of `params`; traced under jit."""
-    parts = grad_parts(config, layout, forms)
+    parts = returned_grads(config, layout, forms)
     given = storage_leaves(params, layout.params)
     stored = cast(given, [leaf.dtype for leaf in layout.params])
     trained = [parts[i] for i in layout.trained]
@@ -83,22 +83,22 @@ def update_tree(
     extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
     if params is None and config.has_master_weights:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
-    divided = None if params is None else shard_for_update(config, plan, params)
+    sharded = None if params is None else shard_for_update(config, plan, params)
     reduced = shard_for_update(config, plan, grads)
-    if divided is not None and config.has_master_weights:
+    if sharded is not None and config.has_master_weights:
         stored = storage_leaves(params, layout.params)
-        moved, state = apply_update(config, plan, reduced, state, divided, extra)
-        new = unshard_after_update(config, plan, moved, frozen=stored)
+        updated, state = apply_update(config, plan, reduced, state, sharded, extra)
+        new = unshard_after_update(config, plan, updated, frozen=stored)
         updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
     else:
-        increments, state = update(config, plan, reduced, state, divided, extra)
+        increments, state = update(config, plan, reduced, state, sharded, extra)
         zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
         updates = unshard_after_update(config, plan, increments, frozen=zeros)
     return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
 
 
 def difference(new: Array, old: Array) -> Array:
-    """What leads `optax.apply_updates` from one narrow number exactly to the other: their difference in float32."""
+    """The float32 difference by which `optax.apply_updates` gets exactly from one narrow number to the other."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
     new, old = to_device(new), to_device(old)
