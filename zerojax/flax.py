@@ -34,8 +34,8 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, and none of its dims divides by "
                 f"{tx.config.data.workers} devices, so it is padded in storage; a module's own code cannot read it. "
-                f"Raise persist_below above {math.prod(x.shape)} to keep it replicated, or split the module (nnx.split) and "
-                f"train its state with tx.create and tx.train_step."
+                f"Raise persist_below above {math.prod(x.shape)} to replicate it, or train the module's state "
+                f"(nnx.split) with tx.create and tx.train_step."
             )
     nnx.update(module, stored)
 

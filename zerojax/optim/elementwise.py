@@ -85,9 +85,7 @@ def elementwise_leaves(
         if wanted:
             try:
                 return wanted - refused_leaves(tx, params, parts, owners, {i: parts[i].storage_shape for i in wanted})
-            except (
-                Exception
-            ):  # it needs more arguments, or does not take flat leaves: the report says they stay replicated
+            except Exception:  # it needs more arguments, or takes no flat leaves: the report says they are replicated
                 continue
     return frozenset()
 

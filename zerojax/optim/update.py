@@ -63,11 +63,11 @@ def unshard_after_update(
     Returns:
         One array a parameter; storage shape of `plan.layout.params`.
     """
-    arrays = dict(enumerate(updated))
-    replicated = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and arrays[k] is not None]
+    arrays = {k: x for k, x in enumerate(updated) if x is not None}
+    replicated = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in arrays]
     gathered = gather(config, [arrays[k] for k in replicated], [plan.grads[k] for k in replicated])
     arrays |= dict(zip(replicated, gathered, strict=True))
-    params = dict(enumerate(frozen)) | {i: arrays[k] for k, i in enumerate(plan.layout.trained)}
+    params = dict(enumerate(frozen)) | {i: arrays.get(k) for k, i in enumerate(plan.layout.trained)}
     return [params[i] for i in range(len(plan.layout.params))]
 
 
