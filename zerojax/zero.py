@@ -23,7 +23,7 @@ from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import as_stored, cast_placed, check_host_room, place, placed
 from zerojax.placement.storage import forms_of, in_storage, named, storage_forms
-from zerojax.streaming.init_state import shapes_of_state, state_at_once, state_by_tasks
+from zerojax.streaming.init_state import init_state, init_state_by_group, state_shapes
 from zerojax.streaming.stores import store_for
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
@@ -192,7 +192,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             shape = lambda x, where: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
             step, scaling, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
-            return ZeroState(step, self.shard(params), shapes_of_state(self.config, plan), scaling, mutable, plan)
+            return ZeroState(step, self.shard(params), state_shapes(self.config, plan), scaling, mutable, plan)
         plan = dataclasses.replace(plan, choice=chosen_update(self.config, plan))
         layout = plan.layout
         wide = placed(self.config, layout, params)
@@ -367,14 +367,12 @@ def _init(config: Config, params: Any) -> Any:
     plan = make_plan(config, layout)
 
     stored = as_stored(params, layout)
-    if not any(plan.chunkings) or any(isinstance(x, jax.core.Tracer) for x in stored):
-        return state_at_once(config, plan, stored)
+    if not plan.offloaded or any(isinstance(x, jax.core.Tracer) for x in stored):
+        return init_state(config, plan, stored)
     if config.offload is not None and config.offload.optimizer == "host":
-        held = sum(
-            leaf.local_bytes for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is not None
-        )
+        held = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, held, "The offloaded optimizer state")
-    return state_by_tasks(config, plan, stored, store_for(config, plan))
+    return init_state_by_group(config, plan, stored, store_for(config, plan))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from zerojax.layout.chunked import Chunking, chunk_shapes
+from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunks import ChunkSpec, DiskError
 from zerojax.offload.disk import DiskStore, Lease
@@ -38,7 +38,7 @@ class StateFiles:
         path: str | os.PathLike,
         leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
         *,
-        under_way: int,
+        in_flight: int,
     ):
         """Name the files of some leaves of the state.
 
@@ -46,17 +46,17 @@ class StateFiles:
             path: The folder in which each process makes its own.
             leaves: How each leaf lies, how it is cut, and where it would be on the devices;
                 by its index in the state.
-            under_way: How many pieces are read ahead, and how many written behind.
+            in_flight: How many pieces are read ahead, and how many written behind.
         """
         self.path = Path(path, f"process_{jax.process_index()}")
         self._leaves = leaves
-        self._under_way = under_way
+        self._in_flight = in_flight
         self._index: dict[tuple[int, int], int] = {}
         self._version = 0
         self._written: set[int] = set()
         self._specs: list[ChunkSpec] = []
         for k, (leaf, chunking, sharding) in leaves.items():
-            for n, shape in enumerate(chunk_shapes(leaf, chunking)):
+            for n, shape in enumerate(chunking.chunk_shapes(leaf)):
                 self._index[k, n] = len(self._specs)
                 local = (sharding.shard_shape(shape), str(np.dtype(leaf.dtype)))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (local,) * len(parts_of(sharding, shape))))
@@ -75,8 +75,8 @@ class StateFiles:
             self.path,
             self._specs,
             owner=self.owner,
-            read_buffers=self._under_way,
-            write_buffers=self._under_way,
+            read_buffers=self._in_flight,
+            write_buffers=self._in_flight,
         )
         weakref.finalize(self, closed, store)
         return store
@@ -95,7 +95,7 @@ class StateFiles:
         """Begin to read a piece of leaf `k`."""
         return self._store.read(self._index[k, chunk], step=self._version)
 
-    def received(self, k: int, chunk: int, reading: Future[Lease], kind: str) -> Array:
+    def receive(self, k: int, chunk: int, reading: Future[Lease], kind: str) -> Array:
         """The piece that `read` began to read, in a kind of the devices' memory; storage shape."""
         leaf, chunking, sharding = self._leaves[k]
         shape = chunking.chunk_shape(leaf, chunking.extents[chunk])
@@ -158,7 +158,7 @@ class StateFiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class LeafFiles:
     """Where a leaf of the state is on disk.
 
     Attributes:
@@ -179,7 +179,7 @@ class Stored:
         for n in range(self.chunks):
             if n + 1 < self.chunks:
                 reading.append(self.files.read(self.k, n + 1))
-            found.append(self.files.received(self.k, n, reading[n], "device"))
+            found.append(self.files.receive(self.k, n, reading[n], "device"))
         return found
 
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:

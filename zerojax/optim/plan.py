@@ -6,6 +6,7 @@ Made once, before any array is placed; frozen and hashable, so that it rides in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 
@@ -18,7 +19,8 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.offloaded import Offloaded, offloaded
+from zerojax.optim.offloaded import state_offload
+from zerojax.optim.partition import Partition
 from zerojax.placement.storage import shapes
 
 
@@ -34,8 +36,8 @@ class ShardingPlan(CachedHash):
         state_def: Structure of the optimizer's state: the wrapped transformation's own,
             inside a `MasterState` where there are master weights.
         owners: For each leaf of the state, the trained parameter it belongs to, or None.
-        chunkings: For each leaf of the state, how it is cut into pieces that wait outside the
-            device's memory; None: it is on the device.
+        chunkings: For each leaf of the state, how it is chunked if it is offloaded; None: it
+            is on the device.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
     """
 
@@ -47,6 +49,11 @@ class ShardingPlan(CachedHash):
     owners: tuple[int | None, ...]
     chunkings: tuple[Chunking | None, ...]
     choice: Choice | None = None
+
+    @functools.cached_property
+    def offloaded(self) -> dict[int, Chunking]:
+        """The offloaded leaves of the state, by index, and how they are chunked."""
+        return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
 
 def make_plan(config: Config, layout: Layout) -> ShardingPlan:
@@ -67,25 +74,21 @@ def make_plan(config: Config, layout: Layout) -> ShardingPlan:
     structure = jax.tree.structure(state)
     chunkings: tuple[Chunking | None, ...] = (None,) * len(matched)
     if config.offload is not None:
-        chunkings = offloaded(config, trained, parts, matched, structure, owners).chunkings
+        chunkings = state_offload(config, trained, parts, matched, structure, owners).chunkings
     return ShardingPlan(layout, trained, parts, matched, structure, owners, chunkings)
 
 
 def chosen_update(config: Config, plan: ShardingPlan) -> Choice | None:
     """Where the update of what is offloaded runs; measured, if that is to decide it. None if nothing is offloaded."""
-    if config.offload is None or not any(plan.chunkings):
+    if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
-    far = [
-        (leaf, i)
-        for leaf, chunking, i in zip(plan.state, plan.chunkings, plan.owners, strict=True)
-        if chunking is not None
-    ]
-    elements = sum(plan.grads[i].size for i in {i for _, i in far if i is not None})
-    return choose(measure(config.mesh, config.data.batch), sum(leaf.bytes for leaf, _ in far) / max(elements, 1))
+    state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)
+    elements = sum(plan.grads[i].size for i in {plan.owners[k] for k in plan.offloaded} if i is not None)
+    return choose(measure(config.mesh, config.data.batch), state_bytes / max(elements, 1))
 
 
-def offloaded_part(config: Config, plan: ShardingPlan) -> Offloaded:
-    """How the offloaded part of the state is held and updated; there is one."""
-    return offloaded(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners)
+def offloaded_update(config: Config, plan: ShardingPlan) -> Partition:
+    """The update, partitioned for what is offloaded; there is a `config.offload`."""
+    return state_offload(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners).partition

@@ -16,10 +16,11 @@ from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.state_memory import state_to_device, state_to_host
-from zerojax.optim.update import apply_update, begin, shard_for_update, unshard_after_update
+from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, read, return_to_host
+from zerojax.streaming.resident_update import resident_update
 from zerojax.streaming.stores import store_for
-from zerojax.streaming.stream import Begun, Streamed
+from zerojax.streaming.stream import StreamedUpdate, UpdateInputs
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss
@@ -121,7 +122,7 @@ def step_once(
 
 def step_begun(
     config: Config, options: StepOptions, loss: Loss, state: ZeroState, batch: Any, args: tuple
-) -> tuple[ZeroState, dict, Begun]:
+) -> tuple[ZeroState, dict, UpdateInputs]:
     """The part of a step that no offloaded state is needed for; traced under jit.
 
     Args:
@@ -139,15 +140,17 @@ def step_begun(
     plan = state.plan
     done = passes(config, options, loss, state, batch, args)
     grads = cast(done.found.grads, [part.dtype for part in plan.grads])
-    first = begin(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
-    moved, leaves, mutable = first.moved, first.state, done.found.mutable
+    first = resident_update(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
+    moved, leaves, mutable = first.params, first.state, done.found.mutable
     if may_skip(config, options, loss):
         before = ({i: to_device(done.old[i]) for i in moved}, state.opt_state, state.mutable)
         moved, leaves, mutable = roll_back(~done.skipped, (moved, leaves, mutable), before)
     home = return_to_host(config, moved, plan.trained.params)
     params = unshard_after_update(config, plan, [home.get(i) for i in range(len(plan.grads))], done.stored)
     divided = {i: x for i, x in enumerate(done.old) if i not in moved}
-    begun = Begun(params, divided, leaves, {i: done.found.grads[i] for i in first.wanted}, first.shared, done.skipped)
+    begun = UpdateInputs(
+        params, divided, leaves, {i: done.found.grads[i] for i in first.grads}, first.shared, done.skipped
+    )
     return ended(state, done, None, None, mutable), metrics_of(config, options, loss, state, done), begun
 
 
@@ -210,7 +213,7 @@ class Step:
 
         self._jitted = jax.jit(step, donate_argnums=0)
         self._begun = jax.jit(begun, donate_argnums=0)
-        self._streamed = functools.lru_cache(maxsize=4)(functools.partial(Streamed, config))
+        self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
 
     @property
     def config(self) -> Config:
@@ -256,7 +259,7 @@ class Step:
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self._options.max_skips)
         rows = place_batch(self._config, batch, self._options.accumulate)
-        if not any(state.plan.chunkings) or isinstance(state.step, jax.core.Tracer):
+        if not state.plan.offloaded or isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
         return self._stream(state, rows, args)
 
@@ -278,7 +281,7 @@ class Step:
         """
         self._check(state)
         rows = place_batch(self._config, batch, self._options.accumulate)
-        if not any(state.plan.chunkings):
+        if not state.plan.offloaded:
             return self._jitted.lower(state, rows, *args)
         return self._begun.lower(state.replace(opt_state=here_of(state)), rows, *args)
 
@@ -292,7 +295,7 @@ class Step:
             What `jax.jit(...).lower` gives; empty if nothing is offloaded.
         """
         self._check(state)
-        return self._streamed(state.plan).lower() if any(state.plan.chunkings) else []
+        return self._streamed(state.plan).lower() if state.plan.offloaded else []
 
     def _check(self, state: ZeroState) -> None:
         if not isinstance(state, ZeroState):
