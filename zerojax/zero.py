@@ -30,7 +30,7 @@ from zerojax.placement.place import (
     storage_of,
 )
 from zerojax.placement.storage import in_storage, named, padded_forms, storage_forms
-from zerojax.streaming.init_state import init_opt_state, shapes_of_state
+from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
@@ -197,7 +197,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
         step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
         if shapes:
-            return ZeroState(step, self.shard(params), shapes_of_state(config, plan), scaling, mutable, plan)
+            return ZeroState(step, self.shard(params), state_shapes(config, plan), scaling, mutable, plan)
         plan = dataclasses.replace(plan, choice=choose_update(config, plan))
         wide = place_params(config, plan.layout, params)
         opt_state = init_opt_state(config, plan, wide)

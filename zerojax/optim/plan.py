@@ -6,6 +6,7 @@ Made once, before any array is placed; frozen and hashable, so that it rides in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.offloaded import Offloaded, offloaded
+from zerojax.optim.offloaded import state_offload
+from zerojax.optim.partition import Partition
 from zerojax.placement.storage import shapes
 
 
@@ -50,12 +52,17 @@ class ShardingPlan(CachedHash):
     chunkings: tuple[Chunking | None, ...]
     choice: Choice | None = None
 
+    @functools.cached_property
+    def offloaded(self) -> dict[int, Chunking]:
+        """The offloaded leaves of the state, by index, and how they are chunked."""
+        return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
+
     def __str__(self) -> str:
         """Stage and axes, then each leaf with its type, its logical shape and how it is sharded."""
         policy = self.layout.policy
         rows = [("params", leaf, None) for leaf in self.layout.params]
         rows += [("grads", leaf, None) for leaf in self.grads]
-        rows += [("opt_state", leaf, c) for leaf, c in zip(self.state, self.chunkings, strict=True)]
+        rows += [("opt_state", leaf, self.offloaded.get(k)) for k, leaf in enumerate(self.state)]
         title = f"stage {policy.stage} over {in_words(policy.data.batch)}, {policy.data.workers} workers"
         return "\n".join([title, *(f"{part}{leaf.path}  {leaf}{_offloaded(c)}" for part, leaf, c in rows)])
 
@@ -92,23 +99,21 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     structure = jax.tree.structure(state)
     chunkings: tuple[Chunking | None, ...] = (None,) * len(state_leaves)
     if config.offload is not None:
-        chunkings = offloaded(config, trained, grads, state_leaves, structure, owners).chunkings
+        chunkings = state_offload(config, trained, grads, state_leaves, structure, owners).chunkings
     return ShardingPlan(layout, trained, grads, state_leaves, structure, owners, chunkings)
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
     """Where the update of what is offloaded runs; measured, if that is to decide it. None if nothing is offloaded."""
-    if config.offload is None or not any(plan.chunkings):
+    if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
-    rows = zip(plan.state, plan.chunkings, plan.owners, strict=True)
-    offloaded_leaves = [(leaf, owner) for leaf, chunking, owner in rows if chunking is not None]
-    elements = sum(plan.grads[i].size for i in {i for _, i in offloaded_leaves if i is not None})
-    state_bytes = sum(leaf.bytes for leaf, _ in offloaded_leaves)
+    state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)
+    elements = sum(plan.grads[i].size for i in {plan.owners[k] for k in plan.offloaded} if i is not None)
     return choose(measure(config.mesh, config.data.batch), state_bytes / max(elements, 1))
 
 
-def offloaded_part(config: Config, plan: ShardingPlan) -> Offloaded:
-    """How the offloaded part of the state is kept and updated; there is one."""
-    return offloaded(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners)
+def offloaded_update(config: Config, plan: ShardingPlan) -> Partition:
+    """The update, partitioned for what is offloaded; there is a `config.offload`."""
+    return state_offload(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners).partition

@@ -12,7 +12,7 @@ from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import host_sharding
 from zerojax.optim.plan import ShardingPlan
-from zerojax.placement.chunking import chunked, join, split_chunks
+from zerojax.placement.chunking import chunked, join_chunks, split_chunks
 from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
         if x.store is not None:
             raise TypeError(ON_DISK)
         chunks = [jax.device_put(chunk, named(config, leaf)) for chunk in x.chunks]
-        return join(config.mesh, chunks, leaf, x.chunking)
+        return join_chunks(config.mesh, chunks, leaf, x.chunking)
 
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
     return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])

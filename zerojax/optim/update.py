@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -22,8 +22,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.partition import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.optim.plan import ShardingPlan, offloaded_part
+from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, view
 
 if TYPE_CHECKING:
@@ -126,39 +125,3 @@ def apply_update(
     updates, state = update(config, plan, grads, state, params, extra)
     moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
-
-
-class First(NamedTuple):
-    """What an update does before any offloaded state is there.
-
-    Attributes:
-        moved: Trained parameters that have moved, by index; storage shape of their parts.
-        state: One array a leaf of the state: the new one, or the old where a task replaces
-            it; None for one that is offloaded.
-        shared: What tasks share.
-        wanted: Indices of the gradients that tasks read.
-    """
-
-    moved: dict[int, Array]
-    state: list
-    shared: list
-    wanted: tuple[int, ...]
-
-
-def begin(
-    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
-) -> First:
-    """The part of an update that reads nothing offloaded; as `update`, with holes where the state is offloaded."""
-    split = offloaded_part(config, plan).split
-    looks = {
-        GRAD: lambda i: view(grads[i], plan.grads[i]),
-        PARAM: lambda i: view(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
-        STATE: lambda k: view(state[k], plan.state[k]),
-        EXTRA: lambda _: value,
-        CONST: lambda i: split.consts[i],
-    }
-    results = iter(split.first.on([looks[kind](i) for kind, i in split.first.reads]))
-    moved = {i: to_storage(config, next(results), plan.grads[i]) for i in split.moved}
-    new = {k: to_storage(config, next(results), plan.state[k]) for k in split.resident}
-    wanted = tuple(sorted({i for task in split.tasks for i in task.reading(GRAD)}))
-    return First(moved, [new.get(k, x) for k, x in enumerate(state)], list(results), wanted)

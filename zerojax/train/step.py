@@ -13,7 +13,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.placement.storage import in_storage
 from zerojax.streaming.stores import store_for
-from zerojax.streaming.stream import Streamed
+from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
@@ -44,7 +44,7 @@ class Step:
 
         self._jitted = jax.jit(step, donate_argnums=0)
         self._before_streaming = jax.jit(step_before_streaming, donate_argnums=0)
-        self._streamed = functools.lru_cache(maxsize=4)(functools.partial(Streamed, config))
+        self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
 
     @property
     def config(self) -> Config:
@@ -90,7 +90,7 @@ class Step:
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         rows = place_batch(self.config, batch, self.options.accumulate)
-        if not any(state.plan.chunkings) or isinstance(state.step, jax.core.Tracer):
+        if not state.plan.offloaded or isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
         return self._stream(state, rows, args)
 
@@ -112,7 +112,7 @@ class Step:
         """
         self._check(state)
         rows = place_batch(self.config, batch, self.options.accumulate)
-        if not any(state.plan.chunkings):
+        if not state.plan.offloaded:
             return self._jitted.lower(state, rows, *args)
         return self._before_streaming.lower(state.replace(opt_state=resident_state(state)), rows, *args)
 
@@ -126,7 +126,7 @@ class Step:
             What `jax.jit(...).lower` gives; empty if nothing is offloaded.
         """
         self._check(state)
-        return self._streamed(state.plan).lower() if any(state.plan.chunkings) else []
+        return self._streamed(state.plan).lower() if state.plan.offloaded else []
 
     def _check(self, state: ZeroState) -> None:
         if not isinstance(state, ZeroState):

@@ -13,9 +13,10 @@ from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.state_memory import state_to_device, state_to_host
-from zerojax.optim.update import apply_update, begin, shard_for_update, unshard_after_update
+from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, return_to_host, storage_leaves
-from zerojax.streaming.stream import Begun
+from zerojax.streaming.resident_update import resident_update
+from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import ScalingState, update_scaling
@@ -97,7 +98,7 @@ class StepProgram:
             state, done
         )
 
-    def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, Begun]:
+    def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
         """The part of a step that needs no offloaded state.
 
         Args:
@@ -106,23 +107,23 @@ class StepProgram:
             args: Further arguments of the loss.
 
         Returns:
-            `(state, metrics, begun)`: of the state all but parameters and optimizer state,
-            which `begun` has as far as they are computed.
+            `(state, metrics, inputs)`: the state without parameters and optimizer state,
+            which are in `inputs` as far as they are computed.
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
         grads = cast(done.found.grads, [leaf.dtype for leaf in plan.grads])
-        first = begin(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
-        updated, leaves, mutable = first.moved, first.state, done.found.mutable
+        resident = resident_update(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
+        updated, leaves, mutable = resident.params, resident.state, done.found.mutable
         if self.may_skip:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
         on_host = return_to_host(config, updated, plan.trained.params)
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
         pending = {i: x for i, x in enumerate(done.old) if i not in updated}
-        wanted = {i: done.found.grads[i] for i in first.wanted}
-        begun = Begun(params, pending, leaves, wanted, first.shared, done.skipped)
-        return _next_state(state, done, None, None, mutable), self._metrics(state, done), begun
+        wanted = {i: done.found.grads[i] for i in resident.grads}
+        inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
+        return _next_state(state, done, None, None, mutable), self._metrics(state, done), inputs
 
     def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> _Differentiated:
         """Differentiate, and decide whether the step counts."""
