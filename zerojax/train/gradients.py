@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.comm import collectives
+from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.wire import Wire
 from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
 from zerojax.gather import HostShard, gather_on_use
@@ -94,6 +94,13 @@ class Pass:
         """Whether gradients are summed over the devices microbatch by microbatch."""
         return self.config.stage >= 2 or self.accumulate == 1
 
+    @property
+    def comm(self) -> ManualCollectives:
+        """How this device exchanges leaves with the others."""
+        precision = self.config.precision
+        wire = Wire(None if precision is None else precision.reduce)
+        return ManualCollectives(self.config.data.batch, self.config.bucket_bytes, wire)
+
     def seen(self) -> Callable:
         """The loss function of parameters as stored: cast, and at stage 3 gathered where they are used."""
         config, layout = self.config, self.layout
@@ -108,11 +115,9 @@ class Pass:
         return gather_on_use(
             call,
             jax.tree.unflatten(layout.treedef, layout.params),
-            axis=config.data.batch,
+            comm=self.comm,
             prefetch=config.prefetch,
-            bucket_bytes=config.bucket_bytes,
             reshard_after_forward=config.reshard_after_forward,
-            reduce=None if config.precision is None else config.precision.reduce,
         )
 
     def differentiate(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
@@ -124,7 +129,7 @@ class Pass:
             total, divided by `factor`: what the total has to be divided by is known only
             after the last microbatch.
         """
-        fn, axes = self.seen(), self.config.data.batch
+        fn = self.seen()
         moving = [self.layout.trained[k] for k in self.floats]
         far = frozenset(i for i, x in enumerate(stored) if is_on_host(x))
         device_zeros = lambda x: jnp.zeros(x.shape, x.dtype)
@@ -139,7 +144,7 @@ class Pass:
         primals = [device_zeros(stored[i]) if i in far else stored[i] for i in moving]
         total, pull, returned = jax.vjp(objective, primals, has_aux=True)
         if self.loss.weighted:
-            weight = lax.psum(returned.weight, axes)
+            weight = self.comm.psum(returned.weight)
             factor = divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)
         else:  # known without asking the devices: no collective stands between the two passes
             factor, divisor = None, self.count
@@ -147,17 +152,12 @@ class Pass:
         (grads,) = pull(scale.astype(total.dtype) / divisor)
         return returned, grads, factor
 
-    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which gradients of a type are summed over the devices."""
-        precision = self.config.precision
-        return dtype if precision is None or not jnp.issubdtype(dtype, jnp.floating) else precision.reduce
-
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Each device's part of the summed gradients; a leaf gathered on use is summed already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.parts[k]) for k in self.floats]
         here = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
-        values = [grads[j].astype(self.reduce_dtype(grads[j].dtype)) for j in here]
-        sums = collectives.reduce_scatter(values, [leaves[j][1] for j in here], self.config.data.batch)
+        one_by_one = dataclasses.replace(self.comm, bucket_bytes=0)
+        sums = one_by_one.reduce_scatter([grads[j] for j in here], [leaves[j][1] for j in here])
         done = dict(enumerate(grads)) | dict(zip(here, sums, strict=True))
         return [done[j] for j in range(len(grads))]
 
@@ -230,19 +230,19 @@ def local_gradients(one: Pass, stored, batch, args, mutable, scale) -> Gradients
         factor = None
     total, weights, aux, _ = returned
     if weighted:
-        total, weight, below = lax.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)), axes)
+        total, weight, below = one.comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
         weights_valid = (weight > 0) & (below == 0)
         # What cannot be divided by becomes NaN, which nobody takes for a gradient.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         unscale = (1 if factor is None else factor) / weight / scale
     else:
-        total, weight, weights_valid = lax.psum(total.sum(), axes), one.count, jnp.array(True)
+        total, weight, weights_valid = one.comm.psum(total.sum()), one.count, jnp.array(True)
         unscale = 1 / scale
     wide = [at_least_float32(g) for g in grads]
     found = dict(zip(one.floats, [g * unscale.astype(g.dtype) for g in wide], strict=True))
     grads = [found[k] if k in found else jnp.zeros(part.local_shape, part.dtype) for k, part in enumerate(one.parts)]
     aux, mutable = weighted_mean(aux, weights, weight, axes), mean_mutable(mutable, axes)
-    return Gradients(total / weight, grads, aux, mutable, weights_valid, squares_of(grads, one.parts, axes))
+    return Gradients(total / weight, grads, aux, mutable, weights_valid, squares_of(grads, one.parts, one.comm))
 
 
 def accumulated(one: Pass, stored, batch, args, mutable, scale):
@@ -258,7 +258,7 @@ def accumulated(one: Pass, stored, batch, args, mutable, scale):
         leaf = one.layout.params[one.layout.trained[k]]
         shape = one.parts[k].local_shape if one.reduces_each else leaf.local_shape
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        return jnp.zeros(shape, wide if one.config.precision is None else one.reduce_dtype(leaf.dtype))
+        return jnp.zeros(shape, wide if one.config.precision is None else one.comm.wire.reduce_dtype(leaf.dtype))
 
     def turn(carry, microbatch):
         sums, mutable = carry
@@ -277,8 +277,8 @@ def accumulated(one: Pass, stored, batch, args, mutable, scale):
     return returned, sums if one.reduces_each else one.reduce(sums), mutable
 
 
-def squares_of(grads: Sequence[Array], parts: Sequence[Leaf], axes: tuple[str, ...]) -> Float[Array, " trained"]:
+def squares_of(grads: Sequence[Array], parts: Sequence[Leaf], comm: ManualCollectives) -> Float[Array, " trained"]:
     """Sum of squares of each gradient, in float32; one collective for all of them."""
     here = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     whole = jnp.asarray([part.kind == "replicated" for part in parts], bool)
-    return jnp.where(whole, here, lax.psum(jnp.where(whole, 0, here), axes))
+    return jnp.where(whole, here, comm.psum(jnp.where(whole, 0, here)))
