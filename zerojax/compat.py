@@ -24,7 +24,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanParts:
+class ScanParams:
     """The parameters of a scan equation.
 
     Attributes:
@@ -108,7 +108,7 @@ def inlined_body(eqn):
     return None if body is None else opened(body)[0]
 
 
-def scan_parts(eqn) -> ScanParts:
+def scan_params(eqn) -> ScanParams:
     """The parameters of a scan equation."""
     params = eqn.params
     if "num_consts" in params:
@@ -116,7 +116,7 @@ def scan_parts(eqn) -> ScanParts:
     else:
         in_consts, in_carry, _ = params["ft_in"].unpack()
         consts, carry = len(in_consts), len(in_carry)
-    return ScanParts(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
+    return ScanParams(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):

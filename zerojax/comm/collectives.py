@@ -95,8 +95,8 @@ class ManualCollectives:
         for leaf, shard in zip(leaves, shards, strict=True):
             if leaf.kind != "replicated" and leaf.shards != (size := lax.axis_size(leaf.axes)):
                 raise ValueError(
-                    f"params{leaf.path} is laid out for {leaf.shards} shards, but mesh {in_words(leaf.axes)} has "
-                    f"{size} devices. Build the layout for this mesh."
+                    f"params{leaf.path} is laid out for {leaf.shards} shards, but there are {size} devices along mesh "
+                    f"{in_words(leaf.axes)}. Build the layout for this mesh."
                 )
             if tuple(shard.shape) != leaf.local_shape:
                 raise ValueError(

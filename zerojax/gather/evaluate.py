@@ -105,7 +105,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 def _body(eqn, index: int):
     """The jaxpr whose argument `index` is the equation's operand, or None."""
     if eqn.primitive.name == "scan":
-        parts = compat.scan_parts(eqn)
-        carried = parts.consts <= index < parts.consts + parts.carry
-        return None if carried else compat.opened(parts.body)[0]
+        scan = compat.scan_params(eqn)
+        carried = scan.consts <= index < scan.consts + scan.carry
+        return None if carried else compat.opened(scan.body)[0]
     return compat.inlined_body(eqn)

@@ -29,19 +29,19 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     gathering = [segment for segment in program.segments if segment.params]
     order = [segment.first_gather for segment in gathering]
     gathers = GatherScheduler(env, program.invars, order, [segment.computes for segment in gathering], options)
-    kept: list = []
+    residuals: list = []
     for segment in program.segments:
         moving = live.intersection(segment.sources)
         live.update(segment.live_results(moving))
-        results, residuals = segment.forward(gathers, moving)
+        results, new = segment.forward(gathers, moving)
         if segment.params:
             results = gathers.finish(results)
             gathers.position += 1
-        if kept and kept[-1] is not None:
-            results, kept[-1] = _after_offload(results, kept[-1])
+        if residuals and residuals[-1] is not None:
+            results, residuals[-1] = _after_offload(results, residuals[-1])
         env.update(zip(segment.results, results, strict=True))
-        kept.append(residuals)
-    return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], kept
+        residuals.append(new)
+    return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
 
 
 def _after_offload(results: Sequence, residuals) -> tuple:
@@ -58,7 +58,12 @@ def _after_offload(results: Sequence, residuals) -> tuple:
 
 
 def run_backward(
-    program: Program, args: Sequence, active: Sequence[bool], kept: Sequence, cotangents: Sequence, options: Options
+    program: Program,
+    args: Sequence,
+    active: Sequence[bool],
+    residuals: Sequence,
+    cotangents: Sequence,
+    options: Options,
 ) -> list:
     """Pull cotangents back through a program.
 
@@ -66,7 +71,7 @@ def run_backward(
         program: As in `run_forward`.
         args: As in `run_forward`.
         active: As in `run_forward`.
-        kept: Residuals as `run_forward` returned them.
+        residuals: As `run_forward` returned them.
         cotangents: One for each result; None where it is zero.
         options: As in `run_forward`.
 
@@ -78,15 +83,15 @@ def run_backward(
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
             add(found, atom, cotangent)
-    pairs = [(s, r) for s, r in zip(program.segments, kept, strict=True) if r is not None][::-1]
+    pairs = [(s, r) for s, r in zip(program.segments, residuals, strict=True) if r is not None][::-1]
     gathering = [(s, r) for s, r in pairs if s.params]
-    for segment, residuals in gathering:
-        env.update(zip(segment.operands, residuals.operands, strict=True))
-    order = [segment.last_gather(residuals) for segment, residuals in gathering]
+    for segment, kept in gathering:
+        env.update(zip(segment.operands, kept.operands, strict=True))
+    order = [segment.last_gather(kept) for segment, kept in gathering]
     gathers = GatherScheduler(env, program.invars, order, [segment.computes for segment, _ in gathering], options)
     grads = GradScheduler(env, program.invars, found, options)
-    for segment, residuals in pairs:
-        segment.backward(residuals, gathers, grads)
+    for segment, kept in pairs:
+        segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)
     grads.finish()
     return [found.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]

@@ -147,10 +147,10 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
 
 def _by_iteration(eqn, index: int, params: Mapping) -> bool:
     """Whether a scan's operand may stay sharded: a constant, or a stack not sharded over its layers."""
-    parts, var = compat.scan_parts(eqn), eqn.invars[index]
-    if var not in params or parts.length == 0:
+    scan, var = compat.scan_params(eqn), eqn.invars[index]
+    if var not in params or scan.length == 0:
         return False
-    return index < parts.consts or (index >= parts.consts + parts.carry and params[var].leaf.dim != 0)
+    return index < scan.consts or (index >= scan.consts + scan.carry and params[var].leaf.dim != 0)
 
 
 def _assembled(

@@ -106,7 +106,7 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
         state = run.iterate(state, 0, fetch=True, peeled=True)
     inside = length - ahead - first
     if inside > 0:
-        state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.parts.unroll, inside))
+        state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.scan.unroll, inside))
     if ahead:
         if length > 1:
             (carry,) = gathers.start(state.carry)

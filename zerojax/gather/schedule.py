@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.barriers import barrier, zero_after
+from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.sharded_param import ShardedParam
 
@@ -122,7 +122,7 @@ class GatherScheduler:
     def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array]) -> list[jax.Array]:
         unique = {p.key: p for p in self.order[place]}
         params = list(unique.values())
-        shards = self.options.encode([p.shard(env, zero_after(anchor)) for p in params], params)
+        shards = self.options.encode([p.shard(env, anchor) for p in params], params)
         exposed = not any(self.computes[max(0, place - self.options.prefetch) : place])
         gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
         return [gathered[p.key] for p in self.order[place]]

@@ -6,7 +6,7 @@ else happens after the gather.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat
+from zerojax.comm.barriers import zero_after
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import to_device
 
@@ -86,13 +87,10 @@ class ShardedParam:
         """The inverse of `to_order`, of a shard too."""
         return lax.transpose(grad, np.argsort(self.order)) if self.order else grad
 
-    def shard(self, env: Mapping, zero: jax.Array) -> jax.Array:
-        """This device's shard, sliced and on the device; `env` has the parameter's.
-
-        `zero` is a zero that is data-dependent on what the gather has to start after.
-        """
+    def shard(self, env: Mapping, anchor: Sequence[jax.Array]) -> jax.Array:
+        """This device's shard, sliced and on the device, of the parameter's in `env`; a layer not before `anchor`."""
         value = self.sliced(env)
-        return to_device(value) if self.layer is None else self.row(value, self.layer + zero)
+        return to_device(value) if self.layer is None else self.row(value, self.layer + zero_after(anchor))
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
         """This device's shard of one layer, out of the stack that `sliced` returned."""
