@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import QUICK, ROWS, assert_same, lay_out, sharded_grad, stored
+from engine_helpers import QUICK, ROWS, assert_same, lay_out, on_use, sharded_grad, stored
 from jax import lax
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from zerojax.gather import block, gather_on_use
+from zerojax.gather import block
 
 SIZE, DEVICES = 64, 8
 WEIGHT = SIZE * SIZE
@@ -67,7 +67,7 @@ def kept_sizes(fn, params, dims, batch, **options):
     setup, sizes = lay_out(params, dims), []
 
     def body(params, batch):
-        value, back = jax.vjp(gather_on_use(fn, setup.layout, axis="data", **options), params, batch)
+        value, back = jax.vjp(on_use(fn, setup.layout, **options), params, batch)
         sizes.extend(math.prod(x.shape) for x in jax.tree.leaves(back) if hasattr(x, "shape"))
         return value
 

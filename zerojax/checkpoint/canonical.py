@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from zerojax.comm.collectives import flatten, unflatten
+from zerojax.comm.buckets import flatten, unflatten
 from zerojax.config import DataMesh, path_of
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.chunked import is_chunked

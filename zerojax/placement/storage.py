@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.comm import collectives
+from zerojax.comm.buckets import flatten
+from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded, pad, trim
@@ -87,7 +88,7 @@ def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
 def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
     """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
     if leaf.kind == "flat":
-        value = collectives.flatten(value, leaf)
+        value = flatten(value, leaf)
     elif leaf.dim is not None:
         value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
     return constrain(config, value, leaf)
@@ -121,17 +122,14 @@ def gather(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
 ) -> list[Shaped[Array, "*logical"]]:
     """All-gather divided leaves explicitly, flat ones in one bucket; storage in, logical out."""
-    axis = config.data.batch
-
-    def local(parts):
-        return collectives.all_gather(parts, leaves, axis)
-
+    axes = config.data.batch
+    comm = ManualCollectives(axes, bucket_bytes=0)
     specs = [leaf.local_spec for leaf in leaves]
     return jax.shard_map(
-        local,
+        lambda shards: comm.all_gather(shards, leaves),
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=[PartitionSpec()] * len(leaves),
-        axis_names=set(axis),
+        axis_names=set(axes),
         check_vma=False,
     )(list(stored))

@@ -81,7 +81,7 @@ class PlainGradient:
         key = (layout.compute, layout.trained, kinds, *((x.shape, x.dtype) for x in jax.tree.leaves(share)))
         if key not in self._seen:
             gathered = self._gathered(config, layout, share)
-            apart = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"} - gathered.turned
+            apart = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"} - gathered.stacks
             compiled = self._compile(layout, share, frozenset(apart))
             rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(share))
             self._seen[key] = Seen(memory_of(compiled).temp_size_in_bytes + rows, gathered.bytes, compiled)

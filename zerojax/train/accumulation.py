@@ -32,7 +32,7 @@ def accumulate(view: DeviceView, stored, batch, args, mutable, scale):
         leaf = view.layout.params[view.layout.trained[k]]
         shape = view.grads[k].local_shape if view.reduces_each else leaf.local_shape
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        return jnp.zeros(shape, wide if view.config.precision is None else view.reduce_dtype(leaf.dtype))
+        return jnp.zeros(shape, wide if view.config.precision is None else view.comm.wire.reduce_dtype(leaf.dtype))
 
     def iteration(carry, microbatch):
         sums, mutable = carry

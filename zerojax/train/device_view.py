@@ -8,15 +8,15 @@ are reduce-scattered here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from zerojax.comm import collectives
+from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.wire import Wire
 from zerojax.config import Config
 from zerojax.gather import HostShard, gather_on_use
 from zerojax.layout.leaf import Leaf
@@ -63,6 +63,13 @@ class DeviceView:
         """Whether gradients are reduced microbatch by microbatch, and not once a step."""
         return self.config.stage >= 2 or self.accumulate == 1
 
+    @functools.cached_property
+    def comm(self) -> ManualCollectives:
+        """How this device exchanges leaves with the others."""
+        precision = self.config.precision
+        wire = Wire(None if precision is None else precision.reduce)
+        return ManualCollectives(self.config.data.batch, self.config.bucket_bytes, wire)
+
     def loss_of_storage(self) -> Callable:
         """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
         config, layout = self.config, self.layout
@@ -77,11 +84,9 @@ class DeviceView:
         return gather_on_use(
             call,
             jax.tree.unflatten(layout.treedef, layout.params),
-            axis=config.data.params,
+            comm=self.comm,
             prefetch=config.prefetch,
-            bucket_bytes=config.bucket_bytes,
             reshard_after_forward=config.reshard_after_forward,
-            reduce=None if config.precision is None else config.precision.reduce,
         )
 
     def value_and_grad(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
@@ -109,7 +114,7 @@ class DeviceView:
         primals = [device_zeros(stored[i]) if i in on_host else stored[i] for i in trained]
         total, pull, returned = jax.vjp(objective, primals, has_aux=True)
         if self.loss.weighted:
-            weight = lax.psum(returned.weight, self.config.data.batch)
+            weight = self.comm.psum(returned.weight)
             factor = divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)
         else:  # known without a collective between the two passes
             factor, divisor = None, self.microbatches
@@ -117,16 +122,11 @@ class DeviceView:
         (grads,) = pull(scale.astype(total.dtype) / divisor)
         return returned, grads, factor
 
-    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which gradients of a type are summed over the devices."""
-        precision = self.config.precision
-        return dtype if precision is None or not jnp.issubdtype(dtype, jnp.floating) else precision.reduce
-
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
-        values = [grads[j].astype(self.reduce_dtype(grads[j].dtype)) for j in pending]
-        sums = collectives.reduce_scatter(values, [leaves[j][1] for j in pending], self.config.data.batch)
+        one_by_one = dataclasses.replace(self.comm, bucket_bytes=0)
+        sums = one_by_one.reduce_scatter([grads[j] for j in pending], [leaves[j][1] for j in pending])
         reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
         return [reduced[j] for j in range(len(grads))]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
@@ -101,8 +102,8 @@ def loss_and_grads(
 
 def local_gradients(view: DeviceView, stored, batch, args, mutable, scale) -> Gradients:
     """`loss_and_grads` as one device sees it: local shapes in and out."""
-    axes, weighted = view.config.data.batch, view.loss.weighted
-    args = fold_keys(args, lax.axis_index(axes))
+    comm, weighted = view.comm, view.loss.weighted
+    args = fold_keys(args, lax.axis_index(comm.axes))
     if view.accumulate == 1:
         returned, grads, factor = view.value_and_grad(stored, mutable, batch, args, scale)
         grads, mutable = view.reduce(grads), returned.mutable
@@ -112,23 +113,25 @@ def local_gradients(view: DeviceView, stored, batch, args, mutable, scale) -> Gr
         factor = None
     total, weights, aux, _ = returned
     if weighted:
-        total, weight, below = lax.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)), axes)
+        total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
         weights_valid = (weight > 0) & (below == 0)
         # What cannot be divided by becomes NaN, which nobody takes for a gradient.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         grads = unscale(grads, scale, factor=1.0 if factor is None else factor, weight=weight)
     else:
-        total, weight, weights_valid = lax.psum(total.sum(), axes), view.microbatches, jnp.array(True)
+        total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
         grads = unscale(grads, scale)
     of = dict(zip(view.differentiable, grads, strict=True))
     grads = [of[k] if k in of else jnp.zeros(leaf.local_shape, leaf.dtype) for k, leaf in enumerate(view.grads)]
-    aux, mutable = weighted_mean(aux, weights, weight, axes), mean_mutable(mutable, axes)
-    squares = sums_of_squares(grads, view.grads, axes)
+    aux, mutable = weighted_mean(aux, weights, weight, comm), mean_mutable(mutable, comm)
+    squares = sums_of_squares(grads, view.grads, comm)
     return Gradients(total / weight, grads, aux, mutable, weights_valid, squares)
 
 
-def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], axes: tuple[str, ...]) -> Float[Array, " trained"]:
+def sums_of_squares(
+    grads: Sequence[Array], leaves: Sequence[Leaf], comm: ManualCollectives
+) -> Float[Array, " trained"]:
     """Sum of squares of each gradient, in float32; one collective for all of them."""
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    return jnp.where(replicated, local, lax.psum(jnp.where(replicated, 0, local), axes))
+    return jnp.where(replicated, local, comm.psum(jnp.where(replicated, 0, local)))
