@@ -33,7 +33,7 @@ ENGINES = {
 
 
 def layer(x, w):
-    """Three named activations of three widths, by which they are told apart."""
+    """Three named activations of three widths, by which they are distinguished."""
     x = checkpoint_name(x, "input")
     hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "hidden")
     kept = checkpoint_name(jnp.sin(hidden @ w["middle"]), "kept")
@@ -408,5 +408,5 @@ def test_activations_leave_a_gpus_memory(stage, style):
     activations = 2 * LAYERS * one
     assert kept.host_temp_size_in_bytes == 0
     assert offloaded.host_temp_size_in_bytes == activations
-    # What is on its way, in or out, lies on the device too: two of either activation.
+    # What is being copied, either way, is on the device too: two of either activation.
     assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes >= activations - 4 * one - mib
