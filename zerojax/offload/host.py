@@ -23,12 +23,12 @@ def host_kind(mesh: Mesh) -> str:
     """
     device = mesh.devices.flat[0]
     # a device to compile for ahead of time does not say what memory it has
-    found = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
+    kinds = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
     for kind in KINDS:
-        if kind in found:
+        if kind in kinds:
             return kind
     raise ValueError(
-        f"The {device.platform} backend has no host memory that its devices reach: it has {', '.join(found)}, and one "
+        f"The {device.platform} backend has no host memory that its devices reach: it has {', '.join(kinds)}, and one "
         f"of {', '.join(KINDS)} is required. Train without Offload, with more devices or microbatches (accumulate=)."
     )
 
@@ -65,37 +65,37 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
         MemoryError: Saying how much is needed, and how much there is.
     """
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    needed, there = bytes_per_device * len(local), available_bytes()
+    needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {giga(needed)} of host memory on this host ({len(local)} devices)"
     if local and local[0].platform in ("gpu", "cuda", "rocm"):
         cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
         if needed > cap:
             raise MemoryError(
                 f"{text}, and JAX pins {giga(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} before JAX "
-                f"starts; {giga(there) if there is not None else 'an unknown amount'} is free."
+                f"starts; {giga(available) if available is not None else 'an unknown amount'} is free."
             )
-    if there is not None and needed > there:
+    if available is not None and needed > available:
         raise MemoryError(
-            f'{text}, and {giga(there)} is free. Offload less (Offload(fraction=)), to disk (optimizer="disk"), or '
+            f'{text}, and {giga(available)} is free. Offload less (Offload(fraction=)), to disk (optimizer="disk"), or '
             f"use more hosts."
         )
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
     """Bytes of host memory that can be allocated without swapping, within a container's limit; None if unknown."""
-    found: list[int] = []
+    limits: list[int] = []
     try:
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+        limits.append(int(lines["MemAvailable"].split()[0]) << 10)
     except (OSError, KeyError, ValueError):
         pass
     try:
         limit, used = (Path(cgroup, name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit != "max":
-            found.append(int(limit) - int(used))
+            limits.append(int(limit) - int(used))
     except (OSError, ValueError):
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def giga(count: int) -> str:
