@@ -193,15 +193,15 @@ class Dependencies:
         offloaded = {v: frozenset((owners[k],)) for v, (kind, k) in reads if kind == STATE and k in owners}
         params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
         for eqn in traced.jaxpr.eqns:
-            far, own = (union(known, eqn.invars) for known in (offloaded, params))
+            needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
             for var in eqn.outvars:
-                if far:
-                    offloaded[var] = far
+                if needs_offloaded:
+                    offloaded[var] = needs_offloaded
                 elif var.aval.shape == ():
                     scalars.add(var)
                     continue
-                if own:
-                    params[var] = own
+                if needs_params:
+                    params[var] = needs_params
         return cls(offloaded, params, frozenset(scalars))
 
 
