@@ -92,7 +92,7 @@ def make_ways(args, directory):
 
     from zerojax import zero_shard
     from zerojax.checkpoint import Checkpointer
-    from zerojax.checkpoint.canonical import slots_of
+    from zerojax.checkpoint.state_leaves import state_leaves
 
     layers = 8
     rows = max(8, args.mb * 1_000_000 // (3 * layers * 4096 * 4) // 8 * 8)  # parameters and Adam's two moments
@@ -103,7 +103,7 @@ def make_ways(args, directory):
     state = tx.create(tx.init_params(init, jax.random.key(0)))
     state = state.replace(opt_state=jax.tree.map(lambda x: jnp.full_like(x, 0.5) if x.ndim else x, state.opt_state))
     jax.block_until_ready(state)
-    arrays = [slot.array for slot in slots_of(state).values()]
+    arrays = [leaf.array for leaf in state_leaves(state).values()]
     size = sum(x.nbytes for x in arrays)
     checkpoints = Checkpointer(directory / "checkpoints", keep=2)
     blocked = {}

@@ -12,7 +12,7 @@ from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.checkpoint.canonical import slots_of
+from zerojax.checkpoint.state_leaves import state_leaves
 
 PRECISIONS = {"none": None, "fp32": Precision.fp32(), "bf16": Precision.bf16(), "fp16": Precision.fp16()}
 SHAPES = jax.eval_shape(awkward_params)
@@ -37,7 +37,7 @@ def trained(tx, steps=2, params=None, loss=awkward_loss):
 def logical_leaves(state):
     """Every logical leaf of a state on the host, by name, padding cut off with NumPy."""
     leaves = {}
-    for name, slot in slots_of(state).items():
+    for name, slot in state_leaves(state).items():
         array = slot.array
         host = np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
         if slot.leaf.kind == "flat":
@@ -58,7 +58,7 @@ def assert_same(found, expected):
 
 
 def assert_padding_is_zero(state):
-    for name, slot in slots_of(state).items():
+    for name, slot in state_leaves(state).items():
         if slot.leaf.padding:
             assert np.count_nonzero(np.asarray(slot.array)) == np.count_nonzero(logical_leaves(state)[name]), name
 
@@ -284,7 +284,7 @@ def test_data_of_every_kind_comes_back(tmp_path):
         assert (found["array"] == data["array"]).all()
         assert found["wide"].dtype == jnp.bfloat16
         assert checkpoints.restore(state).data["node"][0] == 7  # without a template, its children
-        with pytest.raises(TypeError, match="holds a object, which cannot be written"):
+        with pytest.raises(TypeError, match="has a object in it, which cannot be written"):
             checkpoints.save(state, object(), step=1)
         with pytest.raises(ValueError, match="was saved is no"):
             checkpoints.restore(state, data={"plain": [1, 2]})
@@ -346,7 +346,7 @@ def test_a_wider_type_takes_a_narrower_one(tmp_path):
 def test_two_writers_are_refused(tmp_path):
     state = transformation(1).create({"w": jnp.ones(4)})
     with Checkpointer(tmp_path) as first:
-        with pytest.raises(CheckpointError, match=r"is being written by another run \(process \d+\)"):
+        with pytest.raises(CheckpointError, match=r"is in use by another run \(process \d+\)"):
             Checkpointer(tmp_path)
         first.save(state)
         first.wait()
