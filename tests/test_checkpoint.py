@@ -1,6 +1,7 @@
 """Checkpoints: a run goes on bit for bit, at any stage, number of devices and precision."""
 
 import dataclasses
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import pytest
 from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params
 
+import zerojax
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.state_leaves import state_leaves
 
 PRECISIONS = {"none": None, "fp32": Precision.fp32(), "bf16": Precision.bf16(), "fp16": Precision.fp16()}
@@ -397,3 +400,21 @@ def test_stock_orbax_reads_the_arrays(tmp_path):
         args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how, partial_restore=True),
     )
     assert np.array_equal(np.asarray(found["params.w"]), np.arange(12.0).reshape(4, 3))
+
+
+def test_saving_needs_no_package_metadata(tmp_path, monkeypatch):
+    """As where the source is on the path, and not installed."""
+    version = metadata.version
+
+    def missing(name):
+        if name == "zerojax":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.delitem(vars(zerojax), "__version__", raising=False)
+    state = transformation(1).create({"w": jnp.ones(4)})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    assert read_manifest(tmp_path / "step_00000000").made_by["zerojax"] == "0+source"
+    del zerojax.__version__  # computed anew when it is asked for
