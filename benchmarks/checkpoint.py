@@ -2,13 +2,13 @@
 
     python benchmarks/checkpoint.py                         a state of 1 GB on 8 simulated CPU devices
     python benchmarks/checkpoint.py --mb 200 --rounds 3
-    python benchmarks/checkpoint.py --platform gpu          on the GPUs that are there
+    python benchmarks/checkpoint.py --platform gpu          on this machine's GPUs
 
-Every round does each thing once, in turn, so that a slow moment of the machine falls on all
-of them. `copy` is the floor for what blocks: the state copied to host memory, and no more.
-`cp` is the floor for the whole: the same bytes, in files already in the page cache, copied by
-`cp` and brought to the disk by `sync`. Simulated devices live in host memory, where a save
-holds the buffers instead of copying them.
+Every round does each thing once, so that a slow moment of the machine affects all of them.
+`copy` is the floor for what blocks: the state copied to host memory, and no more. `cp` is the
+floor for all of it: the same bytes, in files already in the page cache, copied by `cp` and
+flushed by `sync`. Simulated devices are in host memory, where a save keeps the buffers alive
+instead of copying them.
 """
 
 import argparse

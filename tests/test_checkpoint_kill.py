@@ -75,7 +75,7 @@ def test_two_processes_save_and_restore_together(tmp_path):
     found = {str(p.relative_to(tmp_path / "step_00000002")) for p in tmp_path.glob("step_00000002/**/*") if p.is_file()}
     assert found == set(read_manifest(tmp_path / "step_00000002").files) | {"manifest.json", "manifest.sha256"}
     tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=2, mesh=mesh_of(8))
-    with pytest.warns(UserWarning, match="saved by 2 processes, each its own, and there are 1 now"):
+    with pytest.warns(UserWarning, match="saved by 2 processes, each with a position that differs"):
         restored = checkpoints.restore(tx.create(jax.eval_shape(lambda: state_of(tx, 0).params)))
     assert steps_told(restored.state) == {2}
 

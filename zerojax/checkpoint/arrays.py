@@ -56,7 +56,7 @@ class ChunkedSource:
 
 
 class ArrayHandler(type_handlers.ArrayHandler):
-    """orbax's handler of arrays, which also writes offloaded leaves, one at a time: the devices may not hold all."""
+    """orbax's handler of arrays; it also writes offloaded leaves, one at a time: device memory may not fit all."""
 
     def __init__(self):
         """Set up as this package writes; hosts share the writing of what they replicate."""
@@ -76,7 +76,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
                 if isinstance(source, ChunkedSource):
                     writing = await super().serialize([joined(source.node)], [info], [arg])
                     futures += writing
-                    if source.node.store is not None:  # on disk: host memory may not hold all either
+                    if source.node.store is not None:  # on disk: host memory may not fit all either
                         wait_for(writing)
         except BaseException:
             with contextlib.suppress(Exception):  # the caller removes the folder: nothing may be writing there
@@ -88,8 +88,8 @@ class ArrayHandler(type_handlers.ArrayHandler):
 def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callable[[], None]:
     """Begin to write arrays into an empty folder.
 
-    What is written is what the arrays hold now: they are copied to host memory before this
-    returns (on CPU their buffers are held, which keeps later donations from reusing them).
+    What is written are the present values: they are copied to host memory before this
+    returns (on CPU their buffers are kept alive, so that later donations cannot reuse them).
 
     Args:
         directory: The same on all processes.

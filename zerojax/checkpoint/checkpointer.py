@@ -24,7 +24,7 @@ TIMEOUT = 600.0
 class Checkpointer:
     """Saves states into a directory and restores them, at any stage, mesh and number of devices.
 
-    A checkpoint is complete or not there, each of its files has a digest that is checked when it
+    A checkpoint is committed atomically, each of its files has a digest that is verified when it
     is restored, and the newest `keep` stay. All processes of a run call it alike.
 
     Attributes:
@@ -90,7 +90,7 @@ class Checkpointer:
             state: The state of the run.
             data: What else goes with it: a pytree, or anything with `get_state` and
                 `set_state` such as an iterator of grain, or a pytree that contains some. Small:
-                it is kept as JSON, and each process keeps its own.
+                it is kept as JSON, one file a process.
             step: Its number; default `int(state.step)`, which waits for the step. A loop that
                 counts for itself gives its count and does not wait.
             force: Whether to save though `every` does not divide the step.

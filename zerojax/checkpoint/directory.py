@@ -92,8 +92,8 @@ def commit(temporary: Path, step: int) -> None:
 def rename_later_steps(directory: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps, so that the one now saved is the newest.
 
-    A run that saves a step while later ones are there went back to before them, or found them
-    damaged.
+    A run that saves a step while later ones are there went back to before them, or could not
+    use them because they are damaged.
 
     Returns:
         Their new names.

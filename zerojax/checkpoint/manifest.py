@@ -67,7 +67,7 @@ class Manifest:
     Attributes:
         step: Its step.
         leaves: Its leaves.
-        files: `{path: (bytes, sha256)}` of every file but the manifest's own two.
+        files: `{path: (bytes, sha256)}` of every file but the manifest and its digest.
         made_by: Versions of the libraries, and how many processes wrote.
     """
 

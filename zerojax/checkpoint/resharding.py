@@ -66,7 +66,7 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
 
 
 def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """A layout sharded by dim for a leaf on its way to or from flat storage, so that no device holds all of it."""
+    """A layout sharded by dim, for reading from or to flat storage: no device needs memory for the full leaf."""
     replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return replicated, sharding

@@ -69,9 +69,10 @@ def restore(
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
     """The leaves as the state has them, offloaded ones in chunks; by name, in storage shape."""
     restored: dict[str, Any] = {}
-    for pair in (pair for pair in pairs if is_chunked(pair[1].array)):  # one by one: the devices may not hold all
-        ((name, x),) = read_on_devices(folder, [pair]).items()
-        restored[name] = apart(x, pair[1].array)
+    for saved, wanted in pairs:
+        if is_chunked(wanted.array):  # one at a time: device memory may not fit all
+            ((name, x),) = read_on_devices(folder, [(saved, wanted)]).items()
+            restored[name] = apart(x, wanted.array)
     return restored | read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
 
 
@@ -79,15 +80,15 @@ def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) 
     """Leaves in device memory, by name; storage shape."""
     names = [wanted.name for saved, wanted in pairs if saved.folder]
     plans = [read_plan(saved, target_layout(saved, wanted), wanted.array) for saved, wanted in pairs if saved.folder]
-    found = dict(zip(names, arrays.read(folder / ARRAYS, [request for request, _ in plans]), strict=True))
+    loaded = dict(zip(names, arrays.read(folder / ARRAYS, [request for request, _ in plans]), strict=True))
     conversions = {name: one for name, (_, one) in zip(names, plans, strict=True) if one is not None}
-    converted = convert([found[name] for name in conversions], list(conversions.values()))
+    converted = convert([loaded[name] for name in conversions], list(conversions.values()))
     empty = {
         wanted.name: jnp.zeros(wanted.array.shape, wanted.array.dtype, device=wanted.array.sharding)
         for saved, wanted in pairs
         if not saved.folder
     }
-    return found | dict(zip(conversions, converted, strict=True)) | empty
+    return loaded | dict(zip(conversions, converted, strict=True)) | empty
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
@@ -96,8 +97,8 @@ def read_data(folder: Path, manifest: Manifest, template: Any, processes: Proces
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:
         warnings.warn(
-            f"The data position was saved by {count} processes, each its own, and there are {processes.count} now: "
-            f"it is not restored. Keep a position that holds for all processes, or restore on as many.",
+            f"The data was saved by {count} processes, each with a position that differs, and there are "
+            f"{processes.count} now: it is not restored. Keep one position for all processes, or restore on as many.",
             stacklevel=4,
         )
         return None

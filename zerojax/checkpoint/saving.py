@@ -95,9 +95,9 @@ class Save:
         """Digest this process' share of the files, and see them onto the disk."""
         written = [name for name in directory.files_in(self._temporary) if not name.startswith(DIGESTS)]
         share = written[self._processes.index :: self._processes.count]
-        found = digests(self._temporary, share)
+        sums = digests(self._temporary, share)
         directory.sync(self._temporary / name for name in share)
-        directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", json.dumps(found))
+        directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", json.dumps(sums))
 
     def _commit(self, manifest: Manifest) -> None:
         """Write the manifest, with the digests of all processes, and give the folder its name."""

@@ -1,7 +1,7 @@
 """A state as named logical leaves, the same for every stage, mesh and precision.
 
-A parameter that has master weights is saved as these, and the optimizer's state as the wrapped
-transformation's own. Arrays stay in storage shape: a leaf's `Leaf` says what is padding, or flat.
+Of a parameter with master weights these are saved, and of the optimizer's state that of the wrapped
+transformation. Arrays stay in storage shape; a leaf's `Leaf` says how they are padded or flattened.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         shardings = [x.sharding for x in jax.tree.leaves(like.params)]
         conversions = {i: Conversion(leaf, layout.params[i], shardings[i]) for i, (leaf, _) in masters.items()}
         offloaded = [i for i in masters if is_chunked(params[i])]
-        # offloaded ones one by one: the devices may not hold all
+        # offloaded leaves one at a time: device memory may not fit all
         for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
             wide = [joined(params[i]) if i in offloaded else params[i] for i in group]
             for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
@@ -113,7 +113,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """The wrapped transformation's own state; and the master weights, by index of their parameter."""
+    """The wrapped transformation's state; and the master weights, by index of their parameter."""
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
