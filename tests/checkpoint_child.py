@@ -32,7 +32,7 @@ def state_of(tx, step):
 
 
 def steps_told(state):
-    """The steps that the numbers of a state tell: one, if it is whole."""
+    """The steps that the numbers of a state tell: one, if it is consistent."""
     parts = (s.data for x in jax.tree.leaves(state) if x.dtype != bool for s in x.addressable_shards)
     return {int(n) for part in parts for n in np.asarray(part).ravel()}
 

@@ -22,7 +22,7 @@ SHAPES = jax.eval_shape(awkward_params)
 
 
 def transformation(stage, count=8, precision=None, *, tx=None, persist_below=64, **options):
-    """With `persist_below=64`, the awkward model has leaves that are cut, padded, flat and whole."""
+    """With `persist_below=64`, the awkward model has leaves that are sharded, padded, flat and replicated."""
     inner = optax.adamw(1e-2) if tx is None else tx
     mesh = options.pop("mesh", None) or mesh_of(count)
     return zero_shard(inner, stage=stage, mesh=mesh, precision=precision, persist_below=persist_below, **options)
@@ -38,7 +38,7 @@ def trained(tx, steps=2, params=None, loss=awkward_loss):
 
 
 def logical_leaves(state):
-    """Every logical leaf of a state on the host, by name, padding cut off with NumPy."""
+    """Every logical leaf of a state on the host, by name, padding trimmed with NumPy."""
     leaves = {}
     for name, slot in state_leaves(state).items():
         array = slot.array
@@ -171,12 +171,12 @@ def run(tx, step, directory, until):
 def test_a_restart_changes_no_bit(stage, count, precision, tmp_path):
     tx = transformation(stage, count, precision)
     step = tx.train_step(dropout_loss, mutable=True)
-    whole, losses = run(tx, step, tmp_path / "whole", 20)
-    run(tx, step, tmp_path / "parts", 10)
-    parts, losses_of_parts = run(tx, step, tmp_path / "parts", 20)
+    straight, losses = run(tx, step, tmp_path / "straight", 20)
+    run(tx, step, tmp_path / "restarted", 10)
+    restarted, losses_restarted = run(tx, step, tmp_path / "restarted", 20)
     assert len(losses) >= 20  # float16 skips some steps at first
-    assert losses_of_parts == losses
-    assert_same(parts, whole)
+    assert losses_restarted == losses
+    assert_same(restarted, straight)
 
 
 def test_a_restored_state_needs_no_new_program(tmp_path):

@@ -1,4 +1,4 @@
-"""What can happen to the files: damage is found and named, failures spare the run and the older checkpoints."""
+"""What can happen to the files: damage is found and named, failures leave the run and the older checkpoints intact."""
 
 import logging
 import os
@@ -116,7 +116,7 @@ def test_a_run_goes_on_from_the_intact_one_and_replaces_the_damaged(two_steps, t
 
 
 def test_going_back_loses_nothing(two_steps, tmp_path, caplog):
-    """Even if but one is kept: the damaged later one is set aside, and does not count as the newest."""
+    """Even if but one is kept: the damaged later one is renamed, and does not count as the newest."""
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.restore(state_of(0), step=1)
@@ -135,7 +135,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_kill_before_any_operation_on_files_leaves_whole_checkpoints(two_steps, tmp_path, monkeypatch):
+def test_a_kill_before_any_operation_on_files_leaves_complete_checkpoints(two_steps, tmp_path, monkeypatch):
     """The newest is replaced and the older one pruned; killed before each renaming, removal and written manifest."""
     for k in range(100):
         directory = tmp_path / str(k)
@@ -182,8 +182,8 @@ def test_no_intact_one_is_said(two_steps, tmp_path):
 # --- failures while saving ---------------------------------------------------------------------------------------
 
 
-def assert_spared(checkpoints, state, step):
-    """The run's state is whole, the older checkpoint intact, and nothing half-written is left."""
+def assert_intact(checkpoints, state, step):
+    """The run's state is unchanged, the older checkpoint intact, and nothing incomplete is left."""
     assert_is(state, step)
     assert checkpoints.latest() == 1
     assert checkpoints.verify() == [1]
@@ -201,7 +201,7 @@ def test_a_full_disk(tmp_path):
         checkpoints.save(state, step=2)
         with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 .* failed: .*No space left.*The state of"):
             checkpoints.wait()
-        assert_spared(checkpoints, state, 2)
+        assert_intact(checkpoints, state, 2)
         assert not list(directory.glob(".tmp*"))
         (directory / "filler").unlink()
         checkpoints.save(state, step=2)
@@ -218,7 +218,7 @@ def test_a_disk_that_became_read_only(tmp_path):
         with mounted(directory, "-o", "bind,ro", directory):
             with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 .* failed: .*Read-only file system"):
                 checkpoints.save(state, step=2)
-            assert_spared(checkpoints, state, 2)
+            assert_intact(checkpoints, state, 2)
             with pytest.raises(CheckpointError, match=r"cannot be written to .*Read-only file system"):
                 Checkpointer(directory)
         assert checkpoints.save(state, step=2)
@@ -255,7 +255,7 @@ def test_a_folder_deleted_under_way(tmp_path, monkeypatch, what):
             checkpoints.save(state, step=3)
         checkpoints.close()
     else:
-        assert_spared(checkpoints, state, 2)
+        assert_intact(checkpoints, state, 2)
         checkpoints.close()
 
 

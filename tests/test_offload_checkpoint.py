@@ -138,17 +138,17 @@ def run(folder, steps, where="disk", kill_after=None):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_a_state_that_is_whole_or_refused_and_goes_on_bit_for_bit(tmp_path):
+def test_a_killed_run_leaves_a_state_that_is_intact_or_refused_and_goes_on_bit_for_bit(tmp_path):
     steps, moments, verdicts = 120, random.Random(0), set()
     for _ in range(20):
         run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
         try:
             found = inspect(tmp_path / "killed" / "state" / "process_0")
             assert found.chunks
-            verdicts.add("whole")
+            verdicts.add("intact")
         except DiskStateError as error:
             verdicts.add("refused" if "chunk_" in str(error) else str(error))
-    assert verdicts <= {"whole", "refused"}
+    assert verdicts <= {"intact", "refused"}
     run(tmp_path / "killed", steps)
     run(tmp_path / "straight", steps)
     for name in ("parameters/model.safetensors", "moments.npy"):

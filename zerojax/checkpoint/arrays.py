@@ -113,15 +113,7 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read arrays straight into their shardings.
-
-    Args:
-        directory: Written by `write`.
-        requests: What to read, and how.
-
-    Returns:
-        One array for each request.
-    """
+    """Read arrays straight into their shardings, one for each request."""
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
         infos = [param_info(directory, one.folder) for one in group]

@@ -35,15 +35,7 @@ class Save:
         self._temporary = root / directory.temporary_name(step)
 
     def begin(self, state: ZeroState, data: str) -> None:
-        """Copy the state to host memory, and leave the rest to the thread.
-
-        Args:
-            state: What to save.
-            data: What else goes with it, as text.
-
-        Raises:
-            CheckpointError: If the folder cannot be made.
-        """
+        """Copy the state to host memory, and leave the rest to the thread; raises if the folder cannot be made."""
         leaves = state_leaves(state)
         manifest = Manifest(self.step, saved_leaves(leaves), {}, made_by(self._processes.count))
         try:
@@ -63,11 +55,7 @@ class Save:
         self.thread.start()
 
     def wait(self) -> None:
-        """Block until all is done.
-
-        Raises:
-            CheckpointError: If it failed: why, and which checkpoint is the newest.
-        """
+        """Block until all is done; raises `error` if it failed."""
         if self.thread is not None:
             self.thread.join()
         if self.error is not None:

@@ -17,19 +17,7 @@ NAMED = 5
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
-    """Check every file of one checkpoint, or of all.
-
-    Args:
-        root: The directory of the checkpoints.
-        step: Which one; None is all.
-
-    Returns:
-        The steps checked.
-
-    Raises:
-        CheckpointError: If there is none.
-        DamagedError: Naming leaf and file of the first that is damaged.
-    """
+    """Check every file of one checkpoint, or of all, as `Checkpointer.verify` does."""
     steps = (steps_in(root) or [None]) if step is None else [step]
     return [verified(root, existing_step(root, one)).step for one in steps]
 
