@@ -17,7 +17,8 @@ from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export
-from zerojax.checkpoint.canonical import logical, slots_of
+from zerojax.checkpoint.resharding import logical
+from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.chunks import DiskError, DiskStateError
 from zerojax.offload.disk import inspect
@@ -45,7 +46,7 @@ def trained(tx):
 
 def leaves_of(state):
     """Every logical leaf on the host, by name."""
-    arrays = {n: (joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for n, s in slots_of(state).items()}
+    arrays = {n: (joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for n, s in state_leaves(state).items()}
     return {name: np.asarray(logical(x, leaf)) for name, (x, leaf) in arrays.items()}
 
 

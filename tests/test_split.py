@@ -10,7 +10,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 
@@ -117,7 +117,7 @@ def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
         raise OSError("torn")
 
     monkeypatch.setattr(arrays, "wait_for", lambda futures: (waited.append(futures), wait_for(futures)))
-    monkeypatch.setattr(checkpointer, "joined", torn)
+    monkeypatch.setattr(arrays, "joined", torn)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state)
         with pytest.raises(CheckpointError, match="torn"):
