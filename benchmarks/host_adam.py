@@ -230,24 +230,24 @@ def streamed_program(args, tx, grads, states):
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from zerojax import Offload, zero_shard
-    from zerojax.optim.partition import SHARED
-    from zerojax.streaming.host_update import on_host
-    from zerojax.streaming.stream import Streamed
+    from zerojax.optim.traced import SHARED
+    from zerojax.streaming.host_update import update_on_host
+    from zerojax.streaming.stream import StreamedUpdate
 
     offload = Offload(optimizer="host", update="host", chunk_bytes=grads[0].nbytes)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     zero = zero_shard(tx, stage=3, mesh=mesh, offload=offload)
     plan = zero.create([jax.ShapeDtypeStruct((args.size,), jnp.float32)]).plan
-    streamed = Streamed(zero.config, plan)
-    (task,) = streamed.split.tasks
-    ((_, length),) = task.chunks
+    streamed = StreamedUpdate(zero.config, plan)
+    (group,) = streamed.partition.groups
+    ((_, length),) = group.chunks
     host = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host")
     of_leaf = lambda x: jax.device_put(x + 0, host("data"))  # moved from the device, as gradients are
-    types = [var.aval for var in streamed.split.first.jaxpr.outvars[-streamed.split.shared :]]
-    shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in task.reading(SHARED)]
+    types = streamed.partition.shared_avals
+    shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in group.reads(SHARED)]
     chunks = zip(grads, states, strict=True)
     given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in chunks]
-    return on_host(zero.config, streamed.kind(0, length)), given
+    return update_on_host(zero.config, streamed.key(0, length)), given
 
 
 def torch_way(args, threads):

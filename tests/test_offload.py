@@ -18,7 +18,7 @@ from zerojax import Offload, Precision, report, zero_shard
 from zerojax.layout.chunked import Chunked, chunking_of, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import host, measure
-from zerojax.optim.plan import offloaded_part
+from zerojax.optim.plan import offloaded_update
 from zerojax.placement.chunking import joined
 from zerojax.streaming import stream as streaming
 from zerojax.testing import assert_parity, train_plain
@@ -231,12 +231,12 @@ def test_few_pieces_are_under_way(monkeypatch):
             most.append(len(open_ones))
             return super().fetch(task, chunk, kind)
 
-        def stow(self, task, chunk, arrays):
-            return (id(task), chunk), super().stow(task, chunk, arrays)
+        def write(self, task, chunk, arrays):
+            return (id(task), chunk), super().write(task, chunk, arrays)
 
-        def settle(self, ticket):
+        def complete(self, ticket):
             open_ones.discard(ticket[0])
-            super().settle(ticket[1])
+            super().complete(ticket[1])
 
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
@@ -254,7 +254,7 @@ def test_pieces_of_one_device_are_updated_on_several_cores(monkeypatch):
     loss = lambda params, batch: sum(jnp.sum(x**2) for x in params.values()) * jnp.mean(batch)
     tx = zero(optax.adam(0.1), count=1, offload=offload(update="host"))
     step, batches = tx.train_step(loss), [jnp.ones(8)] * 2
-    meeting, compiled, met = threading.Barrier(2, timeout=60), streaming.Streamed.compiled, []
+    meeting, compiled, met = threading.Barrier(2, timeout=60), streaming.StreamedUpdate.compiled, []
 
     def meets(self, kind, *args):
         run = compiled(self, kind, *args)
@@ -265,7 +265,7 @@ def test_pieces_of_one_device_are_updated_on_several_cores(monkeypatch):
 
         return together
 
-    monkeypatch.setattr(streaming.Streamed, "compiled", meets)
+    monkeypatch.setattr(streaming.StreamedUpdate, "compiled", meets)
     state = tx.create(params)
     for batch in batches:
         state, _ = step(state, batch)
@@ -278,11 +278,11 @@ def test_what_is_shared_is_computed_once():
     """The norm of all gradients, the count and the schedule are in the first program, not in the tasks."""
     tx = zero(CLIPPED["clip+adamw"](), 3, offload=offload())
     plan = tx.create(jax.eval_shape(awkward_params)).plan
-    split = offloaded_part(tx.config, plan).split
+    partition = offloaded_update(tx.config, plan)
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
-    assert sums(split.first) > 0
-    assert all(sums(part) == 0 for task in split.tasks for part in task.parts.values())
-    assert len(split.tasks) == 4
+    assert sums(partition.resident) > 0
+    assert all(sums(part) == 0 for group in partition.groups for part in group.equations.values())
+    assert len(partition.groups) == 4
 
 
 def test_parameters_that_need_each_others_state_are_one_task():
@@ -300,7 +300,7 @@ def test_parameters_that_need_each_others_state_are_one_task():
     loss = lambda p, b: awkward_loss({**p, "count": jnp.arange(4), "empty": jnp.zeros((0, 4))}, b)
     tx = zero(coupled, 3, offload=offload())
     plan = tx.create(jax.eval_shape(lambda: params)).plan
-    (task,) = offloaded_part(tx.config, plan).split.tasks
+    (task,) = offloaded_update(tx.config, plan).groups
     assert task.chunking is None
     assert len(task.params) == 6
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)
@@ -335,7 +335,7 @@ def test_a_budget_decides_the_fraction():
     some, bytes_there = held(parameters + 1200)
     assert 0 < len(chunks(some)) < 8
     assert bytes_there <= parameters + 1200
-    with pytest.raises(ValueError, match=r"chunks under way need \d+ bytes a device already"):
+    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes a device already"):
         held(parameters)
 
 

@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     with pytest.raises(DiskError, match="one that exists"):
         create(tmp_path / "no" / "folder")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match="cannot be kept in"):
+    with pytest.raises(DiskError, match="cannot be offloaded to"):
         create(tmp_path / "file")
     kept = create(tmp_path / "state")
     with pytest.raises(DiskError, match="is in use by another run"):

@@ -108,9 +108,7 @@ def host_computes() -> str:
     mesh = resolve_mesh(None, ("data",))
     where = host_sharding(mesh, jax.sharding.PartitionSpec())
     x = np.arange(1024, dtype=np.float32)
-    found = jax.jit(compat.on_host(lambda x: 2 * x + 1), out_shardings=where)(
-        jax.device_put(jnp.asarray(x), where)
-    )
+    found = jax.jit(compat.on_host(lambda x: 2 * x + 1), out_shardings=where)(jax.device_put(jnp.asarray(x), where))
     if not np.array_equal(np.asarray(found), 2 * x + 1):
         raise ArithmeticError("2 x + 1 in host memory is not 2 x + 1. Use Offload(update='device').")
     return f"right, in {host_kind(mesh)} memory"

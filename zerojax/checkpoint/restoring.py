@@ -21,7 +21,7 @@ from zerojax.checkpoint.integrity import ARRAYS, Damage, Manifest, Record, damag
 from zerojax.checkpoint.matching import match, reading
 from zerojax.checkpoint.peers import Peers
 from zerojax.layout.chunked import is_chunked
-from zerojax.placement.chunking import apart, joined
+from zerojax.placement.chunking import joined, replaced
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -160,7 +160,7 @@ def restore_step(
         array = slots[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
             raise ValueError(f"{name} was not saved, and like= has only its shape: give live arrays to keep the rest.")
-        arrays[name] = apart(joined(array), array) if is_chunked(array) else jnp.copy(array)
+        arrays[name] = replaced(array, joined(array)) if is_chunked(array) else jnp.copy(array)
     if matched.cast:
         log.info("Rounded to the type this stage keeps them in: %s.", ", ".join(matched.cast))
     return Restored(
@@ -178,7 +178,7 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[Record, Slot]]) -> dict[str,
     arrays: dict[str, Any] = {}
     for pair in (pair for pair in pairs if is_chunked(pair[1].array)):  # one by one: the devices may not hold all
         ((name, x),) = read_near(folder, [pair]).items()
-        arrays[name] = apart(x, pair[1].array)
+        arrays[name] = replaced(pair[1].array, x)
     return arrays | read_near(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
 
 

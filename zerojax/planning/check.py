@@ -22,7 +22,7 @@ from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout, layout_of
-from zerojax.placement.storage import forms_of
+from zerojax.placement.storage import padded_forms
 from zerojax.planning.activations import memory_of, plain_gradient
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
@@ -143,7 +143,7 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     Returns:
         The figures and what falls short.
     """
-    forms = forms_of(params)
+    forms = padded_forms(params)
 
     def gradient(params, batch, *args):
         return value_and_grad_tree(config, loss, params, batch, *args, layout=layout, forms=forms)

@@ -28,12 +28,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.config import PERSIST_BELOW, STAGES, Config, LeafMask, Offload, Precision, check_count
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.placement.storage import storage_forms
 from zerojax.planning.activations import PlainGradient, share_of
 from zerojax.train.loss import Loss
-from zerojax.train.tree_api import grad_parts
+from zerojax.train.tree_api import returned_grads
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -264,8 +264,8 @@ def estimate(
                 trainable=chosen,
                 offload=offload if stage else None,
             )
-            layout = layout_of(config, params)
-            plan = make_plan(config, layout)
+            plan = make_plan(config, params)
+            layout = plan.layout
             row = stage_estimate(config, layout, plan, accumulate)
             if plain is not None:
                 seen = plain.seen(config, layout, share_of(batch, config, accumulate))
@@ -317,7 +317,7 @@ def shapes_of(model: Any, inputs: Sequence[Any]) -> PyTree:
 
 def stage_estimate(config: Config, layout: Layout, plan: ShardingPlan, accumulate: int) -> StageEstimate:
     """Add up the layouts of one stage."""
-    grads = grad_parts(config, layout, storage_forms(layout.params))
+    grads = returned_grads(config, layout, storage_forms(layout.params))
     given = zip(grads, layout.params, strict=True)
     near = [leaf for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is None]
     far = sum(

@@ -17,7 +17,7 @@ import jax
 from zerojax.config import Config, Offload
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import Layout
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan, duration
@@ -276,8 +276,8 @@ def candidates(
 def laid_out(config: Config, params: Any, stage: int, offload: Offload | None, count: int) -> Way:
     """A stage and an offload on a number of devices."""
     config = dataclasses.replace(config, stage=stage, offload=offload, mesh=abstract_mesh(count, config.axis))
-    layout = layout_of(config, params)
-    return Way(config, layout, stage_estimate(config, layout, make_plan(config, layout), 1))
+    plan = make_plan(config, params)
+    return Way(config, plan.layout, stage_estimate(config, plan.layout, plan, 1))
 
 
 def estimate_one(

@@ -1,4 +1,4 @@
-"""What a loss function returns, and what the devices make of it together."""
+"""What a loss function returns, and how it is averaged over the devices."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Loss:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Unaveraged:
-    """A part of aux that is the same on every device (a counter, say), and is not averaged.
+    """A part of aux that is equal on all devices (a counter, say), and is not averaged.
 
     Attributes:
         tree: Arrays of any type.
@@ -118,7 +118,7 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def at_least_float32(value: Array) -> Array:
-    """In float32, or as it is if it is wider: sums over devices want the digits."""
+    """In float32, or as it is if it is wider: sums over devices need the precision."""
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
@@ -145,7 +145,7 @@ def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axes: tuple[s
             )
         wide = at_least_float32(x)
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
-        # what weighs nothing may well be 0/0
+        # with weight 0 the mean itself may be 0/0
         return lax.psum(jnp.where(each == 0, 0, each * wide).sum(0), axes).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Unaveraged))
