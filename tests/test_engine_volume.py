@@ -2,6 +2,7 @@
 
 import functools
 import math
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -256,3 +257,14 @@ def test_unused_and_integer_parameters_have_zero_gradients_in_their_layout():
     _, grads, _ = jax.jit(sharded_grad(fn, setup))(stored(params, setup), X[:, :8])
     assert grads["unused"].shape == setup.layout["unused"].storage_shape
     assert not np.asarray(grads["unused"]).any()
+
+
+def test_a_collective_names_its_line_in_a_folder_that_is_called_as_the_library_is(tmp_path):
+    path = tmp_path / "zerojax" / "model.py"
+    path.parent.mkdir()
+    path.write_text("def loss(p, x):\n    return (x @ p['w']).mean()\n")
+    setup = lay_out({"w": jnp.ones((SIZE, SIZE))}, {"w": 0})
+    fn = sharded_grad(runpy.run_path(str(path))["loss"], setup)
+    text = jax.jit(fn).lower({"w": jnp.ones((SIZE, SIZE))}, X).as_text(debug_info=True)
+    assert "zerojax_gather[['w'] model.py:2]" in text
+    assert "zerojax_reduce_scatter[['w'] model.py:2]" in text
