@@ -243,7 +243,7 @@ def streamed_program(args, tx, grads, states):
     ((_, length),) = group.chunks
     host = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host")
     of_leaf = lambda x: jax.device_put(x + 0, host("data"))  # moved from the device, as gradients are
-    types = streamed.partition.shared_avals
+    types = streamed.partition.shared_shapes
     shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in group.reads(SHARED)]
     chunks = zip(grads, states, strict=True)
     given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in chunks]

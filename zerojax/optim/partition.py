@@ -14,6 +14,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from zerojax import compat
 from zerojax.layout.chunked import Chunking
 from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, Read, TracedUpdate, equations_behind
@@ -77,10 +79,10 @@ class Partition:
         return tuple(sorted({i for group in self.groups for i in group.reads(GRAD)}))
 
     @property
-    def shared_avals(self) -> list:
+    def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and types of the shared values."""
         outvars = self.resident.jaxpr.outvars
-        return [var.aval for var in outvars[len(outvars) - self.num_shared :]]
+        return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
 
 def partition(

@@ -31,7 +31,7 @@ from zerojax.optim.plan import ShardingPlan, choose_update, offloaded_update
 from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.placement.storage import return_to_host
 from zerojax.streaming.chunk_programs import (
-    GroupValues,
+    GroupInputs,
     ProgramKey,
     chunks_for_host,
     gather_params,
@@ -95,25 +95,16 @@ class StreamedUpdate:
 
     def lower(self) -> list[Any]:
         """The programs that update a chunk on the device, one a key, lowered as `jax.jit(...).lower` does."""
-        shared = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.partition.shared_avals]
-        lowered: dict[ProgramKey, Any] = {}
-        for g, group in enumerate(self.partition.groups):
-            for key in (self.key(g, length) for length in group.equations):
-                if key in lowered:
-                    continue
-                values: Any = key.shapes(self.config)
-                others = values._replace(
-                    params=(),
-                    state=(),
-                    resident=(),
-                    shared=[shared[i] for i in group.reads(SHARED)],
-                    consts=[self.partition.consts[i] for i in group.reads(CONST)],
-                )
-                skipped = jax.ShapeDtypeStruct((), bool)
-                lowered[key] = self.program(update_on_device, key).lower(
-                    values.params, values.state, values.resident, others, np.int32(0), skipped
-                )
-        return list(lowered.values())
+        shared, consts = self.partition.shared_shapes, self.partition.consts
+        groups = {self.key(g, n): group for g, group in enumerate(self.partition.groups) for n in group.equations}
+        lowered = []
+        for key, group in groups.items():
+            *updated, grads = key.shapes(self.config)
+            inputs: Any = [shared[i] for i in group.reads(SHARED)], [consts[i] for i in group.reads(CONST)]
+            skipped = jax.ShapeDtypeStruct((), bool)
+            program = self.program(update_on_device, key)
+            lowered.append(program.lower(*updated, GroupInputs(grads, *inputs), np.int32(0), skipped))
+        return lowered
 
     def run(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
         """Update every chunk.
@@ -244,34 +235,29 @@ class UpdateQueue:
             kind = self._host if self._streamed.runs_on_host(group) else DEVICE
             self._fetching.append(self._store.fetch(group, n, kind))
 
-    def _values(self, group: UpdateGroup) -> GroupValues:
-        """What a group reads besides parameters and state."""
-        return GroupValues(
-            params=(),
-            grads=[self._inputs.grads[i] for i in group.reads(GRAD)],
-            state=(),
-            resident=(),
-            shared=[self._inputs.shared[i] for i in group.reads(SHARED)],
-            consts=[self._streamed.partition.consts[i] for i in group.reads(CONST)],
+    def _inputs_of(self, group: UpdateGroup) -> GroupInputs:
+        return GroupInputs(
+            [self._inputs.grads[i] for i in group.reads(GRAD)],
+            [self._inputs.shared[i] for i in group.reads(SHARED)],
+            [self._streamed.partition.consts[i] for i in group.reads(CONST)],
         )
 
     def _update_on_device(self, chunk: Chunk) -> None:
         state, of = self._store.receive(self._fetching.popleft()), chunk.of
         program = self._streamed.program(update_on_device, chunk.key)
         of.params, state, of.resident = program(
-            of.params, state, of.resident, self._values(of.group), chunk.start, self._inputs.skipped
+            of.params, state, of.resident, self._inputs_of(of.group), chunk.start, self._inputs.skipped
         )
         self._write(chunk, state)
 
     def _begin_on_host(self, chunk: Chunk) -> None:
         """Gradients go to the host, where a thread updates the chunk."""
         state, group = self._store.receive(self._fetching.popleft()), chunk.of.group
-        values = self._values(group)
-        program = self._streamed.program(chunks_for_host, chunk.key)
-        chunks = program(values._replace(params=chunk.of.params), chunk.start)
+        inputs = self._inputs_of(group)
+        chunks = self._streamed.program(chunks_for_host, chunk.key)(chunk.of.params, inputs.grads, chunk.start)
         params, grads = ([to_memory(x, self._host) for x in arrays] for arrays in chunks)
         shared = [self._shared[i] for i in group.reads(SHARED)]
-        args = params, grads, state, shared, [to_memory(x, self._host) for x in values.consts]
+        args = params, grads, state, shared, [to_memory(x, self._host) for x in inputs.consts]
         self._on_host.append((chunk, self._threads.submit(self._streamed.compiled(chunk.key, *args), *args)))
         self._complete_on_host(most=self._streamed.host_threads - 1)
 
