@@ -64,7 +64,7 @@ def test_a_scanned_model_is_gathered_twice_and_scattered_once():
 def test_gradients_equal_the_replicated_ones(style):
     init, loss, (rows, length) = yardstick.build("tiny", scan=style == "scan")
     tx = zero_shard(optax.adam(1e-3), stage=3, persist_below=100)
-    params = init(jax.random.key(0))
+    params = jax.jit(init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (8 * rows, length), 0, 128)
     value, grads = tx.value_and_grad(loss)(tx.shard(params), tokens)
     expected, plain = jax.jit(jax.value_and_grad(loss))(params, tokens)
