@@ -33,6 +33,14 @@ def mesh():
     return mesh_of(8)
 
 
+@pytest.fixture
+def optimized():
+    """Compile as a user does: for tests that read what the GPU's compiler makes of a program."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def quick_or_slow(cases, quick):
     """The cases of a grid, marked slow but for those in `quick`, which take every value of every dim at least once."""
     assert not set(quick) - set(cases)
