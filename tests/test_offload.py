@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import Offload, Precision, report, zero_shard
@@ -32,7 +32,12 @@ CLIPPED = {
     ),
 }
 WANTED = ("adamw", "adafactor", "lion", "clip+adamw", "muon")
-QUICK = {("adamw", 3, "device"), ("clip+adamw", 2, "host"), ("muon", 1, "device"), ("adafactor", 3, "host")}
+QUICK = [
+    ("adamw", 3, "device", "disk"),
+    ("clip+adamw", 2, "host", "host"),
+    ("muon", 1, "device", "host"),
+    ("adafactor", 3, "host", "disk"),
+]
 
 
 def offload(tmp_path=None, **changes):
@@ -70,13 +75,9 @@ def trained(tx, batches, **options):
 # The same numbers
 
 
-@pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize(
-    ("name", "stage", "update"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(WANTED, (1, 2, 3), ("device", "host"))
-    ],
+    ("name", "stage", "update", "where"),
+    quick_or_slow(list(itertools.product(WANTED, (1, 2, 3), ("device", "host"), ("host", "disk"))), QUICK),
 )
 def test_every_mode_equals_plain_optax(name, stage, update, where, tmp_path):
     offloaded = offload(tmp_path if where == "disk" else None, update=update)
@@ -112,7 +113,9 @@ def test_microbatches_and_master_weights_equal_those_without(stage, update):
         np.testing.assert_allclose(a.ravel()[: leaf.size], b.ravel()[: leaf.size], atol=2e-3, err_msg=leaf.path)
 
 
-@pytest.mark.parametrize(("where", "update"), [("host", "device"), ("host", "host"), ("disk", "device")])
+@pytest.mark.parametrize(
+    ("where", "update"), [pytest.param("host", "device", marks=pytest.mark.slow), ("host", "host"), ("disk", "device")]
+)
 def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     tx = zero(
         floats_only(optax.adamw(1e-2)),

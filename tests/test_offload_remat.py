@@ -380,6 +380,7 @@ def test_names_that_make_no_sense_are_refused(names, save, error, text):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.skipif(not installed(), reason="needs the extra aot")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="held against the newest jax")
 @pytest.mark.parametrize(("stage", "style"), [(0, "scan"), (3, "scan"), (3, "unrolled")])
