@@ -106,6 +106,7 @@ def test_activations_cannot_use_the_buffers_of_sharded_gradients(rows):
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("depth", [pytest.param(depth, marks=AOT) for depth in (4, 24)])
 def test_the_examples_peak_on_absent_gpus(depth):
     model = (*example(depth, width=128), windows(rows=8), 3)

@@ -35,7 +35,7 @@ def verify(
     """Check every file of the checkpoints in DIRECTORY against its digest."""
 
     def check() -> list[int]:
-        from zerojax.checkpoint.restoring import verify_steps
+        from zerojax.checkpoint.verifying import verify_steps
 
         return verify_steps(directory, step)
 

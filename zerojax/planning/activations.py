@@ -85,7 +85,7 @@ class PlainGradient:
         if key not in self._costs:
             gathered = self._gathered(config, layout, rows)
             sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
-            compiled = self._compile(layout, rows, frozenset(sharded - gathered.turned))
+            compiled = self._compile(layout, rows, frozenset(sharded - gathered.stacks))
             row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
             temporary = memory_analysis(compiled).temp_size_in_bytes
             self._costs[key] = GradientCost(temporary + row_bytes, gathered.bytes, compiled)

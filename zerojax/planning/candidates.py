@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zerojax.config import Config, Offload, check_count
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, abstract_mesh
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import Layout
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.estimate_table import Estimate, StageEstimate
@@ -142,8 +142,8 @@ class Setup(NamedTuple):
     def of(cls, config: Config, params: Any, stage: int, offload: Offload | None, count: int) -> Setup:
         """Lay out shapes of parameters; stage, offload and mesh of the configuration are replaced."""
         config = dataclasses.replace(config, stage=stage, offload=offload, mesh=abstract_mesh(count, config.axis))
-        layout = layout_of(config, params)
-        return cls(config, layout, estimate_stage(config, make_plan(config, layout), accumulate=1))
+        plan = make_plan(config, params)
+        return cls(config, plan.layout, estimate_stage(config, plan, accumulate=1))
 
 
 def candidates(

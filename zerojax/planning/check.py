@@ -21,7 +21,7 @@ from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout, layout_of
-from zerojax.placement.storage import forms_of
+from zerojax.placement.storage import padded_forms
 from zerojax.planning.activations import plain_gradient
 from zerojax.planning.shapes import logical_shapes, shape_of
 from zerojax.train.batch import place_batch
@@ -140,7 +140,7 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
         batch: The batch; shapes with shardings are enough.
         args: Further arguments of the loss.
     """
-    forms = forms_of(params)
+    forms = padded_forms(params)
 
     def gradient(params, batch, *args):
         return value_and_grad_tree(config, loss, params, batch, *args, layout=layout, forms=forms)

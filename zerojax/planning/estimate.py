@@ -25,7 +25,6 @@ import optax
 
 from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
 from zerojax.gpus.topology import abstract_mesh
-from zerojax.layout.tree import layout_of
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
 from zerojax.planning.estimate_table import Estimate
@@ -104,8 +103,9 @@ def estimate(
         params = model_shapes(model, inputs) if number is None else vector(number, count)
         for stage in stages:
             config = Config(tx, stage, abstract_mesh(count), **config_options(others, number, stage))
-            layout = layout_of(config, params)
-            row = estimate_stage(config, make_plan(config, layout), accumulate)
+            plan = make_plan(config, params)
+            layout = plan.layout
+            row = estimate_stage(config, plan, accumulate)
             if plain is not None:
                 cost = plain.cost(config, layout, device_rows(batch, config, accumulate))
                 row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)

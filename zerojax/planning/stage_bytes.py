@@ -20,7 +20,7 @@ from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
 from zerojax.planning.estimate_table import StageEstimate
-from zerojax.train.tree_api import grad_parts
+from zerojax.train.tree_api import returned_grads
 
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:
@@ -32,7 +32,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         accumulate: Microbatches a step.
     """
     layout = plan.layout
-    grads = zip(grad_parts(config, layout, storage_forms(layout.params)), layout.params, strict=True)
+    grads = zip(returned_grads(config, layout, storage_forms(layout.params)), layout.params, strict=True)
     state = list(zip(plan.state, plan.chunkings, strict=True))
     on_device = [leaf for leaf, chunking in state if chunking is None]
     chunked = sum(leaf.local_bytes for leaf, chunking in state if chunking is not None)
