@@ -125,12 +125,10 @@ class Planner:
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several; None is no offload, the only one at
                 stage 0. The compiled plan counts parameters in host memory as the device's.
-            rows: Of the global batch, one number or several to choose from; those that the
-                devices do not divide are ignored. Default: one per device, doubled as long as
-                a row gets 2% cheaper by it and something fits.
-            **options: As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second
-                each way between a GPU and its host (default: PCIe's); as for `train_step`:
-                `has_aux`, `weighted`.
+            rows: Of the global batch, one number or several; those not divisible by the devices are ignored.
+                Default: one per device, doubled as long as a row gets 2% cheaper by it and something fits.
+            **options: As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second each way
+                between a GPU and its host (default: PCIe's); as for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             The choice, its compiled plan, and everything tried; print it for a table.
@@ -141,21 +139,17 @@ class Planner:
             TypeError: If a number of rows or of devices is no integer, or an option is unknown.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        losses = {
-            str(name): fn for name, fn in (loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}).items()
-        }
+        named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        losses = {str(name): loss for name, loss in named.items()}
         if not losses:
             raise ValueError("loss_fn names no loss. Give one, or several by name.")
-        row_counts = None if rows is None else as_sequence(rows)
-        for name, given, unit in (("rows", row_counts, "rows of the global batch"), ("devices", devices, "GPUs")):
-            for count in () if given is None else as_sequence(given):
-                check_count(name, count, unit, least=1)
+        if devices is not None:
+            check_count("devices", devices, "GPUs", least=1)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if rows is None else as_sequence(rows)
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, **hardware)
-
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
