@@ -4,7 +4,7 @@
     python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
     python benchmarks/aot_gpt.py --ways stage3 gspmd replicated
 
-Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the cut
+Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the sharded
 parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
 product in flight; `all-in` is temporary memory, arguments and results over the parameters.
 """
@@ -55,13 +55,13 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(shapes).plan.grads
     width = jnp.dtype(yardstick.SIZES["gpu"].dtype).itemsize
-    cut = sum(leaf.size for leaf in parts if leaf.kind == "sharded") * width
+    sharded = sum(leaf.size for leaf in parts if leaf.kind == "sharded") * width
     return {
         "style": style,
         "way": way,
         "topology": topology,
         "prefetch": prefetch,
-        "passes": round(collectives(text).moved("all-gather").bytes / cut, 4),
+        "passes": round(collectives(text).moved("all-gather").bytes / sharded, 4),
         "hidden": round(overlap(text).hidden_share, 4),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),
         "temp MiB": round(memory.temp_size_in_bytes / 2**20, 1),

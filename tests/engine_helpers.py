@@ -9,6 +9,8 @@ from conftest import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.comm.collectives import ManualCollectives
+from zerojax.config import BUCKET_BYTES
 from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
 
@@ -47,7 +49,7 @@ def lay_out(params, dims, devices=DEVICES):
 
     def one(path, x, dim):
         kind, dim = ("replicated", None) if dim < 0 else ("sharded", dim)
-        return Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), "data", devices, kind, dim)
+        return Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), ("data",), devices, kind, dim)
 
     return Setup(mesh_of(devices), jax.tree_util.tree_map_with_path(one, params, dims))
 
@@ -77,12 +79,17 @@ def padding_of(tree, setup):
     return np.concatenate([*jax.tree.leaves(setup.each(one, tree)), np.zeros(0)])
 
 
+def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, **options):
+    """`gather_on_use` inside a `shard_map` over the helpers' mesh."""
+    return gather_on_use(fn, layout, comm=ManualCollectives(("data",), bucket_bytes), **options)
+
+
 def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
     """`(params, batch) -> (value, gradients, aux)`, each a mean over the mesh; to be jitted or traced."""
     axis_size = setup.mesh.shape["data"]
 
     def body(params, batch):
-        wrapped = gather_on_use(fn, setup.layout, axis=("data",), **options)
+        wrapped = on_use(fn, setup.layout, **options)
         out, grads = jax.value_and_grad(wrapped, has_aux=has_aux, allow_int=True)(params, batch)
         value, aux = out if has_aux else (out, ())
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,18 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params
 
+import zerojax
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.checkpoint.canonical import slots_of
+from zerojax.checkpoint.manifest import read_manifest
+from zerojax.checkpoint.state_leaves import state_leaves
 
 PRECISIONS = {"none": None, "fp32": Precision.fp32(), "bf16": Precision.bf16(), "fp16": Precision.fp16()}
 SHAPES = jax.eval_shape(awkward_params)
 
 
 def transformation(stage, count=8, precision=None, *, tx=None, persist_below=64, **options):
-    """With `persist_below=64`, the awkward model has leaves that are cut, padded, flat and whole."""
+    """With `persist_below=64`, the awkward model has leaves that are sharded, padded, flat and replicated."""
     inner = optax.adamw(1e-2) if tx is None else tx
     mesh = options.pop("mesh", None) or mesh_of(count)
     return zero_shard(inner, stage=stage, mesh=mesh, precision=precision, persist_below=persist_below, **options)
@@ -36,9 +39,9 @@ def trained(tx, steps=2, params=None, loss=awkward_loss):
 
 
 def logical_leaves(state):
-    """Every logical leaf of a state on the host, by name, padding cut off with NumPy."""
+    """Every logical leaf of a state on the host, by name, padding trimmed with NumPy."""
     leaves = {}
-    for name, slot in slots_of(state).items():
+    for name, slot in state_leaves(state).items():
         array = slot.array
         host = np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
         if slot.leaf.kind == "flat":
@@ -59,7 +62,7 @@ def assert_same(found, expected):
 
 
 def assert_padding_is_zero(state):
-    for name, slot in slots_of(state).items():
+    for name, slot in state_leaves(state).items():
         if slot.leaf.padding:
             assert np.count_nonzero(np.asarray(slot.array)) == np.count_nonzero(logical_leaves(state)[name]), name
 
@@ -181,12 +184,12 @@ def run(tx, step, directory, until):
 def test_a_restart_changes_no_bit(stage, count, precision, tmp_path):
     tx = transformation(stage, count, precision)
     step = tx.train_step(dropout_loss, mutable=True)
-    whole, losses = run(tx, step, tmp_path / "whole", 20)
-    run(tx, step, tmp_path / "parts", 10)
-    parts, losses_of_parts = run(tx, step, tmp_path / "parts", 20)
+    straight, losses = run(tx, step, tmp_path / "straight", 20)
+    run(tx, step, tmp_path / "restarted", 10)
+    restarted, losses_restarted = run(tx, step, tmp_path / "restarted", 20)
     assert len(losses) >= 20  # float16 skips some steps at first
-    assert losses_of_parts == losses
-    assert_same(parts, whole)
+    assert losses_restarted == losses
+    assert_same(restarted, straight)
 
 
 def test_a_restored_state_needs_no_new_program(tmp_path):
@@ -297,7 +300,7 @@ def test_data_of_every_kind_comes_back(tmp_path):
         assert (found["array"] == data["array"]).all()
         assert found["wide"].dtype == jnp.bfloat16
         assert checkpoints.restore(state).data["node"][0] == 7  # without a template, its children
-        with pytest.raises(TypeError, match="holds a object, which cannot be written"):
+        with pytest.raises(TypeError, match="has a object in it, which cannot be written"):
             checkpoints.save(state, object(), step=1)
         with pytest.raises(ValueError, match="was saved is no"):
             checkpoints.restore(state, data={"plain": [1, 2]})
@@ -359,7 +362,7 @@ def test_a_wider_type_takes_a_narrower_one(tmp_path):
 def test_two_writers_are_refused(tmp_path):
     state = transformation(1).create({"w": jnp.ones(4)})
     with Checkpointer(tmp_path) as first:
-        with pytest.raises(CheckpointError, match=r"is being written by another run \(process \d+\)"):
+        with pytest.raises(CheckpointError, match=r"is in use by another run \(process \d+\)"):
             Checkpointer(tmp_path)
         first.save(state)
         first.wait()
@@ -410,3 +413,21 @@ def test_stock_orbax_reads_the_arrays(tmp_path):
         args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how, partial_restore=True),
     )
     assert np.array_equal(np.asarray(found["params.w"]), np.arange(12.0).reshape(4, 3))
+
+
+def test_saving_needs_no_package_metadata(tmp_path, monkeypatch):
+    """As where the source is on the path, and not installed."""
+    version = metadata.version
+
+    def missing(name):
+        if name == "zerojax":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.delitem(vars(zerojax), "__version__", raising=False)
+    state = transformation(1).create({"w": jnp.ones(4)})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    assert read_manifest(tmp_path / "step_00000000").made_by["zerojax"] == "0+source"
+    del zerojax.__version__  # computed anew when it is asked for

@@ -2,17 +2,18 @@
 
 import functools
 import math
+import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import QUICK, ROWS, assert_same, lay_out, sharded_grad, stored
+from engine_helpers import QUICK, ROWS, assert_same, lay_out, on_use, sharded_grad, stored
 from jax import lax
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from zerojax.gather import block, gather_on_use
+from zerojax.gather import block
 
 SIZE, DEVICES = 64, 8
 WEIGHT = SIZE * SIZE
@@ -67,7 +68,7 @@ def kept_sizes(fn, params, dims, batch, **options):
     setup, sizes = lay_out(params, dims), []
 
     def body(params, batch):
-        value, back = jax.vjp(gather_on_use(fn, setup.layout, axis="data", **options), params, batch)
+        value, back = jax.vjp(on_use(fn, setup.layout, **options), params, batch)
         sizes.extend(math.prod(x.shape) for x in jax.tree.leaves(back) if hasattr(x, "shape"))
         return value
 
@@ -256,3 +257,14 @@ def test_unused_and_integer_parameters_have_zero_gradients_in_their_layout():
     _, grads, _ = jax.jit(sharded_grad(fn, setup))(stored(params, setup), X[:, :8])
     assert grads["unused"].shape == setup.layout["unused"].storage_shape
     assert not np.asarray(grads["unused"]).any()
+
+
+def test_a_collective_names_its_line_in_a_folder_that_is_called_as_the_library_is(tmp_path):
+    path = tmp_path / "zerojax" / "model.py"
+    path.parent.mkdir()
+    path.write_text("def loss(p, x):\n    return (x @ p['w']).mean()\n")
+    setup = lay_out({"w": jnp.ones((SIZE, SIZE))}, {"w": 0})
+    fn = sharded_grad(runpy.run_path(str(path))["loss"], setup)
+    text = jax.jit(fn).lower({"w": jnp.ones((SIZE, SIZE))}, X).as_text(debug_info=True)
+    assert "zerojax_gather[['w'] model.py:2]" in text
+    assert "zerojax_reduce_scatter[['w'] model.py:2]" in text

@@ -22,7 +22,7 @@ def scales(rule, overflows):
     scaling, used = init_scaling(precision, 1), []
     for step in overflows:
         used.append(float(scaling.scale))
-        scaling = update_scaling(scaling, precision, jnp.array([step == "."]), jnp.array(True))
+        scaling = update_scaling(scaling, precision, finite=jnp.array([step == "."]), weights_valid=jnp.array(True))
     return [*used, float(scaling.scale)]
 
 

@@ -1,8 +1,10 @@
 """The shape of the house: imports point down, what is public is described, the README's example runs."""
 
 import ast
+import importlib.metadata
 import inspect
 import pathlib
+import pydoc
 import re
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"compat", "config", "gpus"},
+    {"compat", "config", "gpus", "units"},
     {"jaxprs", "layout"},
     {"comm"},
     {"offload"},
@@ -114,3 +116,29 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in ("estimate", "plan", "doctor", "verify", "export"))
     assert not {"jax", "jaxlib", "numpy", "optax", "flax", "matplotlib", "orbax"} & set(done.stderr.split())
+
+
+def test_help_and_completion_show_the_surface():
+    """And not what the module imports for itself."""
+    assert set(zerojax.__all__) | {"__version__"} == {
+        name for name in dir(zerojax) if not name.startswith("__") or name == "__version__"
+    }
+    assert all(getattr(zerojax, name) is not None for name in dir(zerojax))
+    documentation = pydoc.render_doc(zerojax)
+    assert "zero_shard" in documentation
+    assert not re.search(r"\b(TYPE_CHECKING|import_module)\b", documentation)
+
+
+def test_the_version_is_known_without_an_installation(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.delitem(vars(zerojax), "__version__", raising=False)
+    assert zerojax.__version__ == "0+source"
+    monkeypatch.delitem(vars(zerojax), "__version__")
+
+
+def test_no_file_says_too_much():
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert not {path: count for path, count in long.items() if count > 400}

@@ -33,7 +33,7 @@ ENGINES = {
 
 
 def layer(x, w):
-    """Three named activations of three widths, by which they are told apart."""
+    """Three named activations of three widths, by which they are distinguished."""
     x = checkpoint_name(x, "input")
     hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "hidden")
     kept = checkpoint_name(jnp.sin(hidden @ w["middle"]), "kept")
@@ -182,26 +182,26 @@ def offloads(policy):
 
 
 def gradients_by_hand(row_of):
-    """What `probe_gradients` is, with the turn whose activations the backward pass reads as a choice."""
+    """What `probe_gradients` is, with the iteration whose activations the backward pass reads as a choice."""
 
     def gradients(policy):
         weights, x = remat.probe_inputs()
-        inputs, turns = [], len(weights)
+        inputs, iterations = [], len(weights)
         for w in weights:
             inputs.append(x)
             x = np.sin(x * w) + 0.5 * x
         cotangent, found = 2 * x, np.zeros_like(weights)
-        for turn in reversed(range(turns)):
-            row = row_of(turn, turns) if offloads(policy) else turn
+        for iteration in reversed(range(iterations)):
+            row = row_of(iteration, iterations) if offloads(policy) else iteration
             inner = np.cos(inputs[row] * weights[row]) * cotangent
-            found[turn] = inner * inputs[row]
-            cotangent = inner * weights[turn] + 0.5 * cotangent
+            found[iteration] = inner * inputs[row]
+            cotangent = inner * weights[iteration] + 0.5 * cotangent
         return [found, cotangent]
 
     return gradients
 
 
-RIGHT = gradients_by_hand(lambda turn, turns: turn)
+RIGHT = gradients_by_hand(lambda iteration, iterations: iteration)
 
 
 def test_the_probe_is_differentiated_right():
@@ -211,7 +211,7 @@ def test_the_probe_is_differentiated_right():
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)  # NumPy's sine and XLA's, six times over
 
 
-def test_the_probe_offloads_all_that_a_turn_hands_on():
+def test_the_probe_offloads_all_that_an_iteration_hands_on():
     offloaded = functools.partial(remat.probe_gradients, remat.offloading(PROBE))
     kept = functools.partial(remat.probe_gradients, jax.checkpoint_policies.save_only_these_names(*PROBE))
     assert host_results_of_scans(offloaded) == 2
@@ -237,15 +237,15 @@ def host_results_of_scans(run):
 
 
 WRONG = {
-    "reversed": lambda turn, turns: turns - 1 - turn,  # jaxlib 0.11.0 on GPU
-    "one late": lambda turn, turns: max(turn - 1, 0),
-    "always the last": lambda turn, turns: turns - 1,
-    "two swapped": lambda turn, turns: {2: 3, 3: 2}.get(turn, turn),
+    "reversed": lambda iteration, iterations: iterations - 1 - iteration,  # jaxlib 0.11.0 on GPU
+    "one late": lambda iteration, iterations: max(iteration - 1, 0),
+    "always the last": lambda iteration, iterations: iterations - 1,
+    "two swapped": lambda iteration, iterations: {2: 3, 3: 2}.get(iteration, iteration),
 }
 
 
 @pytest.mark.parametrize("row_of", WRONG.values(), ids=WRONG)
-def test_activations_of_another_turn_are_refused(row_of):
+def test_activations_of_another_iteration_are_refused(row_of):
     remat.compare(RIGHT, "cuda")
     with pytest.raises(RuntimeError) as refusal:
         remat.compare(gradients_by_hand(row_of), "cuda")
@@ -409,5 +409,5 @@ def test_activations_leave_a_gpus_memory(stage, style):
     activations = 2 * LAYERS * one
     assert kept.host_temp_size_in_bytes == 0
     assert offloaded.host_temp_size_in_bytes == activations
-    # What is on its way, in or out, lies on the device too: two of either activation.
+    # What is being copied, either way, is on the device too: two of either activation.
     assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes >= activations - 4 * one - mib

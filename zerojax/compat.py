@@ -1,6 +1,6 @@
 """What differs between the versions of JAX this library runs on, and nothing else.
 
-Held against jax 0.10.2 and 0.12.0. Each function hides one difference, so that a new
+Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so that a new
 version of JAX is one file's work:
 
 - a closed jaxpr is a `ClosedJaxpr` holding a `Jaxpr` up to 0.11, one class from 0.12;
@@ -12,6 +12,7 @@ version of JAX is one file's work:
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,19 +20,20 @@ import jax.core
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanParts:
-    """A scan equation, taken apart.
+class ScanParams:
+    """The parameters of a scan equation.
 
     Attributes:
         body: The body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`.
-        consts: How many operands are constant over the turns.
-        carry: How many are carried from turn to turn.
-        length: Number of turns.
-        reverse: Whether the turns run from the last slice to the first.
-        unroll: Turns unrolled into one iteration of the loop.
+        consts: How many operands are constant over the iterations.
+        carry: How many are carried from one iteration to the next.
+        length: Number of iterations.
+        reverse: Whether the iterations run from the last slice to the first.
+        unroll: Iterations unrolled into one of the compiled loop.
     """
 
     body: Any
@@ -58,7 +60,7 @@ def opened(closed) -> tuple[Any, Sequence]:
 
 
 def constvars_of(jaxpr) -> Sequence:
-    """The variables that stand for a jaxpr's constants."""
+    """The variables of a jaxpr's constants."""
     return tuple(getattr(jaxpr, "constvars", ()))
 
 
@@ -68,7 +70,7 @@ def line_of(eqn) -> str:
 
     info = eqn.source_info
     for frame in source_info_util.user_frames(getattr(info, "traceback", info)):
-        if "site-packages" not in frame.file_name and "/zerojax/" not in frame.file_name:
+        if "site-packages" not in frame.file_name and not frame.file_name.startswith(_PACKAGE):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
     return ""
 
@@ -79,7 +81,7 @@ def is_literal(atom) -> bool:
 
 
 def is_dropped(var) -> bool:
-    """Whether an equation's result is thrown away."""
+    """Whether an equation's result is dropped."""
     return isinstance(var, _jex().DropVar)
 
 
@@ -100,39 +102,50 @@ def is_remat(eqn) -> bool:
     return eqn.primitive.name in _REMATS
 
 
-def scan_parts(eqn) -> ScanParts:
-    """Take a scan equation apart."""
+def inlined_body(eqn):
+    """The jaxpr that a call or a remat evaluates on its operands, or None."""
+    body = eqn.params["jaxpr"] if is_remat(eqn) else called(eqn)
+    return None if body is None else opened(body)[0]
+
+
+def scan_params(eqn) -> ScanParams:
+    """The parameters of a scan equation."""
     params = eqn.params
     if "num_consts" in params:
         consts, carry = params["num_consts"], params["num_carry"]
     else:
         in_consts, in_carry, _ = params["ft_in"].unpack()
         consts, carry = len(in_consts), len(in_carry)
-    return ScanParts(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
+    return ScanParams(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
-    """Some of a jaxpr's equations as a jaxpr of their own, without constants."""
+    """Some of a jaxpr's equations as a jaxpr without constants."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
-def evaluate_one(jaxpr, eqn, values: Sequence) -> list:
-    """Evaluate one equation of `jaxpr` on `values`; a dropped result is None.
+def evaluate_one(eqn, values: Sequence) -> list:
+    """Evaluate one equation on `values`; a dropped result is None.
 
     It goes through the public `jax.core.eval_jaxpr`, which binds the primitive with its
     own rules (custom derivatives, effects, the name stack): how `bind` is called moved
     between 0.10 and 0.12.
     """
     operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
-    kept = [var for var in eqn.outvars if not is_dropped(var)]
-    one = part_of(jaxpr, [eqn], list(operands), kept)
+    read = [var for var in eqn.outvars if not is_dropped(var)]
+    one = part_of(_empty_jaxpr(), [eqn], list(operands), read)
     results = iter(jax.core.eval_jaxpr(one, (), *operands.values()))
     return [None if is_dropped(var) else next(results) for var in eqn.outvars]
 
 
+@functools.cache
+def _empty_jaxpr():
+    return opened(jax.make_jaxpr(lambda: ())())[0]
+
+
 def in_host_memory(aval) -> bool:
-    """Whether values of a type lie in pinned host memory."""
+    """Whether values of a type are in pinned host memory."""
     from jax._src.core import MemorySpace
 
     return getattr(aval, "memory_space", None) == MemorySpace.Host

@@ -1,4 +1,4 @@
-"""What Flax NNX needs beyond optax's own interface: modules are laid out and differentiated in place.
+"""What Flax NNX needs beyond optax's own interface: modules are sharded and differentiated in place.
 
 Linen needs nothing: parameters are a dict, `flax.training.train_state.TrainState` takes
 the transformation as it is, and batch statistics pass through `has_aux`.
@@ -18,10 +18,10 @@ from zerojax.zero import ZeroTransformation
 
 
 def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.Param) -> None:
-    """Lay a module's parameters out for the stage, in place.
+    """Shard a module's parameters for the stage, in place.
 
     Args:
-        module: The module; its parameters are whole.
+        module: The module; its parameters are logical arrays.
         tx: From `zero_shard`.
         wrt: Filter of the variables that are parameters.
 
@@ -34,8 +34,8 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, and none of its dims divides by "
                 f"{tx.config.data.workers} devices, so it is padded in storage; a module's own code cannot read it. "
-                f"Raise persist_below above {math.prod(x.shape)} to keep it whole, or split the module (nnx.split) and "
-                f"train its state with tx.create and tx.train_step."
+                f"Raise persist_below above {math.prod(x.shape)} to replicate it, or train the module's state "
+                f"(nnx.split) with tx.create and tx.train_step."
             )
     nnx.update(module, stored)
 

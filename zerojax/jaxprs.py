@@ -1,6 +1,9 @@
-"""Evaluate a jaxpr with a rule: every pass over equations in this library is one rule given to `evaluate`."""
+"""Evaluate a jaxpr with a rule, and follow what depends on what in it.
 
-from collections.abc import Callable, Sequence
+Every evaluation in this library is one rule given to `evaluate`.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from zerojax import compat
@@ -18,8 +21,8 @@ def evaluate(
         consts: Values of its constants.
         args: Values of its arguments: arrays, tracers, or whatever `rule` makes sense of.
         rule: `rule(eqn, values)` gives the results of one equation, or None to have its
-            primitive bound to `values` as it stands.
-        literal: What a literal's value is taken for; itself by default.
+            primitive bound to `values`.
+        literal: What a literal's value becomes; itself by default.
 
     Returns:
         One value for each of the jaxpr's results.
@@ -34,16 +37,57 @@ def evaluate(
         values = [read(atom) for atom in eqn.invars]
         results = rule(eqn, values)
         if results is None:
-            results = compat.evaluate_one(jaxpr, eqn, values)
+            results = compat.evaluate_one(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with the calls in it (`jax.jit` and its kin) opened."""
+    """Evaluate a jaxpr with the calls in it (`jax.jit` and its kin) inlined."""
 
     def rule(eqn, values):
         body = compat.called(eqn)
         return None if body is None else inline_calls(*compat.opened(body), *values)
 
     return evaluate(jaxpr, consts, args, rule)
+
+
+def variables_in(atoms: Iterable) -> list:
+    """The variables among operands or results: all that are no literals."""
+    return [atom for atom in atoms if not compat.is_literal(atom)]
+
+
+def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
+    """`(variable -> [(equation, which operand)], variables that are results)`."""
+    uses: dict = {}
+    for eqn in jaxpr.eqns:
+        for index, atom in enumerate(eqn.invars):
+            if not compat.is_literal(atom):
+                uses.setdefault(atom, []).append((eqn, index))
+    return uses, frozenset(variables_in(jaxpr.outvars))
+
+
+def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
+    """The equations that `wanted` depend on, in order, and every variable these and `wanted` read."""
+    reads = set(variables_in(wanted))
+    needed = []
+    for eqn in reversed(eqns):
+        if any(var in reads for var in eqn.outvars):
+            needed.append(eqn)
+            reads.update(variables_in(eqn.invars))
+    return needed[::-1], reads
+
+
+def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:
+    """Variables that depend on `variables`, and these.
+
+    Args:
+        variables: Where to begin.
+        eqns: Equations, in order.
+        results: `results(eqn, reads)` gives the results of one equation that depend on them;
+            `reads` says whether it reads one that does.
+    """
+    dependent = set(variables)
+    for eqn in eqns:
+        dependent.update(results(eqn, any(atom in dependent for atom in variables_in(eqn.invars))))
+    return dependent

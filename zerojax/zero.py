@@ -1,4 +1,4 @@
-"""`zero_shard`: any optax transformation, sharded. Joins the floors below; adds nothing of its own."""
+"""`zero_shard`: any optax transformation, sharded. Joins the rooms below; has no logic of its own."""
 
 import dataclasses
 import functools
@@ -17,20 +17,26 @@ from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offloa
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import layout_of
-from zerojax.offload.host import check_host_memory, to_device
-from zerojax.optim.plan import ShardingPlan, chosen_update, make_plan
+from zerojax.offload.host import to_device
+from zerojax.optim.plan import choose_update, make_plan
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.init_params import init_programs
-from zerojax.placement.place import as_stored, cast_placed, check_host_room, place, placed
-from zerojax.placement.storage import forms_of, in_storage, named, storage_forms
-from zerojax.streaming.init_state import shapes_of_state, state_at_once, state_by_tasks
-from zerojax.streaming.stores import store_for
+from zerojax.placement.place import (
+    are_shapes,
+    cast_params,
+    check_host_room,
+    place_params,
+    place_replicated,
+    storage_of,
+)
+from zerojax.placement.storage import in_storage, named, padded_forms, storage_forms
+from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import grad_parts, update_tree, value_and_grad_tree
+from zerojax.train.tree_api import returned_grads, update_tree, value_and_grad_tree
 
 
 class Shardings(NamedTuple):
@@ -48,7 +54,7 @@ class Shardings(NamedTuple):
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose parameters, gradients and state are laid out for a ZeRO stage.
+    """An optax transformation whose parameters, gradients and state are sharded for a ZeRO stage.
 
     It is an `optax.GradientTransformationExtraArgs`: `init` and `update` are optax's own
     pair, and it works wherever optax's transformations do.
@@ -82,7 +88,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
-        """Initialise parameters, each leaf born in its layout.
+        """Initialise parameters, each leaf in its layout from the start.
 
         At stage 3 the whole model never exists on one device.
 
@@ -91,14 +97,14 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             *args: Its arguments.
 
         Returns:
-            `init_fn(*args)` in storage: at stage 3 cut over the axis, a leaf that no dim
+            `init_fn(*args)` in storage: at stage 3 sharded over the axis, a leaf of which no dim
             divides as a `Padded`. In the types of the master weights, which `create` and
             `init` take from it, and `shard` a copy to compute with.
         """
         layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
         check_host_room(self.config, layout)
-        born = [x for program in init_programs(self.config, layout, init_fn, args) for x in program(*args)]
-        return in_storage(cast_placed(self.config, layout, born, like=layout.grads), layout)
+        arrays = [x for program in init_programs(self.config, layout, init_fn, args) for x in program(*args)]
+        return in_storage(cast_params(self.config, layout, arrays, like=layout.grads), layout)
 
     def shard(self, params: Any) -> Any:
         """Put existing parameters into storage.
@@ -113,11 +119,11 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             Of shapes, shapes with their shardings.
         """
         layout = layout_of(self.config, params)
-        arrays = placed(self.config, layout, params)
-        return in_storage(cast_placed(self.config, layout, arrays, like=layout.params), layout)
+        arrays = place_params(self.config, layout, params)
+        return in_storage(cast_params(self.config, layout, arrays, like=layout.params), layout)
 
     def unshard(self, params: Any) -> Any:
-        """Gather parameters into full logical arrays, whole on every device.
+        """Gather parameters into full logical arrays, replicated on every device.
 
         Args:
             params: Parameters in storage.
@@ -126,8 +132,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The tree the user gave to `shard` or `init_params` would have made without zerojax.
         """
         logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
-        here = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
-        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(here)
+        on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
+        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(on_device)
 
     def value_and_grad(
         self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False, accumulate: int = 1
@@ -151,7 +157,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `f(params, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
             `has_aux`), as `jax.value_and_grad` gives it. `grads` has the structure, the
-            logical shapes and the dtypes of `params`; at stages 2 and 3 it is cut like
+            logical shapes and the dtypes of `params`; at stages 2 and 3 it is sharded like
             `shardings(params).grads`. The gradient of an integer leaf, and of one that is
             not trained, is zeros of its size, which `train_step` does without. The loss is
             not scaled: that is `train_step`'s too.
@@ -167,7 +173,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
         def value_and_grad(params, batch, *args):
             layout, rows = layout_of(self.config, params), place_batch(self.config, batch, accumulate)
-            return jitted(params, rows, *args, layout=layout, forms=forms_of(params))
+            return jitted(params, rows, *args, layout=layout, forms=padded_forms(params))
 
         return value_and_grad
 
@@ -180,27 +186,23 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 have their memory back. Master weights are taken from them before they
                 are cast.
             mutable: What a loss function given to `train_step` with `mutable=True` updates
-                beside (batch statistics): a tree of arrays, whole on every device.
+                beside (batch statistics): a tree of arrays, replicated.
 
         Returns:
             The state that `train_step`'s step takes.
         """
-        plan = self._plan(params)
-        whole = replicated(self.config.mesh)
-        scaling = init_scaling(self.config.precision, len(plan.grads))
-        rest = (jnp.zeros((), jnp.int32), scaling, mutable)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            shape = lambda x, where: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
-            step, scaling, mutable = jax.tree.map(lambda x: shape(x, whole), rest)
-            return ZeroState(step, self.shard(params), shapes_of_state(self.config, plan), scaling, mutable, plan)
-        plan = dataclasses.replace(plan, choice=chosen_update(self.config, plan))
-        layout = plan.layout
-        wide = placed(self.config, layout, params)
-        opt_state = _init(self.config, in_storage(wide, layout))
-        stored = in_storage(cast_placed(self.config, layout, wide, like=layout.params), layout)
-        strong = lambda x: x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(x))
-        step, scaling, mutable = jax.tree.map(lambda x: place(strong(x), whole), rest)
-        return ZeroState(step, stored, opt_state, scaling, mutable, plan)
+        config = self.config
+        plan = make_plan(config, params)
+        shapes = are_shapes(params)
+        others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
+        step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
+        if shapes:
+            return ZeroState(step, self.shard(params), state_shapes(config, plan), scaling, mutable, plan)
+        plan = dataclasses.replace(plan, choice=choose_update(config, plan))
+        wide = place_params(config, plan.layout, params)
+        opt_state = init_opt_state(config, plan, wide)
+        stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
+        return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
 
     def train_step(
         self,
@@ -220,7 +222,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable,
                 batch, *args)` returns `(loss, mutable)`, with `has_aux` too `(loss,
                 mutable, aux)`.
-            accumulate: As for `value_and_grad`. Stages 0 and 1 add up whole gradients and
+            accumulate: As for `value_and_grad`. Stages 0 and 1 add up full gradients and
                 reduce once; stages 2 and 3 reduce-scatter each microbatch's and hold 1/N.
             has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
             weighted: As for `value_and_grad`. A step whose weights are negative or sum to
@@ -258,9 +260,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             Trees of `NamedSharding`; where a leaf is a `Padded`, one for the node.
         """
-        plan = self._plan(params)
+        plan = make_plan(self.config, params)
         layout = plan.layout
-        parts = grad_parts(self.config, layout, storage_forms(layout.params))
+        parts = returned_grads(self.config, layout, storage_forms(layout.params))
 
         def tree(structure, leaves) -> Any:
             return jax.tree.unflatten(structure, [named(self.config, leaf) for leaf in leaves])
@@ -270,9 +272,6 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             grads=tree(layout.treedef, parts),
             opt_state=state_shardings(self.config, plan),
         )
-
-    def _plan(self, params: Any) -> ShardingPlan:
-        return make_plan(self.config, layout_of(self.config, params))
 
 
 def zero_shard(
@@ -299,8 +298,8 @@ def zero_shard(
             one axis. Axes other than `axis` are left to the compiler.
         axis: The mesh axis, or axes such as `("host", "gpu")`, that rows of the batch, and the
             parts above, are divided over.
-        persist_below: A leaf with fewer elements is not cut by dim: its parameter stays
-            whole at stage 3, and its gradient and optimizer state lie flat, each device
+        persist_below: A leaf with fewer elements is not sharded by dim: its parameter is
+            persistent (replicated) at stage 3, its gradient and optimizer state are flat, each device
             holding 1/N, if the transformation updates it element by element.
         prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start;
             0 is none. Each holds about one more layer's gathered parameters.
@@ -315,10 +314,10 @@ def zero_shard(
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where
             `path` is like `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of
             logical shape; or a tree of bools. The others get no
-            gradient, no optimizer state and no reduce-scatter; at stage 3 they are cut
+            gradient, no optimizer state and no reduce-scatter; at stage 3 they are sharded
             all the same. `tx` sees holes in their place, as under `optax.masked`.
-        offload: What waits in host memory or on disk, such as `Offload(optimizer="host")`.
-            `train_step` streams it piece by piece; `update`, which may be part of another
+        offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`.
+            `train_step` streams it chunk by chunk; `update`, which may be part of another
             program, brings all of it to the device at once. JAX adds nothing to an array in
             host memory: with `params="host"`, a loop of your own moves the parameters with
             `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`,
@@ -362,19 +361,9 @@ def zero_shard(
 
 
 def _init(config: Config, params: Any) -> Any:
-    """`optax`'s init: the state of the wrapped transformation, laid out for the stage."""
-    layout = layout_of(config, params)
-    plan = make_plan(config, layout)
-
-    stored = as_stored(params, layout)
-    if not any(plan.chunkings) or any(isinstance(x, jax.core.Tracer) for x in stored):
-        return state_at_once(config, plan, stored)
-    if config.offload is not None and config.offload.optimizer == "host":
-        held = sum(
-            leaf.local_bytes for leaf, chunking in zip(plan.state, plan.chunkings, strict=True) if chunking is not None
-        )
-        check_host_memory(config.mesh, held, "The offloaded optimizer state")
-    return state_by_tasks(config, plan, stored, store_for(config, plan))
+    """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
+    plan = make_plan(config, params)
+    return init_opt_state(config, plan, storage_of(params, plan.layout))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -383,7 +372,7 @@ def _update(config: Config, updates: Any, state: Any, params: Any = None, **extr
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
-    return _jitted_update(updates, state, params, arrays, config, layout_of(config, like), forms_of(like), static)
+    return _jitted_update(updates, state, params, arrays, config, layout_of(config, like), padded_forms(like), static)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))

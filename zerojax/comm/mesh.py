@@ -62,7 +62,7 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 

@@ -35,14 +35,14 @@ class Config:
         stage: ZeRO stage, 0 to 3.
         mesh: Mesh with Auto axes.
         axis: The mesh axes that rows of the batch, and what the stage shards, are divided over.
-        persist_below: A leaf with fewer elements is not cut by dim: at stage 3 its
-            parameter stays whole, and its gradient and optimizer state lie flat.
+        persist_below: A leaf with fewer elements is not sharded by dim: at stage 3 its
+            parameter is persistent (replicated), and its gradient and optimizer state are flat.
         prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
-        bucket_bytes: A layer's leaves travel together up to this many logical bytes.
+        bucket_bytes: A layer's leaves share a bucket up to this many logical bytes.
         reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
         precision: Types of a step; None leaves every type as the parameters and the loss have it.
         trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
-        offload: What waits in host memory or on disk; None: nothing.
+        offload: What is offloaded to host memory or disk; None: nothing.
 
     Raises:
         TypeError: If `tx` is no optax transformation, a count is no integer, or precision or offload of another type.
@@ -79,12 +79,12 @@ class Config:
             raise TypeError(f'offload is a zerojax.Offload, such as Offload(optimizer="host"), not {self.offload!r}.')
         if self.offload is not None and self.stage == 0:
             raise ValueError(
-                "Stage 0 divides nothing, so every device would hold the whole optimizer state on the host. "
+                "Stage 0 shards nothing, so every device would keep the full optimizer state on the host. "
                 "Offload at stage 1, 2 or 3."
             )
         if self.offload is not None and self.offload.params is not None and self.stage != 3:
             raise ValueError(
-                f'Offload(params="host") needs stage 3: at stage {self.stage} the loss needs every parameter whole, '
+                f'Offload(params="host") needs stage 3: at stage {self.stage} the loss needs every parameter in full, '
                 f"on the device."
             )
 
@@ -95,12 +95,12 @@ class Config:
 
     @property
     def params_on_host(self) -> bool:
-        """Whether parameters that are cut wait in host memory."""
+        """Whether sharded parameters are kept in host memory."""
         return self.offload is not None and self.offload.params == "host"
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether parameters are a copy of master weights that lie in the optimizer state."""
+        """Whether parameters are a copy of master weights in the optimizer state."""
         wide = self.precision
         return wide is not None and self.stores_compute_dtype and wide.compute != wide.master
 

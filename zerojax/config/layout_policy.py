@@ -16,7 +16,7 @@ class LayoutPolicy:
         data: Which axes divide the batch and each part of the model states.
         persist_below: A leaf of fewer elements is not sharded by dim.
         stores_compute_dtype: Whether parameters are stored in the type they are computed in.
-        params_on_host: Whether sharded parameters wait in host memory.
+        params_on_host: Whether sharded parameters are kept in host memory.
     """
 
     stage: int

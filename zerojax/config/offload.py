@@ -1,4 +1,4 @@
-"""Which model states wait outside the device's memory, and where they are updated."""
+"""Which model states are offloaded from the device's memory, and where they are updated."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ CHUNK_BYTES = 32 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What waits outside the device's memory, and where it is updated.
+    """What is offloaded from the device's memory, and where it is updated.
 
-    Optimizer state, master weights with it, lies in pinned host memory or in files, each
+    Optimizer state, with the master weights, is kept in pinned host memory or in files, each
     device's part with the device's host, in chunks that are fetched, updated and put back
-    while their neighbours travel. Arrays of fewer than `persist_below` elements, scalars
+    while their neighbours are transferred. Arrays of fewer than `persist_below` elements, scalars
     among them, stay on the device. Where `precision` computes in a narrower type, stage 3
-    keeps its shards in that type: the master weights wait with the optimizer state.
+    keeps its shards in that type: the master weights are offloaded with the optimizer state.
 
     Attributes:
         optimizer: `"host"`: pinned host memory. `"disk"`: files under `path`. None: the device.
-        params: `"host"`: at stage 3, shards of parameters wait in host memory and are
-            fetched where they are gathered, in each pass anew, and for their update: the
+        params: `"host"`: at stage 3, shards of parameters are kept in host memory and
+            fetched where they are gathered, in each pass again, and for their update: the
             device holds those of a few uses or of two updates. Gradients, and leaves below
             `persist_below`, are on the device. None: the device.
-        update: Where the optax update runs. `"device"`: the state travels through the
-            device. `"host"`: gradients travel to the host, and new parameters back.
+        update: Where the optax update runs. `"device"`: the state is streamed through
+            the device. `"host"`: gradients are sent to the host, and new parameters back.
             `"auto"`: link and host memory are measured once, and the faster way is taken.
         fraction: How much of the optimizer state is offloaded, by bytes, from 0 to 1; the
             rest stays on the device. `"auto"`: as little as `budget` allows.
@@ -40,7 +40,7 @@ class Offload:
         where: Parameters whose state may be offloaded: `where(path, leaf) -> bool`, as for
             `Precision.keep`, or shell patterns such as `("*/kernel",)`. None: all.
         path: For `"disk"`: the folder of the files; each process makes its own in it.
-        chunk_bytes: Bytes per device of the largest piece of an array that is copied at once.
+        chunk_bytes: Bytes per device of the largest chunk of an array that is copied at once.
 
     Raises:
         TypeError: If a field is of another type.
@@ -95,7 +95,7 @@ class Offload:
             raise ValueError('Offload(budget=) is for fraction="auto" alone.')
         return None
 
-    def means(self, path: str, leaf: Any) -> bool:
+    def covers(self, path: str, leaf: Any) -> bool:
         """Whether the state of the parameter at a path may be offloaded.
 
         Args:

@@ -63,8 +63,8 @@ class Precision:
     """In which types a step computes, sums and keeps its parameters.
 
     Stage 3 keeps the shards in `master` and casts them to `compute` before they are
-    gathered. Stages 0 to 2 keep a whole copy in `compute`, and the master weights, divided
-    as the stage divides it, in the optimizer state. The batch is left as it is: cast
+    gathered. Stages 0 to 2 keep a full copy in `compute`, and the master weights, sharded
+    as the stage shards them, in the optimizer state. The batch is left as it is: cast
     inputs where the model wants it.
 
     Attributes:

@@ -1,10 +1,14 @@
 """Stage 3's engine: gather each parameter where it is used.
 
-program   a loss's jaxpr, cut into segments that use parameters together
-tape      runs the segments forward and backward, gathering ahead of each
-vjp       a segment's two passes, and what must be kept between them
-weight, collectives, evaluate   a shard; how shards move; casts made before the gather
-working_set   how much is gathered at a time
+engine          `gather_on_use`, and `block`
+program         divides a loss's jaxpr into segments
+segments, scan  what runs together: its forward pass, backward pass and residuals
+passes          runs the segments forward and backward
+schedule        when each gather starts, and each gradient is reduced
+vjp             a function's two passes, and what must be kept between them
+sharded_param   a parameter's shard, and what is done to it before the gather
+evaluate        casts made before the gather
+working_set     how much is gathered at a time
 """
 
 from zerojax.gather.engine import block, gather_on_use

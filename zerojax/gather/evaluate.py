@@ -1,9 +1,9 @@
-"""Evaluate a jaxpr whose parameters arrive in the narrow type they were gathered in.
+"""Evaluate a jaxpr whose parameters are given in the narrow type they were gathered in.
 
 A model keeps float32 parameters and computes in bfloat16: somewhere in a layer, often
-inside its remat, stands a cast. Gathering after the cast moves half the bytes, so the
-shard is cast first; `Narrow` is the promise that the layer's own cast has been made
-already. What meets a `Narrow` without casting it gets it widened back.
+inside its remat, there is a cast. Gathering after the cast moves half the bytes, so the
+shard is cast first; `Narrow` marks a value for which the layer's own cast is already made.
+Any other equation that reads a `Narrow` gets it widened.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from zerojax import compat
-from zerojax.gather.sharded_param import narrower
+from zerojax import compat, jaxprs
+from zerojax.gather.sharded_param import ShardedParam, narrower
 
 LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", "name", "stop_gradient", "copy"})
 
@@ -25,11 +25,16 @@ class Narrow:
 
     Attributes:
         value: The array, already cast.
-        dtype: The type the jaxpr believes it has.
+        dtype: The type the jaxpr expects.
     """
 
     value: jax.Array
     dtype: np.dtype
+
+
+def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
+    """A gathered parameter as `evaluate` takes it."""
+    return value if param.leaf.dtype == param.wide else Narrow(value, param.wide)
 
 
 def widen(value):
@@ -40,36 +45,28 @@ def widen(value):
 def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
     """Evaluate a jaxpr, some of whose arguments may be `Narrow`; the results never are.
 
-    Calls are opened: autodiff would otherwise hand their residuals over as results of one
-    equation, of which nobody can tell any more which depend on parameters alone.
+    Calls are inlined: autodiff would otherwise return their residuals as results of one
+    equation, and which of them depend on parameters alone could not be told.
     """
-    env = dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _apply(jaxpr, eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [widen(read(atom)) for atom in jaxpr.outvars]
+    return [widen(value) for value in jaxprs.evaluate(jaxpr, consts, args, _rule)]
 
 
-def _apply(jaxpr, eqn, values: Sequence) -> Sequence:
+def _rule(eqn, values: Sequence) -> Sequence | None:
     name = eqn.primitive.name
     if (body := compat.called(eqn)) is not None:
         return evaluate(*compat.opened(body), values)
     if compat.is_remat(eqn):
-        return remat(eqn, values)
+        return _remat(eqn, values)
     if not any(isinstance(value, Narrow) for value in values):
-        return compat.evaluate_one(jaxpr, eqn, values)
+        return None
     if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:
         return [values[0].value]
     if name in LAYOUTS and len(values) == 1:
-        return [Narrow(compat.evaluate_one(jaxpr, eqn, [values[0].value])[0], values[0].dtype)]
-    return compat.evaluate_one(jaxpr, eqn, [widen(value) for value in values])
+        return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype)]
+    return compat.evaluate_one(eqn, [widen(value) for value in values])
 
 
-def remat(eqn, values: Sequence) -> list:
+def _remat(eqn, values: Sequence) -> list:
     """The user's own `jax.checkpoint`, with the user's policy, on `values`."""
     dtypes = [value.dtype if isinstance(value, Narrow) else None for value in values]
     arrays = [value.value if isinstance(value, Narrow) else value for value in values]
@@ -84,13 +81,13 @@ def remat(eqn, values: Sequence) -> list:
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
     """The narrower type that every use of a variable casts it to, or None, for each of `variables`."""
-    uses, results = uses_of(jaxpr)
+    uses, results = jaxprs.uses_of(jaxpr)
     found = [_demands(var, uses, results) for var in variables]
     return [next(iter(types)) if len(types) == 1 and None not in types else None for types in found]
 
 
 def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
-    """Types that `var` is cast to; None stands for a use that does not cast to a narrower one."""
+    """Types that `var` is cast to; None for a use that does not cast to a narrower one."""
     found: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = eqn.primitive.name
@@ -98,27 +95,17 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
             found.add(np.dtype(eqn.params["new_dtype"]))
         elif name in LAYOUTS and len(eqn.invars) == 1:
             found |= _demands(eqn.outvars[0], uses, results)
-        elif (body := eqn.params["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
-            inner, _ = compat.opened(body)
-            found |= _demands(inner.invars[index], *uses_of(inner))
-        elif name == "scan" and not _is_carried(eqn, index):
-            inner, _ = compat.opened(eqn.params["jaxpr"])
-            found |= _demands(inner.invars[index], *uses_of(inner))
+        elif (body := _body(eqn, index)) is not None:
+            found |= _demands(body.invars[index], *jaxprs.uses_of(body))
         else:
             found.add(None)
     return found
 
 
-def _is_carried(eqn, index: int) -> bool:
-    parts = compat.scan_parts(eqn)
-    return parts.consts <= index < parts.consts + parts.carry
-
-
-def uses_of(jaxpr) -> tuple[dict, frozenset]:
-    """`(variable -> [(equation, which operand)], variables that are results)`."""
-    uses: dict = {}
-    for eqn in jaxpr.eqns:
-        for index, atom in enumerate(eqn.invars):
-            if not compat.is_literal(atom):
-                uses.setdefault(atom, []).append((eqn, index))
-    return uses, frozenset(atom for atom in jaxpr.outvars if not compat.is_literal(atom))
+def _body(eqn, index: int):
+    """The jaxpr whose argument `index` is the equation's operand, or None."""
+    if eqn.primitive.name == "scan":
+        scan = compat.scan_params(eqn)
+        carried = scan.consts <= index < scan.consts + scan.carry
+        return None if carried else compat.opened(scan.body)[0]
+    return compat.inlined_body(eqn)

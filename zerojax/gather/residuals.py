@@ -8,7 +8,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """Something known while tracing that travels with arrays from the forward pass to the backward."""
+    """Something known while tracing that goes with arrays from the forward pass to the backward."""
 
     value: Any
 
@@ -26,12 +26,12 @@ class Fixed:
 class HostShard:
     """A shard in host memory, for `gather_on_use`.
 
-    A cotangent lies where its primal does, and the gradient of such a shard is to be on the device:
-    so what is differentiated is a stand-in, which is read by nothing.
+    A cotangent is in the memory of its primal, and the gradient of such a shard is to be on
+    the device: so what is differentiated is an array of zeros, which nothing reads.
 
     Attributes:
-        shard: This device's part.
-        standin: An array of the same shape and type on the device.
+        shard: This device's shard.
+        device_zeros: An array of the same shape and type on the device.
     """
 
     shard: Any
@@ -40,18 +40,33 @@ class HostShard:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """What the backward pass of one segment reads.
+class PlainResiduals:
+    """Residuals of a segment that uses no sharded parameter.
 
     Attributes:
-        arrays: Residuals; a plain segment keeps its backward function here.
-        operands: What the slices of the segment's weights read.
-        whole: Gathered parameters kept for the backward pass; empty when they are gathered again.
-        passes: A block's two passes (`Passes`); for a plain segment which results and inputs
-            have cotangents.
+        pull: Its backward function.
+        active: Which results and which inputs have cotangents.
     """
 
-    arrays: Any
+    pull: Any
+    active: Static = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockResiduals:
+    """Residuals of a segment that gathers parameters.
+
+    Attributes:
+        saved: Activations; of a scan stacks of them, and after them the carry of each iteration.
+        others: Inputs of the segment, None for those that the backward pass does not read.
+        operands: What the slices of the segment's parameters read.
+        gathered: Gathered parameters that are kept; None if they are gathered again.
+        passes: The two passes (`Passes`).
+    """
+
+    saved: Any
+    others: Any
     operands: Any
-    whole: Any
+    gathered: Any
     passes: Static = dataclasses.field(metadata={"static": True})

@@ -1,23 +1,24 @@
 """When each parameter is gathered, and when each gradient must be computed and reduce-scattered.
 
 XLA's scheduler moves a collective as far as data dependence lets it: gathers to the top,
-where they fill the memory, or to the last moment, where nothing is left to hide them
-behind. So the order is said with optimization barriers: a gather may start when the block
-`prefetch` blocks ahead of its use starts, and must be through when the block before its
-use ends; a block's gradients must be computed when the next block's backward pass starts,
-and be reduce-scattered when that ends.
+where they fill the memory, or to their use, where nothing hides them. So the order is said
+with optimization barriers: a gather may start when the block `prefetch` blocks ahead of its
+use starts, and must be done when the block before its use ends; a block's gradients must be
+computed when the next block's backward pass starts, and be reduce-scattered when that ends.
 """
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+import enum
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from zerojax.gather import collectives
+from zerojax.comm.barriers import barrier
+from zerojax.comm.collectives import Collectives
 from zerojax.gather.sharded_param import ShardedParam
 
 
@@ -26,224 +27,265 @@ class Options:
     """How parameters are gathered.
 
     Attributes:
-        axis: Mesh axis the parameters are cut over.
+        comm: What gathers shards and reduces gradients.
         prefetch: How many uses ahead a gather may start; 0 is none.
-        bucket_bytes: Leaves of one block travel together up to this many logical bytes.
         reshard_after_forward: Drop gathered parameters after the forward pass.
-        reduce: Floating type in which gradients are summed over the devices; None: their own.
     """
 
-    axis: tuple[str, ...]
+    comm: Collectives
     prefetch: int
-    bucket_bytes: int
     reshard_after_forward: bool
-    reduce: np.dtype | None = None
 
-    def gather(self, shards: Sequence[jax.Array], weights: Sequence[ShardedParam], *, covered: bool) -> list[jax.Array]:
-        """Logical arrays of the shards of `weights`; `covered` by another block's work or not."""
-        return collectives.gather(shards, weights, axis=self.axis, bucket_bytes=self._bucket(covered))
+    def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
+        """Shards as `gather` takes them."""
+        encode = self.comm.wire.encode_param
+        return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
+
+    def gather(
+        self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
+    ) -> list[jax.Array]:
+        """Gathered parameters of encoded shards."""
+        return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
 
     def reduce_scatter(
-        self, cotangents: Sequence[jax.Array], weights: Sequence[ShardedParam], *, covered: bool
+        self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """Shards of the summed cotangents of `weights`; `covered` by another block's work or not."""
-        if self.reduce is not None:
-            floats = [jnp.issubdtype(c.dtype, jnp.floating) for c in cotangents]
-            cotangents = [c.astype(self.reduce) if on else c for c, on in zip(cotangents, floats, strict=True)]
-        size = self._bucket(covered)
-        return collectives.reduce_scatter(cotangents, weights, axis=self.axis, bucket_bytes=size, in_turn=not covered)
+        """Shards of the summed gradients, each with its dims in its parameter's `order`."""
+        leaves = [param.grad_leaf for param in params]
+        shards = self.comm.reduce_scatter(grads, leaves, exposed=exposed)
+        return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
-    def sum_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which one device adds up the gradients of several uses."""
-        return dtype if self.reduce is None else jnp.promote_types(dtype, self.reduce)
-
-    def add(self, held: jax.Array | None, cotangent: jax.Array) -> jax.Array:
-        """The gradients of several uses, added up; a single one is left as it is."""
-        if held is None:
-            return cotangent
-        wide = self.sum_dtype(cotangent.dtype)
-        return held.astype(wide) + cotangent.astype(wide)
-
-    def _bucket(self, covered: bool) -> int:
-        """The first gather and the last reduce-scatter can only hide behind their own block: piece by piece."""
-        return self.bucket_bytes if covered else self.bucket_bytes // 4
+    def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
+        """The sum of the gradients of several uses; a single one keeps its type."""
+        if total is None:
+            return grad
+        wide = self.comm.wire.sum_dtype(grad.dtype)
+        return total.astype(wide) + grad.astype(wide)
 
 
-class Gathers:
+class GatherScheduler:
     """The gathers of one pass over a program, each started a number of uses ahead.
 
-    Lives as long as one trace of one pass. `order` holds the weights that each gathering
-    segment needs, in the order of the pass, `computes` whether it has work to hide others behind.
+    Lives as long as one trace of one pass.
+
+    Attributes:
+        env: Values of the program's variables.
+        arguments: The program's arguments.
+        order: What each segment that gathers has to have gathered when it starts, in the order of the pass.
+        computes: For each of these segments, whether it has work to hide communication behind.
+        options: How to gather.
+        position: The index in `order` of the segment that runs now.
     """
 
-    def __init__(self, order: Sequence[Sequence[ShardedParam]], computes: Sequence[bool], options: Options):
+    def __init__(
+        self,
+        env: MutableMapping,
+        arguments: Collection,
+        order: Sequence[Sequence[ShardedParam]],
+        computes: Sequence[bool],
+        options: Options,
+    ):
+        self.env = env
+        self.arguments = frozenset(arguments)
         self.order = order
         self.computes = computes
         self.options = options
-        self.next = 0
-        self.ready: dict[int, list] = {}
+        self.position = 0
+        self._next = 0
+        self._gathered: dict[int, list] = {}
 
-    def take(
-        self, position: int, env: Mapping, *anchors: Sequence[jax.Array], ahead: bool = True
-    ) -> tuple[list, list[list[jax.Array]]]:
-        """Gathered weights of the segment at `position`, and the `anchors`, now behind the barrier.
+    def take(self, *anchors: Sequence[jax.Array], ahead: bool = True) -> tuple[list, list[list[jax.Array]]]:
+        """Gathered parameters of this segment, and the `anchors`, behind the barrier.
 
         With `ahead`, gathers up to `prefetch` positions on are started too, no earlier than
-        the anchors are there; a loop starts them later, with `start`.
+        the anchors are computed; a loop starts them later, with `start`.
         """
-        behind = self.start(position, env, *anchors, ahead=ahead)
-        return self.ready.pop(position), behind
+        behind = self.start(*anchors, ahead=ahead)
+        return self._gathered.pop(self.position), behind
 
-    def start(
-        self, position: int, env: Mapping, *anchors: Sequence[jax.Array], ahead: bool = True
-    ) -> list[list[jax.Array]]:
-        """Start what may start while the segment at `position` runs; gives the anchors back."""
+    def start(self, *anchors: Sequence[jax.Array], ahead: bool = True) -> list[list[jax.Array]]:
+        """Start the gathers that may run beside this segment; returns the anchors."""
         due = []
-        for place in range(self.next, min(position + ahead * self.options.prefetch + 1, len(self.order))):
-            if place > position and not all(v in env for w in self.order[place] for v in w.operands):
+        for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.order))):
+            if place > self.position and not all(v in self.env for p in self.order[place] for v in p.operands):
                 break
             due.append(place)
-        self.next += len(due)
-        roots = list(dict.fromkeys(w.root for place in due for w in self.order[place]))
-        # The first anchor is what the segment reads: without it the barrier holds nothing back.
-        first, (*rest, values) = collectives.tie(anchors[0], *anchors[1:], [env[root] for root in roots])
-        behind = {**env, **dict(zip(roots, values, strict=True))}
+        self._next += len(due)
+        roots = list(dict.fromkeys(p.root for place in due for p in self.order[place]))
+        # The first anchor is what the segment reads: without it the barrier delays nothing.
+        first, (*rest, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
+        behind = {**self.env, **dict(zip(roots, values, strict=True))}
         for place in due:
-            unique = {w.key: w for w in self.order[place]}
-            shards = [w.shard(behind, collectives.zero_after(first)) for w in unique.values()]
-            covered = any(self.computes[max(0, place - self.options.prefetch) : place])
-            gathered = self.options.gather(shards, list(unique.values()), covered=covered)
-            whole = dict(zip(unique, gathered, strict=True))
-            self.ready[place] = [whole[w.key] for w in self.order[place]]
+            self._gathered[place] = self._gather(place, behind, first)
         return [first, *rest]
 
-    def covers_after(self, position: int) -> bool:
-        """Whether a later segment of this pass has work to hide communication behind."""
-        return any(self.computes[position + 1 :])
+    def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array]) -> list[jax.Array]:
+        unique = {p.key: p for p in self.order[place]}
+        params = list(unique.values())
+        shards = self.options.encode([p.shard(env, anchor) for p in params], params)
+        exposed = not any(self.computes[max(0, place - self.options.prefetch) : place])
+        gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
+        return [gathered[p.key] for p in self.order[place]]
 
-    def finish(self, position: int, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of the segment at `position`, once the next segment's gathers are through.
+    @property
+    def is_last(self) -> bool:
+        """Whether no segment after this one gathers."""
+        return self.position == len(self.order) - 1
 
-        Else a scheduler puts the gather off until nothing is left to hide it behind.
+    @property
+    def is_hidden_after(self) -> bool:
+        """Whether a later segment of this pass has work to hide this one's communication behind."""
+        return any(self.computes[self.position + 1 :])
+
+    def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of this segment, once the next segment's gathers are done.
+
+        Otherwise XLA sinks the gather to its use.
         """
-        following = position + 1
-        if following not in self.ready or not self.computes[position]:
+        following = self.position + 1
+        if following not in self._gathered or not self.computes[self.position]:
             return list(results)
-        results, (self.ready[following],) = collectives.tie(results, self.ready[following])
+        results, (self._gathered[following],) = barrier(results, self._gathered[following])
         return results
 
 
-class GradScheduler:
-    """Cotangents of gathered weights, on their way to the shards; lives as long as one trace of one pass.
+class GradState(enum.Enum):
+    """What was done to a gradient, and is left to do: it is reduced, then accumulated."""
 
-    A scheduler left to itself puts off the gradients of parameters, which nothing waits for,
-    and keeps every layer's activations for them. So the gradients of a block must be computed
-    before the next block's backward pass starts, and be reduce-scattered before the one after.
+    COMPUTED = enum.auto()
+    REDUCED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingGrad:
+    """A gradient that is not accumulated yet.
+
+    Attributes:
+        key: A sharded parameter, or the variable of an argument, whose gradient is not reduced here.
+        value: A full gradient when `COMPUTED`, a shard when `REDUCED`.
+        state: What was done to it.
+        stack: The number of the scan's stack that the gradient is a layer of, if it is.
     """
 
-    def __init__(self, env: Mapping, found: MutableMapping, options: Options, arguments: frozenset):
+    key: Any
+    value: jax.Array
+    state: GradState
+    stack: int | None = None
+
+
+class GradScheduler:
+    """The gradients of one backward pass, on their way to the arguments; lives as long as its trace.
+
+    XLA's scheduler puts off the gradients of parameters, which nothing waits for, and keeps
+    every layer's activations for them. So the gradients of a block must be computed before the
+    next block's backward pass starts, and be reduce-scattered before the one after.
+
+    Attributes:
+        env: Values of the program's variables.
+        arguments: The program's arguments.
+        cotangents: Of variables, those of the parameters' shards among them.
+        options: How to reduce.
+    """
+
+    def __init__(self, env: Mapping, arguments: Collection, cotangents: MutableMapping, options: Options):
         self.env = env
-        self.found = found
+        self.arguments = frozenset(arguments)
+        self.cotangents = cotangents
         self.options = options
-        self.arguments = arguments
-        self.stacks: list[tuple[ShardedParam, jax.Array]] = []
-        self.small: tuple[list, list] = ([], [])
-        self.computed: tuple[list[tuple[ShardedParam, int | None]], list] = ([], [])
-        self.scattered: tuple[list[tuple[ShardedParam, int | None]], list] = ([], [])
+        self._stacks: list[tuple[ShardedParam, jax.Array]] = []
+        self._queue: list[PendingGrad] = []
 
     @property
-    def due(self) -> tuple[list, list, list]:
-        """What must be there before the next block's backward pass.
+    def due(self) -> list[jax.Array]:
+        """Values that must be computed before the next block's backward pass."""
+        return [pending.value for pending in self._queue]
 
-        Gradients of whole parameters, of gathered ones, and shards of those of the block before.
-        """
-        return self.small[1], self.computed[1], self.scattered[1]
+    def settle(self, due: Sequence[jax.Array]) -> None:
+        """Take `due` back from behind a barrier: accumulate what is reduced, reduce what is computed."""
+        queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
+        for pending in queue:
+            if pending.state is GradState.REDUCED:
+                self._accumulate(pending)
+        self._queue = self._reduced([pending for pending in queue if pending.state is GradState.COMPUTED])
 
-    def settle(self, small: list, computed: list, scattered: list) -> None:
-        """Take `due` back from behind the barrier; start to reduce-scatter the gathered gradients."""
-        for var, cotangent in zip(self.small[0], small, strict=True):
-            add(self.found, var, cotangent)
-        self.small = [], []
-        for (weight, place), shard in zip(self.scattered[0], scattered, strict=True):
-            self._bring(weight, place, shard)
-        places = self.computed[0]
-        self.scattered = places, self._scatter(places, computed, covered=True)
-        self.computed = [], []
-
-    def give_others(self, variables: Sequence, cotangents: Sequence) -> None:
-        """Add a block's cotangents of what is no gathered weight."""
+    def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
+        """Add a block's cotangents of what it does not gather."""
         for var, cotangent in zip(variables, cotangents, strict=True):
             if var in self.arguments:
-                self.small[0].append(var)
-                self.small[1].append(cotangent)
+                self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
             else:
-                add(self.found, var, cotangent)
+                add(self.cotangents, var, cotangent)
 
-    def give(
+    def add_params(
         self,
-        weights: Sequence[ShardedParam],
-        cotangents: Sequence,
+        params: Sequence[ShardedParam],
+        grads: Sequence,
         *,
-        covered: bool,
+        exposed: bool,
         stacks: Mapping[tuple, int] = MappingProxyType({}),
     ) -> None:
-        """Add the gradients of one block's gathered weights.
+        """Add the gradients of one block's gathered parameters.
 
         Args:
-            weights: The weights.
-            cotangents: Their gradients, not yet summed over devices.
-            covered: Whether more blocks that compute follow in this pass.
-            stacks: For the key of a layer of a scan, the number that `give_stack` gave its stack.
+            params: The parameters.
+            grads: Their gradients, not yet summed over devices.
+            exposed: Whether no block that computes follows in this pass.
+            stacks: For the key of a layer of a scan, the number that `add_stack` gave its stack.
         """
-        unique: dict = {}
-        for weight, cotangent in zip(weights, cotangents, strict=True):
-            _, held = unique.get(weight.key, (weight, None))
-            unique[weight.key] = weight, self.options.add(held, cotangent)
-        places = [(weight, stacks.get(key)) for key, (weight, _) in unique.items()]
-        # Before the barrier, where the compiler sees that this undoes the product's own transpose.
-        made = [weight.to_order(cotangent) for weight, cotangent in unique.values()]
-        if self.options.prefetch and covered:
-            self.computed = places, made
-        else:
-            shards = self._scatter(places, made, covered=covered)
-            self.scattered = [*self.scattered[0], *places], [*self.scattered[1], *shards]
+        totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
+        for param, grad in zip(params, grads, strict=True):
+            first, total = totals.get(param.key, (param, None))
+            totals[param.key] = first, self.options.add(total, grad)
+        computed = [
+            # Transposed before the barrier, where the compiler sees that this undoes the product's own transpose.
+            PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key))
+            for key, (param, total) in totals.items()
+        ]
+        at_once = exposed or not self.options.prefetch
+        self._queue += self._reduced(computed, exposed=exposed) if at_once else computed
+
+    def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
+        """Add the gradients of a scan's stack; a layer that is missing yet goes to `add_params`, with this number."""
+        self._stacks.append((param, stack))
+        return len(self._stacks) - 1
 
     def finish(self) -> None:
-        """Bring the last gradients home."""
-        self.settle(*self.due)
-        self.settle(*self.due)
-        for weight, stack in self.stacks:
-            add(self.found, weight.root, weight.root_cotangent(stack, self.env))
+        """Accumulate the last gradients."""
+        while self._queue:
+            self.settle(self.due)
+        for param, stack in self._stacks:
+            add(self.cotangents, param.root, param.root_grad(stack, self.env))
 
-    def give_stack(self, weight: ShardedParam, stack: jax.Array) -> int:
-        """Add the gradients of a scan's stack; a layer that is missing yet goes to `give`, with the number returned."""
-        self.stacks.append((weight, stack))
-        return len(self.stacks) - 1
+    def _reduced(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
+        shards = self.options.reduce_scatter([p.value for p in computed], [p.key for p in computed], exposed=exposed)
+        return [
+            dataclasses.replace(pending, value=shard, state=GradState.REDUCED)
+            for pending, shard in zip(computed, shards, strict=True)
+        ]
 
-    def _scatter(self, places: Sequence[tuple[ShardedParam, int | None]], made: Sequence, *, covered: bool) -> list:
-        weights = [weight for weight, _ in places]
-        shards = self.options.reduce_scatter(made, [weight.as_made for weight in weights], covered=covered)
-        return [weight.from_order(shard) for weight, shard in zip(weights, shards, strict=True)]
-
-    def _bring(self, weight: ShardedParam, place: int | None, shard: jax.Array) -> None:
-        if place is None:
-            add(self.found, weight.root, weight.root_cotangent(shard, self.env))
-            return
-        stacked, stack = self.stacks[place]
-        row = shard.astype(stack.dtype)
-        self.stacks[place] = stacked, lax.dynamic_update_index_in_dim(stack, row, weight.turn, 0)
-
-
-def add(found: MutableMapping, key, cotangent) -> None:
-    """Add a cotangent to those found already."""
-    found[key] = found[key] + cotangent if key in found else cotangent
+    def _accumulate(self, pending: PendingGrad) -> None:
+        param, decode = pending.key, self.options.comm.wire.decode_grad
+        if not isinstance(param, ShardedParam):
+            add(self.cotangents, param, pending.value)
+        elif pending.stack is None:
+            grad = decode(pending.value, self.env[param.root].dtype)
+            add(self.cotangents, param.root, param.root_grad(grad, self.env))
+        else:
+            stacked, stack = self._stacks[pending.stack]
+            row = decode(pending.value, stack.dtype)
+            self._stacks[pending.stack] = stacked, lax.dynamic_update_index_in_dim(stack, row, param.layer, 0)
 
 
-def pulled(keys: Sequence, variables: Sequence, found: Mapping) -> list | None:
+def add(cotangents: MutableMapping, key: Any, cotangent: jax.Array) -> None:
+    """Add a cotangent to those of its key."""
+    cotangents[key] = cotangents[key] + cotangent if key in cotangents else cotangent
+
+
+def cotangents_of(keys: Sequence, variables: Sequence, cotangents: Mapping) -> list | None:
     """Cotangents of the results `keys`, zeros where there is none; None if there is none at all."""
-    if not any(key in found for key in keys):
+    if not any(key in cotangents for key in keys):
         return None
     return [
-        found[key] if key in found else jnp.zeros(var.aval.shape, var.aval.dtype)
+        cotangents[key] if key in cotangents else jnp.zeros(var.aval.shape, var.aval.dtype)
         for key, var in zip(keys, variables, strict=True)
     ]

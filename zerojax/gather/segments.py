@@ -1,84 +1,36 @@
-"""A loss function as a list of segments: which equations run together on which gathered parameters.
+"""Segments of a loss function: equations that run together on the parameters gathered for them.
 
-The loss's jaxpr is cut where parameters are used:
-
-plain   consecutive equations that use no cut parameter
+plain   consecutive equations that use no sharded parameter
 block   a use: one equation, a user's remat, or what `zerojax.block` marks
-scan    a loop over stacked layers, each turn of which is a block
+scan    a loop over stacked layers, each iteration of which is a block (`scan`)
 
-Equations on parameters alone (a transpose, a reshape, a merged LoRA) are not run where
-they stand but travel into every block that uses their result, so that nothing of a
-gathered parameter's size outlives a block.
+Each is differentiated here, and not by JAX as part of the loss: only so can the backward
+pass gather each parameter again at a time of our choosing.
 """
 
+import abc
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
 import jax.core
 
-from zerojax import compat
-from zerojax.gather import evaluate
-from zerojax.gather.grad_dims import orders
-from zerojax.gather.sharded_param import ShardedParam, extended, root_param
-from zerojax.layout.leaf import Leaf
-
-# How the jit that `zerojax.block` puts around a function is known again in a jaxpr.
-BLOCK_NAME = "zerojax_block"
-
-_CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
+from zerojax import compat, jaxprs
+from zerojax.comm.barriers import zero_after
+from zerojax.gather.evaluate import as_gathered, evaluate
+from zerojax.gather.residuals import BlockResiduals, PlainResiduals, Static
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, add, cotangents_of
+from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.vjp import Passes, differentiable, passes
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
-_DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
-    """Equations that run together.
-
-    Attributes:
-        kind: `"plain"`, `"block"` or `"scan"`.
-        jaxpr: The equations, from `(*weights, *others)` to `results`.
-        weights: Parameters to gather for them.
-        others: What else is read: variables, or `Whole` parameters.
-        results: What later segments or the caller read: variables, or `Whole` parameters.
-    """
-
-    kind: str
-    jaxpr: Any
-    weights: tuple[ShardedParam, ...]
-    others: tuple
-    results: tuple
-
-    @functools.cached_property
-    def computes(self) -> bool:
-        """Whether there is enough work in it to hide communication behind: a matrix product or a kernel."""
-        return _has_product(self.jaxpr)
-
-    def run(self, weights: Sequence, others: Sequence) -> list:
-        """The results, given the gathered parameters in the type they are gathered in."""
-        if not self.weights:
-            return jax.core.eval_jaxpr(self.jaxpr, (), *others)
-        values = [
-            value if weight.dtype == weight.wide else evaluate.Narrow(value, weight.wide)
-            for value, weight in zip(weights, self.weights, strict=True)
-        ]
-        return evaluate.evaluate(self.jaxpr, (), [*values, *others])
-
-
-def _has_product(jaxpr) -> bool:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _PRODUCTS or any(map(_has_product, compat.inner_jaxprs(eqn))):
-            return True
-    return False
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """A parameter, or something made of parameters alone, that has to be had whole from some segment on.
+class Gathered:
+    """A parameter, or something computed from parameters alone, that one segment gathers for later ones to read.
 
     Attributes:
         var: Its variable, by which its shard is known.
@@ -90,183 +42,176 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A traced function, cut into segments.
+class Segment(abc.ABC):
+    """Equations that run together.
 
     Attributes:
-        invars: Variables of the arguments: parameters' shards, other arguments, constants.
-        segments: In the order in which they run.
-        outs: What the function returns: variables, `Whole` parameters, or literals.
+        jaxpr: The equations, from `(*params, *others)` to `results`.
+        params: Parameters to gather for them.
+        others: What else is read: variables, or `Gathered` parameters.
+        results: What later segments or the caller read: variables, or `Gathered` parameters.
     """
 
-    invars: tuple
-    segments: tuple[Segment, ...]
-    outs: tuple
+    jaxpr: Any
+    params: tuple[ShardedParam, ...]
+    others: tuple
+    results: tuple
+
+    @abc.abstractmethod
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, Any]:
+        """`(results, residuals)`; `moving` are the `sources` that want cotangents, without them residuals are None."""
+
+    @abc.abstractmethod
+    def backward(self, residuals: Any, gathers: GatherScheduler, grads: GradScheduler) -> None:
+        """Pull the cotangents of the results back to the parameters and others."""
+
+    @property
+    def first_gather(self) -> Sequence[ShardedParam]:
+        """What has to be gathered when the forward pass starts."""
+        return self.params
+
+    def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
+        """What has to be gathered when the backward pass starts."""
+        if residuals.gathered is not None:
+            return []
+        return [param for i, param in enumerate(self.params) if i in residuals.passes.value.needed]
+
+    @property
+    def gathered_bytes(self) -> list[int]:
+        """Bytes gathered by each use of parameters, one after the other."""
+        return [bytes_of(self.params)]
+
+    @property
+    def stacks(self) -> Sequence[ShardedParam]:
+        """Stacks of which each iteration gathers one layer."""
+        return ()
+
+    @property
+    def sources(self) -> list:
+        """The variables of the parameters' shards and of the others, in the order of the jaxpr's arguments."""
+        return [*(param.root for param in self.params), *self.others]
+
+    @property
+    def operands(self) -> list:
+        """Variables that the slices of the parameters read."""
+        return [v for param in self.params for v in param.operands]
+
+    @functools.cached_property
+    def computes(self) -> bool:
+        """Whether there is enough work in it to hide communication behind: a matrix product or a kernel."""
+        return _has_product(self.jaxpr)
+
+    def run(self, params: Sequence, others: Sequence) -> list:
+        """The results, given the gathered parameters in the type they are gathered in."""
+        if not self.params:
+            return jax.core.eval_jaxpr(self.jaxpr, (), *others)
+        values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
+        return evaluate(self.jaxpr, (), [*values, *others])
+
+    def live_results(self, moving: Set) -> list:
+        """Results that may depend on something in `moving`."""
+
+        def live(eqn, reads):
+            if not reads or eqn.primitive.name == "stop_gradient":
+                return ()
+            return [v for v in eqn.outvars if differentiable(v.aval.dtype)]
+
+        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in moving]
+        found = jaxprs.dependent_on(start, self.jaxpr.eqns, live)
+        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in found]
+
+    def start(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
+        """`(gathered parameters, others)` of the forward pass, gathers further on started behind the last other."""
+        anchors = [v for v in self.others if v not in gathers.arguments][-1:]
+        gathered, (values,) = gathers.take([gathers.env[v] for v in anchors], ahead=ahead)
+        gathers.env.update(zip(anchors, values, strict=True))
+        return gathered, [gathers.env[v] for v in self.others]
+
+    def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
+        """Cotangents of some results; None if there are none."""
+        variables = [self.jaxpr.outvars[i] for i in indices]
+        return cotangents_of([self.results[i] for i in indices], variables, grads.cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Derived:
-    """A value made of weights alone, while call equations are inlined."""
+class PlainSegment(Segment):
+    """Equations that use no sharded parameter."""
 
-    value: Any
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, PlainResiduals | None]:
+        """See `Segment`."""
+        others = [gathers.env[v] for v in self.others]
+        if not moving:
+            return self.run((), others), None
+        inputs = [i for i, v in enumerate(self.others) if v in moving]
+        live = set(self.live_results(moving))
+        outputs = [i for i, key in enumerate(self.results) if key in live]
+
+        def of_moving(values):
+            arguments = list(others)
+            for i, value in zip(inputs, values, strict=True):
+                arguments[i] = value
+            results = self.run((), arguments)
+            return [results[i] for i in outputs], results
+
+        _, pull, results = jax.vjp(of_moving, [others[i] for i in inputs], has_aux=True)
+        return results, PlainResiduals(pull, Static((outputs, inputs)))
+
+    def backward(self, residuals: PlainResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+        """See `Segment`."""
+        outputs, inputs = residuals.active.value
+        cotangents = self.cotangents(outputs, grads)
+        if cotangents is None:
+            return
+        (to_inputs,) = residuals.pull(cotangents)
+        for index, cotangent in zip(inputs, to_inputs, strict=True):
+            add(grads.cotangents, self.others[index], cotangent)
 
 
-def inlined(jaxpr, consts: Sequence, args: Sequence, cut: Sequence[bool]) -> list:
-    """Evaluate `jaxpr`, opening the calls (`jax.jit` and its kin) that parameters are passed to.
+@dataclasses.dataclass(frozen=True)
+class BlockSegment(Segment):
+    """A use of parameters, gathered together."""
 
-    Args:
-        jaxpr: What to evaluate.
-        consts: Its constants.
-        args: Its arguments.
-        cut: For each argument, whether it is a cut parameter.
-    """
-    marked = [_Derived(arg) if is_cut else arg for arg, is_cut in zip(args, cut, strict=True)]
-    return [_bare(value) for value in _inline(jaxpr, consts, marked)]
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
+        """See `Segment`."""
+        gathered, others = self.start(gathers)
+        if not moving:
+            return self.run(gathered, others), None
+        trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
+        two = passes(self.run, gathered, others, trained=trained, active=active)
+        results, saved = two.run(gathered, others)
+        others = [x if i in two.needed_others else None for i, x in enumerate(others)]
+        # Between the last use and its backward pass there is only the loss: resharding would save nothing.
+        keeps = gathers.is_last or not gathers.options.reshard_after_forward
+        kept = [x if i in two.needed else None for i, x in enumerate(gathered)] if keeps else None
+        return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(two))
+
+    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+        """See `Segment`."""
+        two: Passes = residuals.passes.value
+        cotangents = self.cotangents(two.active_results, grads)
+        if cotangents is None:
+            return
+        again, (cotangents, due) = gathers.take(cotangents, grads.due)
+        grads.settle(due)
+        gathered = residuals.gathered
+        if gathered is None:
+            values = dict(zip(sorted(two.needed), again, strict=True))
+            gathered = [values.get(i) for i in range(len(self.params))]
+        zero = None if self.computes else zero_after(cotangents)
+        to_params, to_others = two.pull(gathered, residuals.others, residuals.saved, cotangents, zero)
+        to_others = gathers.finish(to_others)
+        grads.add_others([self.others[i] for i in two.active_others], to_others)
+        grads.add_params([self.params[i] for i in two.active_params], to_params, exposed=not gathers.is_hidden_after)
 
 
-def _bare(value):
-    return value.value if isinstance(value, _Derived) else value
+def bytes_of(params: Iterable[ShardedParam]) -> int:
+    """Bytes of some gathered parameters, in the types they are gathered in; each gather counts once."""
+    leaves = {param.key: param.leaf for param in params}.values()
+    return sum(leaf.bytes for leaf in leaves)
 
 
-def _inline(jaxpr, consts: Sequence, args: Sequence) -> list:
-    env = dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if compat.is_literal(atom) else env[atom]
-
+def _has_product(jaxpr) -> bool:
     for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
-        body = compat.called(eqn)
-        touched = any(isinstance(value, _Derived) for value in values)
-        if touched and body is not None and eqn.params.get("name") != BLOCK_NAME:
-            results = _inline(*compat.opened(body), values)
-        else:
-            results = compat.evaluate_one(jaxpr, eqn, [_bare(value) for value in values])
-            if touched and _travels(eqn, [isinstance(v, _Derived) for v in values]):
-                results = [_Derived(result) for result in results]
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _travels(eqn, from_weights: Sequence[bool]) -> bool:
-    """Whether an equation is on weights alone and may be made anew in each block that needs it."""
-    for atom, is_weight in zip(eqn.invars, from_weights, strict=True):
-        if not is_weight and not compat.is_literal(atom):
-            return False
-    if eqn.effects or eqn.primitive.name in _CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
-        return False
-    # What shrinks a weight (a norm, a row) is worth keeping, and gathering for by itself:
-    # were it to travel, a penalty on all parameters would gather all of them at once.
-    largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
-    return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
-
-
-@dataclasses.dataclass
-class _Piece:
-    """A segment in the making: its equations, or the variables it has to gather and hand on."""
-
-    kind: str
-    eqns: list
-    wanted: tuple = ()
-    whole: dict = dataclasses.field(default_factory=dict)
-
-
-def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
-    """Cut an inlined jaxpr into segments.
-
-    Args:
-        jaxpr: Without constants; arguments first among which are the parameters.
-        leaves: For each argument, its layout if it is a cut parameter, else None.
-    """
-    weights = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
-    travelling: dict = {}
-    uniform: set = set()
-    pieces = [_Piece("plain", [])]
-    for eqn in jaxpr.eqns:
-        reads = [atom for atom in eqn.invars if not compat.is_literal(atom)]
-        if uniform.issuperset(reads) and not eqn.effects and eqn.primitive.name not in _DEVICE_DEPENDENT:
-            uniform.update(eqn.outvars)
-        touched = [var for var in reads if var in weights or var in travelling]
-        if not touched:
-            if pieces[-1].kind != "plain":
-                pieces.append(_Piece("plain", []))
-            pieces[-1].eqns.append(eqn)
-            continue
-        first = eqn.invars[0]
-        # Slicing shards gives one slice only if every device slices at the same place.
-        alone = touched == [first] and first in weights and uniform.issuperset(reads[1:])
-        if alone and (weight := extended(weights[first], eqn)) is not None:
-            weights[eqn.outvars[0]] = weight
-            continue
-        if _travels(eqn, [not compat.is_literal(a) and (a in weights or a in travelling) for a in eqn.invars]):
-            travelling |= dict.fromkeys(eqn.outvars, eqn)
-            continue
-        if eqn.primitive.name == "scan":
-            early = [v for i, v in enumerate(eqn.invars) if v in touched and not _in_turns(eqn, i, weights)]
-            early = tuple(dict.fromkeys(early))
-            pieces += [_Piece("whole", [], early)] * bool(early)
-            pieces.append(_Piece("scan", [eqn], whole={v: Whole(v, len(pieces) - 1) for v in early}))
-        else:
-            pieces.append(_Piece("block", [eqn]))
-    returned = tuple(v for v in jaxpr.outvars if not compat.is_literal(v) and (v in weights or v in travelling))
-    if returned:
-        pieces.append(_Piece("whole", [], tuple(dict.fromkeys(returned))))
-    outs = tuple(Whole(v, len(pieces) - 1) if v in returned else v for v in jaxpr.outvars)
-    return Program(tuple(jaxpr.invars), _assembled(jaxpr, pieces, weights, travelling), outs)
-
-
-def _in_turns(eqn, index: int, weights: dict) -> bool:
-    """Whether a scan's operand may stay a shard until its turn: a constant, or a stack not cut over its layers."""
-    parts, var = compat.scan_parts(eqn), eqn.invars[index]
-    if var not in weights or parts.length == 0:
-        return False
-    return index < parts.consts or (index >= parts.consts + parts.carry and weights[var].dim != 0)
-
-
-def _assembled(jaxpr, pieces: Sequence[_Piece], weights: dict, travelling: dict) -> tuple[Segment, ...]:
-    """Segments with their inputs and outputs."""
-    order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
-    closed = [_with_travellers(piece, weights, travelling, order) for piece in pieces]
-    readers: dict = {}
-    for index, (_, used, others) in enumerate(closed):
-        operands = [v for name in used for v in weights[name].operands]
-        for var in [*others, *operands]:
-            readers.setdefault(var, set()).add(index)
-    final = {atom for atom in jaxpr.outvars if not compat.is_literal(atom)}
-    segments = []
-    for index, (piece, (eqns, used, others)) in enumerate(zip(pieces, closed, strict=True)):
-        made = [v for eqn in eqns for v in eqn.outvars if not compat.is_dropped(v) and v not in travelling]
-        results = list(piece.wanted) or [v for v in made if v in final or readers.get(v, set()) - {index}]
-        names = tuple(used)
-        part = compat.part_of(jaxpr, eqns, [*names, *others], results)
-        demands, made_in = evaluate.demanded(part, names), orders(part, names)
-        line = compat.line_of(piece.eqns[0]) if piece.eqns else ""
-        narrow = tuple(
-            dataclasses.replace(weights[v].narrowed(dtype), line=line, order=order)
-            for v, dtype, order in zip(names, demands, made_in, strict=True)
-        )
-        kind = "block" if piece.kind == "whole" else piece.kind
-        keys = tuple(Whole(v, index) for v in piece.wanted) or tuple(results)
-        if part.eqns or piece.wanted:
-            segments.append(Segment(kind, part, narrow, tuple(piece.whole.get(v, v) for v in others), keys))
-    return tuple(segments)
-
-
-def _with_travellers(piece: _Piece, weights: dict, travelling: dict, order: dict):
-    """`(equations, weights used, others read)`, the travelling equations they need put before them."""
-    needed: dict = {}
-    reads = [a for eqn in piece.eqns for a in eqn.invars if not compat.is_literal(a)] + list(piece.wanted)
-    pending = [] if piece.kind == "scan" else list(reads)
-    while pending:
-        var = pending.pop()
-        if var in travelling and id(travelling[var]) not in needed:
-            needed[id(travelling[var])] = travelling[var]
-            pending.extend(atom for atom in travelling[var].invars if not compat.is_literal(atom))
-    full = sorted(needed.values(), key=lambda eqn: order[id(eqn)]) + list(piece.eqns)
-    made = {var for eqn in full for var in eqn.outvars}
-    reads = dict.fromkeys(a for eqn in full for a in eqn.invars if not compat.is_literal(a))
-    reads |= dict.fromkeys(piece.wanted)
-    used = {var: None for var in reads if var in weights and var not in piece.whole}
-    others = [var for var in reads if var not in used and var not in made]
-    return full, used, others
+        if eqn.primitive.name in _PRODUCTS or any(map(_has_product, compat.inner_jaxprs(eqn))):
+            return True
+    return False

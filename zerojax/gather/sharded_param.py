@@ -1,12 +1,12 @@
-"""One parameter of which this device holds a shard, and what is done to the shard before it is gathered.
+"""One parameter of which this device has a shard, and what is done to the shard before it is gathered.
 
-Casts and slices that leave the cut dim whole can be made on the shard: a cast makes the
-gather move fewer bytes, and a slice of a stack of layers gathers one layer. Everything
+Casts, and slices that leave the sharded dim as it is, are applied to the shard: a cast makes
+the gather move fewer bytes, and a slice of a stack of layers gathers one layer. Everything
 else happens after the gather.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,151 +16,149 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat
-from zerojax.layout.leaf import Leaf, shard_extent
+from zerojax.comm.barriers import zero_after
+from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import to_device
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A cut parameter, or a slice or cast of one, not gathered.
+    """A sharded parameter, or a slice or cast of one, not gathered.
 
     Attributes:
         root: The jaxpr's variable that holds the parameter.
-        leaf: How the parameter is laid out.
-        dim: The cut dim of this value (slicing may have moved it).
-        shape: Logical shape of this value.
-        dtype: The type in which it is gathered.
+        leaf: How this value is laid out: its own shape and sharded dim, the type in which it is
+            gathered, and as path the parameter's with the line that uses it.
         wide: The type the jaxpr expects of the gathered value.
-        before: Slices to make on the shard, in order.
-        line: Where the model uses it, as "file.py:12".
-        turn: Which layer of the stack this is, if it is one layer of a scan's stack.
+        slices: Equations to apply to the shard, in order.
+        layer: Which layer of the stack this is, if it is one layer of a scan's stack.
         order: The dims in the order in which its use makes the gradient; `()` if that is their own.
     """
 
     root: Any
     leaf: Leaf
-    dim: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
     wide: np.dtype
-    before: tuple = ()
-    line: str = ""
-    turn: int | None = None
+    slices: tuple = ()
+    layer: int | None = None
     order: tuple[int, ...] = ()
 
     @property
-    def label(self) -> str:
-        """The leaf, and where it is used: names its collectives in the compiled program."""
-        return f"{self.leaf.path} {self.line}".rstrip()
-
-    @property
     def operands(self) -> tuple:
-        """Variables the equations on the shard read besides the parameter (a layer's index)."""
-        return tuple(v for eqn in self.before for v in eqn.invars[1:] if not compat.is_literal(v))
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this device's part, padding included."""
-        extent, _ = shard_extent(self.shape[self.dim], self.leaf.shards)
-        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
+        """Variables that the slices read besides the parameter (a layer's index)."""
+        return tuple(v for eqn in self.slices for v in eqn.invars[1:] if not compat.is_literal(v))
 
     @property
     def key(self) -> tuple:
-        """Two weights with one key are one gather."""
-        return (self.root, *map(id, self.before), self.dtype, self.turn)
-
-    def narrowed(self, dtype: np.dtype | None) -> "ShardedParam":
-        """The same weight gathered in `dtype`, unless it has been cast before: two casts are not one."""
-        if dtype is None or self.dtype != self.root.aval.dtype:
-            return self
-        return dataclasses.replace(self, dtype=dtype)
-
-    def at_turn(self, turn: int) -> "ShardedParam":
-        """One layer of this stack."""
-        return dataclasses.replace(self, turn=turn, dim=self.dim - 1, shape=self.shape[1:])
+        """Two uses with one key are one gather."""
+        return (self.root, *map(id, self.slices), self.leaf.dtype, self.layer)
 
     @property
-    def as_made(self) -> "ShardedParam":
-        """The same weight with its dims in `order`."""
-        if not self.order:
-            return self
-        shape = tuple(self.shape[dim] for dim in self.order)
-        return dataclasses.replace(self, dim=self.order.index(self.dim), shape=shape, order=())
+    def is_cast(self) -> bool:
+        """Whether it is gathered in another type than the parameter's."""
+        return self.leaf.dtype != self.root.aval.dtype
 
-    def to_order(self, cotangent: jax.Array) -> jax.Array:
-        """A cotangent with its dims as its product made them."""
-        return lax.transpose(cotangent, self.order) if self.order else cotangent
+    def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
+        """The parameter as one segment uses it.
 
-    def from_order(self, cotangent: jax.Array) -> jax.Array:
-        """The inverse of `to_order`, of a shard too."""
-        return lax.transpose(cotangent, np.argsort(self.order)) if self.order else cotangent
-
-    def shard(self, env: Mapping, zero: jax.Array) -> jax.Array:
-        """This device's part, sliced, brought to the device and cast, of the parameter whose shard `env` holds.
-
-        `zero` is a zero that is there when the gather may start.
+        Args:
+            line: Where, as "file.py:12".
+            dtype: The type to gather it in, unless it has been cast before: two casts are not one.
+            order: The dims in the order in which the gradient is made.
         """
-        value = self.sliced(env)
-        if self.turn is not None:
-            return self.layer(value, self.turn + zero)
-        return lax.convert_element_type(to_device(value), self.dtype)
+        leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
+        if dtype is not None and not self.is_cast:
+            leaf = dataclasses.replace(leaf, dtype=dtype)
+        return dataclasses.replace(self, leaf=leaf, order=order)
 
-    def layer(self, stack: jax.Array, turn: jax.Array) -> jax.Array:
-        """This device's part of one layer, cast, out of the stack that `sliced` gave."""
-        # Indexing the whole stack and casting in the turn: a cast before the loop would copy the stack.
-        # A stack in host memory is indexed there, so that one layer travels.
-        row = lax.dynamic_index_in_dim(stack, turn, 0, keepdims=False)
-        return lax.convert_element_type(to_device(row), self.dtype)
+    def at_layer(self, layer: int) -> "ShardedParam":
+        """One layer of this stack."""
+        return dataclasses.replace(self, layer=layer, leaf=_with_dims(self.leaf, range(1, len(self.leaf.shape))))
+
+    @property
+    def grad_leaf(self) -> Leaf:
+        """How its gradient is laid out, dims in the order in which its use makes it."""
+        return _with_dims(self.leaf, self.order) if self.order else self.leaf
+
+    def to_order(self, grad: jax.Array) -> jax.Array:
+        """A gradient with its dims in the order in which its use makes it."""
+        return lax.transpose(grad, self.order) if self.order else grad
+
+    def from_order(self, grad: jax.Array) -> jax.Array:
+        """The inverse of `to_order`, of a shard too."""
+        return lax.transpose(grad, np.argsort(self.order)) if self.order else grad
+
+    def shard(self, env: Mapping, anchor: Sequence[jax.Array]) -> jax.Array:
+        """This device's shard, sliced and on the device, of the parameter's in `env`; a layer not before `anchor`."""
+        value = self.sliced(env)
+        return to_device(value) if self.layer is None else self.row(value, self.layer + zero_after(anchor))
+
+    def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
+        """This device's shard of one layer, out of the stack that `sliced` returned."""
+        # A stack in host memory is indexed there, so that one layer is copied.
+        return to_device(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
 
     def sliced(self, env: Mapping) -> jax.Array:
-        """This device's part, sliced, in the parameter's own type."""
+        """This device's shard, sliced, where it is stored."""
         return self._slice(env[self.root], {v: env[v] for v in self.operands})
 
     def _slice(self, value, operands: Mapping):
-        for eqn in self.before:
+        for eqn in self.slices:
             indices = [v.val if compat.is_literal(v) else operands[v] for v in eqn.invars[1:]]
             value = _SHARDWISE[eqn.primitive.name](value, eqn, indices)
         return value
 
-    def root_cotangent(self, cotangent, env: Mapping):
-        """The cotangent of the parameter's shard, from the cotangent of `shard` or `sliced`."""
-        root = env[self.root]
-        cotangent = lax.convert_element_type(cotangent, root.dtype)
-        if not self.before:
-            return cotangent
+    def root_grad(self, grad: jax.Array, env: Mapping) -> jax.Array:
+        """The gradient of the parameter's shard, from that of the sliced one in the parameter's type."""
+        if not self.slices:
+            return grad
         operands = {v: env[v] for v in self.operands}
-        # Of its shape alone: the shard may wait in host memory, and gradients are on the device.
-        shape = jax.ShapeDtypeStruct(root.shape, root.dtype)
-        return jax.linear_transpose(lambda root: self._slice(root, operands), shape)(cotangent)[0]
+        # Of its shape alone: the shard may be in host memory, and gradients are on the device.
+        shape = jax.ShapeDtypeStruct(env[self.root].shape, env[self.root].dtype)
+        return jax.linear_transpose(lambda root: self._slice(root, operands), shape)(grad)[0]
 
 
 def root_param(var, leaf: Leaf) -> ShardedParam:
-    """The weight that a cut parameter is before anything is done to it."""
+    """A sharded parameter before anything is done to it."""
     assert leaf.dim is not None
     dtype = np.dtype(var.aval.dtype)
-    return ShardedParam(var, leaf, leaf.dim, tuple(var.aval.shape), dtype, dtype)
+    return ShardedParam(var, dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype), dtype)
 
 
-def extended(weight: ShardedParam, eqn) -> ShardedParam | None:
-    """The weight after one more equation on its shard, or None if that needs the gathered value."""
+def extended(param: ShardedParam, eqn) -> ShardedParam | None:
+    """The parameter after one more equation on its shard, or None if that needs the gathered value."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
-    dim = weight.dim
+    leaf = param.leaf
+    assert leaf.dim is not None
     if name == "convert_element_type":
-        if weight.dtype != weight.root.aval.dtype or not narrower(out.dtype, weight.dtype):
+        if param.is_cast or not narrower(out.dtype, leaf.dtype):
             return None
-        return dataclasses.replace(weight, dtype=np.dtype(out.dtype), wide=np.dtype(out.dtype))
+        dtype = np.dtype(out.dtype)
+        return dataclasses.replace(param, leaf=dataclasses.replace(leaf, dtype=dtype), wide=dtype)
     if name not in _SHARDWISE:
         return None
     if name in ("slice", "dynamic_slice"):
         strides = eqn.params.get("strides")
-        if out.shape[dim] != weight.shape[dim] or (strides is not None and strides[dim] != 1):
+        if out.shape[leaf.dim] != leaf.shape[leaf.dim] or (strides is not None and strides[leaf.dim] != 1):
             return None
+        leaf = dataclasses.replace(leaf, shape=tuple(out.shape))
     elif name == "squeeze":
-        dims = {d % len(weight.shape) for d in eqn.params["dimensions"]}
-        if dim in dims:
+        dropped = {d % len(leaf.shape) for d in eqn.params["dimensions"]}
+        if leaf.dim in dropped:
             return None
-        dim -= sum(d < dim for d in dims)
-    return dataclasses.replace(weight, dim=dim, shape=tuple(out.shape), before=(*weight.before, eqn))
+        leaf = _with_dims(leaf, [d for d in range(len(leaf.shape)) if d not in dropped])
+    return dataclasses.replace(param, leaf=leaf, slices=(*param.slices, eqn))
+
+
+def _with_dims(leaf: Leaf, dims) -> Leaf:
+    """A leaf with some of its dims, the sharded one among them, in the order given."""
+    assert leaf.dim is not None
+    dims, others = list(dims), [*leaf.others, *[None] * len(leaf.shape)]
+    return dataclasses.replace(
+        leaf,
+        shape=tuple(leaf.shape[d] for d in dims),
+        dim=dims.index(leaf.dim),
+        others=tuple(others[d] for d in dims) if leaf.others else (),
+    )
 
 
 def narrower(new, old) -> bool:
@@ -169,7 +167,7 @@ def narrower(new, old) -> bool:
     return both and np.dtype(new).itemsize < np.dtype(old).itemsize
 
 
-def _cut_dim(value, eqn) -> int:
+def _sharded_dim(value, eqn) -> int:
     """The one dim in which the shard is shorter than the value the equation was written for."""
     for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
         if have != full:
@@ -179,16 +177,16 @@ def _cut_dim(value, eqn) -> int:
 
 def _slice(value, eqn, indices):
     starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
-    if (dim := _cut_dim(value, eqn)) >= 0:
+    if (dim := _sharded_dim(value, eqn)) >= 0:
         starts[dim], limits[dim] = 0, value.shape[dim]
     if any(stride != 1 for stride in eqn.params["strides"] or ()):
-        value = to_device(value)  # of host memory XLA moves what lies together; else it copies there first
+        value = to_device(value)  # from host memory XLA copies only what is contiguous
     return lax.slice(value, starts, limits, eqn.params["strides"])
 
 
 def _dynamic_slice(value, eqn, indices):
     sizes = list(eqn.params["slice_sizes"])
-    if (dim := _cut_dim(value, eqn)) >= 0:
+    if (dim := _sharded_dim(value, eqn)) >= 0:
         sizes[dim] = value.shape[dim]
     return lax.dynamic_slice(value, indices, sizes)
 

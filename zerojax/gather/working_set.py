@@ -1,17 +1,13 @@
 """How much is gathered at a time: read off the segments of a loss, before anything is compiled."""
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from zerojax.gather.engine import traced
-from zerojax.gather.scan import loop_of
-from zerojax.gather.segments import Segment, Whole
-from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.segments import Gathered, bytes_of
 from zerojax.layout.leaf import Leaf
 
 
@@ -19,48 +15,33 @@ class WorkingSet(NamedTuple):
     """What is gathered of a function's parameters.
 
     Attributes:
-        bytes: Gathered parameters that a device holds at once, at most: those of one use (a
-            block, a turn of a scan) and of the uses that are prefetched, and whatever has to be had whole.
-        turned: Indices of the parameters that are stacks, of which each turn of a scan uses one layer.
+        bytes: Gathered parameters on a device at once, at most: those of one use (a block, an iteration of a
+            scan), of the uses that are prefetched, and whatever is gathered for several segments.
+        stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
     """
 
     bytes: int
-    turned: frozenset[int]
+    stacks: frozenset[int]
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
-    """Find what `gather_on_use` would gather of a function's parameters.
+    """Compute what `gather_on_use` would gather of a function's parameters.
 
     Args:
         fn: As for `gather_on_use`.
-        layout: A tree of `Leaf`; parameters are taken to arrive in the leaves' types.
+        layout: A tree of `Leaf`; parameters are assumed to be in the leaves' types.
         *args: Further arguments of `fn`; shapes are enough.
         prefetch: As for `gather_on_use`.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
-    whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = traced(fn, tree, leaves, whole, args).program
-    segments = program.segments
-    lasting = [segment for segment in segments if any(isinstance(result, Whole) for result in segment.results)]
-    passing = [segment for segment in segments if segment.weights and segment not in lasting]
-    uses = list(itertools.chain.from_iterable(in_turns(segment) for segment in passing))
+    full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    program = traced(fn, tree, leaves, full, args).program
+    lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
+    passing = [s for s in program.segments if s.params and s not in lasting]
+    uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
-    turning = {weight.root for segment in passing if segment.kind == "scan" for weight in loop_of(segment).turning}
+    stacks = {param.root for segment in passing for param in segment.stacks}
     return WorkingSet(
-        sum(gathered_bytes(segment.weights) for segment in lasting) + max(at_once, default=0),
-        frozenset(i for i, var in enumerate(program.invars) if var in turning),
+        sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
+        frozenset(i for i, var in enumerate(program.invars) if var in stacks),
     )
-
-
-def in_turns(segment: Segment) -> list[int]:
-    """Bytes gathered by each use of a segment: of a scan two turns, which stand for all, and hold no more at once."""
-    if segment.kind != "scan":
-        return [gathered_bytes(segment.weights)]
-    loop = loop_of(segment)
-    return [gathered_bytes(loop.first(0))] * min(loop.parts.length, 2)
-
-
-def gathered_bytes(weights: Sequence[ShardedParam]) -> int:
-    """Bytes of some weights, logical shape, in the types they are gathered in; each gather counts once."""
-    unique = {weight.key: weight for weight in weights}
-    return sum(math.prod(weight.shape) * np.dtype(weight.dtype).itemsize for weight in unique.values())

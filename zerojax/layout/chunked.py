@@ -1,10 +1,10 @@
-"""An array that waits outside the device's memory, in the pieces in which it travels."""
+"""How an offloaded array is chunked, and the pytree node that holds its chunks."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,36 +18,41 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """How each device's part of an array is cut into pieces.
+    """How each device's shard of an array is divided into chunks.
 
     Attributes:
-        dim: The dim that is cut.
-        extents: The pieces' lengths on it; they add up to the length on one device.
+        dim: The dim that is divided.
+        extents: The chunks' lengths on it; they add up to the length on one device.
     """
 
     dim: int
     extents: tuple[int, ...]
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """Where on `dim` each piece begins."""
-        return tuple(sum(self.extents[:k]) for k in range(len(self.extents)))
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """`(start, length)` of each chunk on `dim`."""
+        starts = itertools.accumulate(self.extents, initial=0)
+        return tuple(zip(starts, self.extents, strict=False))  # one start more: the end
 
     def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
-        """Storage shape of a piece: that of all devices' pieces together."""
+        """Storage shape of a chunk: that of all devices' chunks together."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
+    def chunk_shapes(self, leaf: Leaf) -> list[tuple[int, ...]]:
+        """The storage shapes of all chunks."""
+        return [self.chunk_shape(leaf, extent) for extent in self.extents]
+
 
 def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
-    """Cut an array into equal pieces (the last may be shorter) of at most `chunk_bytes` on each device.
+    """Divide an array into equal chunks (the last may be shorter) of at most `chunk_bytes` on each device.
 
-    On the first dim that is long enough, so that a piece is in one stretch of memory where
+    On the first dim that is long enough, so that a chunk is contiguous in memory where
     that is possible.
 
     Args:
-        leaf: How the array lies; other mesh axes' dims are not cut.
-        chunk_bytes: At least one index of the longest dim goes into a piece all the same.
+        leaf: Its layout; dims over other mesh axes are not chunked.
+        chunk_bytes: A chunk has at least one index of the longest dim all the same.
     """
     local = leaf.local_shape
     free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
@@ -65,21 +70,20 @@ def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
 )
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """A leaf of the optimizer's state that waits in host memory or on disk, in pieces.
+    """A leaf of the optimizer's state that is offloaded to host memory or disk, in chunks.
 
-    A pytree node. `chunks[k]` holds, on each device, piece k of that device's part; so on
-    the dim that is divided over the mesh the pieces do not join to the array by
-    concatenation.
+    A pytree node. `chunks[k]` holds chunk k of every device's shard: on the sharded dim
+    the chunks do not concatenate to the array.
 
     Attributes:
-        pieces: Arrays in host memory; of a leaf on disk, the version of its files, an int32 scalar.
-        leaf: How the whole array lies.
-        cut: How it is cut into pieces.
-        sharding: How the whole array would lie on the devices.
-        store: Where its pieces are on disk; None in host memory.
+        chunks: Arrays in host memory; of a leaf on disk, the version of its files, an int32 scalar.
+        leaf: Layout of the array.
+        chunking: How it is chunked.
+        sharding: Its sharding on the devices.
+        store: Where its chunks are on disk; None in host memory.
     """
 
-    chunks: tuple[Shaped[Array, "*piece"], ...]
+    chunks: tuple[Shaped[Array, "*chunk"], ...]
     leaf: Leaf
     chunking: Chunking
     sharding: NamedSharding
@@ -94,7 +98,7 @@ class Chunked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Storage shape of the whole array."""
+        """Storage shape of the array."""
         return self.leaf.storage_shape
 
     @property
@@ -106,8 +110,3 @@ class Chunked:
 def is_chunked(x) -> bool:
     """Whether a node is a `Chunked`; for `is_leaf=`."""
     return isinstance(x, Chunked)
-
-
-def chunk_shapes(leaf: Leaf, chunking: Chunking) -> Iterator[tuple[int, ...]]:
-    """The storage shapes of an array's pieces."""
-    return (chunking.chunk_shape(leaf, extent) for extent in chunking.extents)

@@ -6,7 +6,7 @@ laid out in one of three ways:
 replicated   every device holds all of it
 sharded      one dim is divided over mesh axes, padded in storage where it must be
 flat         flattened, padded and divided: for leaves too small to be worth sharding by
-             dim, whose shards travel together in one bucket
+             dim, whose shards share one bucket
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Leaf:
         others: For each dim, the other mesh axes it is divided over already (tensor
             parallel), which stay as they are.
         reason: Why the leaf is replicated or flat, for the report; empty for a sharded leaf.
-        host: Whether it waits in host memory.
+        host: Whether it is kept in host memory.
     """
 
     path: str
@@ -116,6 +116,15 @@ class Leaf:
     def padding(self) -> int:
         """Elements in storage that are not in the logical array."""
         return math.prod(self.storage_shape) - self.size
+
+    def __str__(self) -> str:
+        """Type, logical shape, and how it is sharded."""
+        shape = f"{self.dtype}{list(self.shape)}"
+        if self.kind == "replicated":
+            return f"{shape} replicated" + (f": {self.reason}" if self.reason else "")
+        where = f"flat over {self.shards}" if self.kind == "flat" else f"dim {self.dim} over {self.shards}"
+        padding = f", {self.padding} elements of padding" if self.padding else ""
+        return f"{shape} {where}{padding}"
 
     @property
     def spec(self) -> PartitionSpec:

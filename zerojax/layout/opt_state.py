@@ -13,7 +13,7 @@ def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
     """For each leaf of an optimizer's state, the parameter it belongs to, found by structure.
 
     A state leaf belongs to the parameter whose path its own path ends with, whatever
-    the transformation calls the tree it stands in.
+    the transformation calls the tree around it.
 
     Args:
         state: What `init` gives for logical parameters; shapes are enough.
@@ -45,7 +45,7 @@ def lay_out_state(
         layout: Layout of the parameters.
         policy: Stage, axes and thresholds.
         owners: What `owners_of` found.
-        flat: Indices of the parameters whose state may lie flattened.
+        flat: Indices of the parameters whose state may be flat.
 
     Returns:
         One `Leaf` for each leaf of `state`, in order.

@@ -101,16 +101,16 @@ def lay_out(
     if isinstance(trainable, LeafMask):
         trainable.check(paths)
     types = [types_of(path, x, precision) for path, (_, x) in zip(paths, found, strict=True)]
-    divided = [
+    grads = [
         shard_leaf(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, policy.data), policy)
         for (path, x), spec, (master, _) in zip(found, partition_metadata(params), types, strict=True)
     ]
     compute = tuple(compute for _, compute in types)
-    params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(divided, compute, strict=True))
-    seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in divided]
+    params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
+    seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on)
-    return Layout(policy, treedef, params, tuple(divided), compute, trained)
+    return Layout(policy, treedef, params, tuple(grads), compute, trained)
 
 
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Memory that direct I/O takes, a fixed number of pieces of it, and reading and writing whole files with them."""
+"""A fixed number of buffers aligned for direct I/O, and reading and writing files with them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _sync_data = getattr(os, "fdatasync", os.fsync)
 
 
 class Pool:
-    """Buffers that are lent in the order in which they were asked for.
+    """Buffers that are lent in the order of the requests.
 
     Attributes:
         bytes: Memory of all buffers together; it never changes.
     """
 
     def __init__(self, count: int, size: int):
-        """Map `count` buffers of `size` bytes, each at a page's start."""
+        """Map `count` buffers of `size` bytes, each aligned to a page."""
         self.bytes = count * size
         self._free = deque(memoryview(_mapped(size)) for _ in range(count))
-        self._waiting: deque[Future[memoryview]] = deque()
+        self._requests: deque[Future[memoryview]] = deque()
         self._lock = threading.Lock()
 
     def request(self) -> Future[memoryview]:
@@ -36,30 +36,30 @@ class Pool:
         with self._lock:
             buffer = self._free.popleft() if self._free else None
             if buffer is None:
-                self._waiting.append(ticket)
+                self._requests.append(ticket)
         if buffer is not None:
             ticket.set_result(buffer)
         return ticket
 
     def give(self, buffer: memoryview) -> None:
-        """Take a buffer back, for whoever waits longest."""
+        """Take a buffer back, for the oldest request."""
         with self._lock:
-            ticket = self._waiting.popleft() if self._waiting else None
+            ticket = self._requests.popleft() if self._requests else None
             if ticket is None:
                 self._free.append(buffer)
         if ticket is not None:
             ticket.set_result(buffer)
 
-    def refuse_waiting(self) -> None:
+    def cancel_requests(self) -> None:
         """Cancel the requests that were not met."""
         with self._lock:
-            tickets, self._waiting = self._waiting, deque()
+            tickets, self._requests = self._requests, deque()
         for ticket in tickets:
             ticket.cancel()
 
 
 def _mapped(size: int) -> mmap.mmap:
-    """Memory from a page's start on."""
+    """Memory aligned to a page."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # direct I/O pins page by page: with small pages, writing reaches two thirds of the disk's speed
@@ -68,7 +68,7 @@ def _mapped(size: int) -> mmap.mmap:
     return memory
 
 
-def takes_direct(probe: Path) -> bool:
+def supports_direct(probe: Path) -> bool:
     """Whether a file there can be written past the page cache; it is removed.
 
     Raises:
@@ -87,11 +87,11 @@ def takes_direct(probe: Path) -> bool:
 
 
 def write_file(path: Path, content: memoryview, *, direct: bool) -> None:
-    """Write a file and wait until its content is on the disk.
+    """Write a file and block until its content is on the disk.
 
     Args:
-        path: Where; what a file there held is written over.
-        content: All of it; with `direct` a multiple of `BLOCK` bytes, from a page's start on.
+        path: Where; a file there is overwritten.
+        content: All of it; with `direct` a multiple of `BLOCK` bytes, aligned to a page.
         direct: Past the page cache.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -112,11 +112,11 @@ def read_file(path: Path, into: memoryview, *, direct: bool) -> bool:
 
     Args:
         path: Which.
-        into: Filled whole; with `direct` a multiple of `BLOCK` bytes, from a page's start on.
+        into: Filled to its end; with `direct` a multiple of `BLOCK` bytes, aligned to a page.
         direct: Past the page cache.
 
     Returns:
-        Whether the file had as many bytes as the buffer, no more and no less.
+        Whether the file had exactly as many bytes as the buffer.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_DIRECT if direct else 0))
     try:

@@ -1,14 +1,13 @@
 """A chunk of optimizer state as one file, which `safetensors` opens too.
 
 8 bytes   length of the header
-header    JSON, padded with spaces; its `__metadata__` says whose the chunk is, which, and of which step
-arrays    "0", "1", …, each from a multiple of 64 bytes on; the gaps are named "0.pad", "1.pad", …, since the
-          format leaves no byte without a name
+header    JSON, padded with spaces; its `__metadata__` says of which run, chunk and step the file is
+arrays    "0", "1", …, one after the other, and "pad", since the format leaves no byte without a name
 
-Header and file are multiples of 4096 bytes, as direct I/O wants them. The checksum is taken over the whole file,
-its own eight digits read as zeros; they are the first thing in the header, so their place is known. It is the
-CRC-32 of the sums, modulo 2**64, of each sector's 64-bit words: a changed word, a sector of zeros or of another
-place changes it, and it takes a fifth of the time of the CRC-32 of all bytes, which is slower than a good disk.
+Header and file are multiples of 4096 bytes, as direct I/O requires. The checksum is over the file with its
+own eight digits read as zeros; they come first in the header, so their offset is known. It is the CRC-32 of the
+sums, modulo 2**64, of each sector's 64-bit words: a changed word, a sector of zeros or a sector of another offset
+changes it, and it takes a fifth of the time of the CRC-32 of all bytes, which is slower than a good disk.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -19,12 +18,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -32,13 +29,11 @@ import numpy as np
 from zerojax.offload.buffers import BLOCK
 
 FORMAT, VERSION = "zerojax.offload", 1
-ALIGNMENT = 64
 STEPS = 10**12
 _DIGITS = slice(start := 8 + len('{"__metadata__":{"checksum":"'), start + 8)
 _BLANK = b"00000000"
 _SECTOR = 512
-_LONGEST_HEADER = 100_000_000  # where safetensors draws the line
-# What safetensors has a name for; the rest lies there as bytes, and the metadata tells its type.
+# The dtypes safetensors has a name for; others are stored as bytes, and the metadata tells their type.
 NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -59,30 +54,30 @@ NAMES = {
 
 
 class DiskError(RuntimeError):
-    """The disk tier cannot be set up, or a chunk could not be written."""
+    """State cannot be offloaded to a folder, or a chunk could not be written."""
 
 
 class DiskStateError(DiskError):
-    """A file of the disk tier is not what the run needs."""
+    """A file of offloaded state is not the one that is required."""
 
     def __init__(self, path: Path, found: str, required: str):
         """Say which file, what it is and what it should be."""
         super().__init__(
             f"{path} {found}; required is {required}. Restore the run from its last checkpoint, which writes the "
-            f"disk tier anew."
+            f"offloaded state anew."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSpec:
-    """What a chunk consists of.
+    """The arrays of a chunk.
 
     Attributes:
         name: For errors and for people who look into the file.
         arrays: Local shape and dtype of each array; dtypes by name, `ml_dtypes`' included.
 
     Raises:
-        ValueError: If a shape or a dtype is none.
+        ValueError: If a shape or a dtype is invalid.
     """
 
     name: str
@@ -94,11 +89,34 @@ class ChunkSpec:
             if any(extent < 0 for extent in shape):
                 raise ValueError(f"{where} has the shape {shape}. Give extents of 0 or more.")
             try:
-                known = np.dtype(getattr(ml_dtypes, dtype, dtype))
+                known = dtype_of(dtype)
             except TypeError as error:
                 raise ValueError(f"{where} has the dtype {dtype!r}, unknown to NumPy and ml_dtypes.") from error
             if known.name != dtype or known.hasobject or not known.itemsize:
                 raise ValueError(f"{where} has the dtype {dtype!r}. Give the name of one of numbers, as 'float32'.")
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Where the arrays are in the file."""
+        found, start = [], 0
+        for shape, name in self.arrays:
+            dtype = dtype_of(name)
+            found.append(Segment(start, start + math.prod(shape) * dtype.itemsize, tuple(shape), dtype))
+            start = found[-1].end
+        return found
+
+    def views(self, data: memoryview) -> tuple[np.ndarray, ...]:
+        """The arrays in a file's content after the header."""
+        return tuple(np.ndarray(s.shape, s.dtype, buffer=data, offset=s.start) for s in self.segments)
+
+
+class Segment(NamedTuple):
+    """An array in a file: its first byte after the header, the end, and what it is."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +127,7 @@ class Label:
         owner: Fingerprint of the run's layout.
         index: Which chunk.
         count: Of how many.
-        step: Whose state.
+        step: Of which step.
         spec: Its arrays.
     """
 
@@ -119,137 +137,105 @@ class Label:
     step: int
     spec: ChunkSpec
 
+    @property
+    def header(self) -> bytes:
+        """The file up to its arrays, without the checksum; its length does not depend on the step."""
+        table, end = {}, 0
+        for i, (start, end, shape, dtype) in enumerate(self.spec.segments):
+            name = NAMES.get(dtype.name)
+            shape = shape if name else [end - start]
+            table[str(i)] = {"dtype": name or "U8", "shape": shape, "data_offsets": [start, end]}
+        if pad := -end % BLOCK:
+            table["pad"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
+        metadata = {
+            "checksum": _BLANK.decode(),
+            "format": f"{FORMAT} {VERSION}",
+            "owner": self.owner,
+            "chunk": str(self.index),
+            "chunks": str(self.count),
+            "name": self.spec.name,
+            "step": f"{self.step:012d}",
+            "arrays": json.dumps(self.spec.arrays),
+        }
+        text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % BLOCK)
+        return len(text).to_bytes(8, "little") + text
 
-class Place(NamedTuple):
-    """Where an array lies: from `start` to `end`, and to `padded` with what fills the gap; bytes after the header."""
-
-    start: int
-    end: int
-    padded: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def places(spec: ChunkSpec) -> list[Place]:
-    """Where the arrays of a chunk lie."""
-    found, at = [], 0
-    for i, (shape, name) in enumerate(spec.arrays):
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-        end = at + math.prod(shape) * dtype.itemsize
-        alignment = ALIGNMENT if i + 1 < len(spec.arrays) else BLOCK
-        found.append(Place(at, end, end + -end % alignment, tuple(shape), dtype))
-        at = found[-1].padded
-    return found
-
-
-def header(label: Label) -> bytes:
-    """The beginning of a file, up to its arrays, the checksum blank; as long for one step as for another."""
-    table = {}
-    for i, (start, end, padded, shape, dtype) in enumerate(places(label.spec)):
-        known = dtype.name in NAMES
-        table[str(i)] = _entry(NAMES[dtype.name] if known else "U8", shape if known else [end - start], start, end)
-        if padded > end:
-            table[f"{i}.pad"] = _entry("U8", [padded - end], end, padded)
-    metadata = {
-        "checksum": _BLANK.decode(),
-        "format": f"{FORMAT} {VERSION}",
-        "owner": label.owner,
-        "chunk": str(label.index),
-        "chunks": str(label.count),
-        "name": label.spec.name,
-        "step": f"{label.step:012d}",
-        "arrays": json.dumps(label.spec.arrays),
-    }
-    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % BLOCK)
-    return struct.pack("<Q", len(text)) + text
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        size = len(self.header) + max((s.end for s in self.spec.segments), default=0)
+        return size + -size % BLOCK
 
 
-def _entry(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-
-
-def file_bytes(label: Label) -> int:
-    """Size of a file, in bytes."""
-    return len(header(label)) + max((place.padded for place in places(label.spec)), default=0)
+def dtype_of(name: str) -> np.dtype:
+    """A dtype of NumPy or `ml_dtypes`."""
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def pack(label: Label, arrays: Sequence[np.ndarray], into: memoryview) -> None:
-    """Lay a chunk's file out in a buffer of its size, all but the checksum.
+    """Write a chunk's file to a buffer of its size, all but the checksum.
 
     Raises:
         ValueError: If the arrays are not those of the chunk.
     """
-    wanted = places(label.spec)
-    if len(arrays) != len(wanted):
-        raise ValueError(f"Chunk {label.spec.name!r} got {len(arrays)} arrays. Give its {len(wanted)}.")
-    for i, (array, place) in enumerate(zip(arrays, wanted, strict=True)):
-        if array.shape != place.shape or array.dtype != place.dtype:
+    segments, name = label.spec.segments, label.spec.name
+    if len(arrays) != len(segments):
+        raise ValueError(f"Chunk {name!r} got {len(arrays)} arrays. Give its {len(segments)}.")
+    for i, (array, (*_, shape, dtype)) in enumerate(zip(arrays, segments, strict=True)):
+        if array.shape != shape or array.dtype != dtype:
             raise ValueError(
-                f"Array {i} of chunk {label.spec.name!r} is {array.dtype}{list(array.shape)}. Give one of "
-                f"{place.dtype}{list(place.shape)}."
+                f"Array {i} of chunk {name!r} is {array.dtype}{list(array.shape)}. Give one of {dtype}{list(shape)}."
             )
-    head = header(label)
+    head = label.header
     into[: len(head)] = head
     data = into[len(head) :]
-    for array, place, view in zip(arrays, wanted, views(label.spec, data), strict=True):
+    for array, view in zip(arrays, label.spec.views(data), strict=True):
         np.copyto(view, array)
-        data[place.end : place.padded] = bytes(place.padded - place.end)
-
-
-def views(spec: ChunkSpec, data: memoryview) -> tuple[np.ndarray, ...]:
-    """The arrays that lie in a buffer, which starts where the header ends."""
-    return tuple(np.ndarray(place.shape, place.dtype, buffer=data, offset=place.start) for place in places(spec))
+    end = segments[-1].end if segments else 0
+    data[end:] = bytes(len(data) - end)
 
 
 def seal(content: memoryview) -> None:
-    """Enter the checksum into a file's content, whose place for it is blank."""
-    content[_DIGITS] = b"%08x" % _checksum(content)
+    """Enter the checksum into a file's content, where its digits are blank."""
+    content[_DIGITS] = checksum(content)
 
 
 def unseal(content: memoryview) -> bool:
     """Blank the checksum of a file's content, and tell whether it was right."""
     digits = bytes(content[_DIGITS])
     content[_DIGITS] = _BLANK
-    return b"%08x" % _checksum(content) == digits
+    return checksum(content) == digits
 
 
-def _checksum(sectors: memoryview | bytes, before: int = 0) -> int:
-    """The checksum of whole sectors, which go on from those whose checksum is `before`."""
-    words = np.frombuffer(sectors, "<u8").reshape(-1, _SECTOR // 8)
-    return zlib.crc32(words.sum(axis=1, dtype="<u8"), before)
+def checksum(content: memoryview) -> bytes:
+    """The digits of the checksum of a file's content."""
+    words = np.frombuffer(content, "<u8").reshape(-1, _SECTOR // 8)
+    return b"%08x" % zlib.crc32(words.sum(axis=1, dtype="<u8"))
 
 
 def identify(path: Path) -> Label:
     """Which state a file holds, all of it read and its checksum compared.
 
     Raises:
-        DiskStateError: If it is missing, none of ours, or damaged.
+        DiskStateError: If it is missing, not a chunk's file, or damaged.
     """
-    required = "a whole chunk of the disk tier"
+    required = "a complete chunk of offloaded state"
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.read(_DIGITS.stop)
-            length = struct.unpack("<Q", start[:8])[0] if len(start) == _DIGITS.stop else 0
-            if not _DIGITS.stop - 8 < length <= _LONGEST_HEADER:
-                raise DiskStateError(path, f"has {size} bytes that begin like no safetensors file", required)
-            text = start[8:] + file.read(8 + length - len(start))
-            label = _label(path, text, required)
-            if size != (whole := file_bytes(label)):
-                raise DiskStateError(path, f"is torn: it has {size} bytes", f"its whole {whole}")
-            if 8 + len(text) != len(header(label)):
-                raise DiskStateError(path, f"is damaged: its header has {len(text)} bytes", f"{len(header(label)) - 8}")
-            checksum = _checksum(start[: _DIGITS.start] + _BLANK + text[_DIGITS.stop - 8 :])
-            while piece := file.read(1 << 20):
-                checksum = _checksum(piece, checksum)
+        content = memoryview(bytearray(path.read_bytes()))
     except FileNotFoundError as error:
         raise DiskStateError(path, "is missing", required) from error
     except OSError as error:
         raise DiskStateError(path, f"cannot be read: {error.strerror}", required) from error
-    digits = start[_DIGITS].decode(errors="replace")
-    if f"{checksum:08x}" != digits:
-        raise DiskStateError(path, f"is damaged: its bytes have the checksum {checksum:08x}", digits)
+    length = int.from_bytes(content[:8], "little") if len(content) >= _DIGITS.stop else 0
+    if length <= _DIGITS.stop - 8:
+        raise DiskStateError(path, f"has {len(content)} bytes that begin like no safetensors file", required)
+    label = _label(path, bytes(content[8 : 8 + length]), required)
+    if len(content) != label.file_bytes:
+        raise DiskStateError(path, f"is torn: it has {len(content)} bytes", f"its full {label.file_bytes}")
+    digits = bytes(content[_DIGITS]).decode(errors="replace")
+    if not unseal(content):
+        raise DiskStateError(path, f"is damaged: its bytes have the checksum {checksum(content).decode()}", digits)
     return label
 
 
@@ -257,7 +243,7 @@ def _label(path: Path, text: bytes, required: str) -> Label:
     """What a header says.
 
     Raises:
-        DiskStateError: If it is none of ours.
+        DiskStateError: If it is not a chunk's.
     """
     try:
         metadata = json.loads(text)["__metadata__"]
@@ -265,28 +251,19 @@ def _label(path: Path, text: bytes, required: str) -> Label:
         if name == FORMAT and version != str(VERSION):
             raise DiskStateError(path, f"has version {version} of the format", f"version {VERSION}")
         arrays = tuple((tuple(shape), dtype) for shape, dtype in json.loads(metadata["arrays"]))
-        spec = ChunkSpec(metadata["name"], arrays)
         index, count, step = (int(metadata[key]) for key in ("chunk", "chunks", "step"))
-        return Label(metadata["owner"], index, count, step, spec)
+        return Label(metadata["owner"], index, count, step, ChunkSpec(metadata["name"], arrays))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DiskStateError(path, "is no file of the disk tier, or its header is damaged", required) from error
+        raise DiskStateError(path, "is no chunk of offloaded state, or its header is damaged", required) from error
 
 
 def require(path: Path, found: Label, required: Label) -> None:
-    """Refuse a whole file that holds another state than the run needs.
+    """Refuse an undamaged file of another state than the run needs.
 
     Raises:
-        DiskStateError: If it does.
+        DiskStateError: If it is one.
     """
-    if found.owner != required.owner:
-        raise DiskStateError(path, f"belongs to the run {found.owner!r}", f"one of {required.owner!r}")
-    if (found.index, found.count) != (required.index, required.count):
-        raise DiskStateError(
-            path,
-            f"is chunk {found.index} of {found.count}",
-            f"chunk {required.index} of {required.count}",
-        )
-    if found.spec != required.spec:
-        raise DiskStateError(path, f"holds {found.spec}", str(required.spec))
-    if found.step != required.step:
-        raise DiskStateError(path, f"holds the state of step {found.step}", f"that of step {required.step}")
+    for text in ("the run {owner!r}", "chunk {index} of {count}", "{spec}", "step {step}"):
+        said, wanted = (text.format(**vars(label)) for label in (found, required))
+        if said != wanted:
+            raise DiskStateError(path, f"is of {said}", wanted)

@@ -1,14 +1,13 @@
-"""Optimizer state on the disk: chunks are read ahead and written behind, in a fixed amount of memory.
+"""Chunks of optimizer state on disk: read ahead and written behind, in a fixed amount of memory.
 
-.lock                     held by the process that uses the folder
-chunk_00000.safetensors   a chunk, whole: the state of one step
-spare_0.tmp               the next state of one, being written; or a file to write the next into
+.lock                     locked by the process that uses the folder
+chunk_00000.safetensors   a complete chunk: the state of one step
+spare_0.tmp               the next state of a chunk, being written; or a file to reuse for one
 
-A folder belongs to one process. A chunk's file is replaced by renaming once its next state is
-on the disk, so whatever moment a run dies at, each chunk is of the old step or of the new one,
-and tells which. The file that was replaced is written over for another chunk. The chunks
-together are a state only if all are of one step; nothing repairs them otherwise: the run goes
-back to its checkpoint.
+A folder belongs to one process. A chunk's file is replaced by renaming once its next state is on the disk, so
+whenever a run dies, each chunk is of the old step or of the new one, and its header says which. The file that was
+replaced is overwritten for another chunk. The chunks are a state only if all are of one step. Nothing repairs them
+otherwise: the run restores its checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -68,7 +66,7 @@ class DiskState:
     Attributes:
         owner: Fingerprint of the layout of the run that wrote it.
         step: The step that all chunks are of.
-        chunks: What they consist of, in order.
+        chunks: Their arrays, in order.
     """
 
     owner: str
@@ -90,16 +88,14 @@ class DiskStore:
     def __init__(self, path: Path, labels: Sequence[Label], lock: int, *, direct: bool, counts: tuple[int, int, int]):
         self.path, self.direct = path, direct
         self._labels, self._lock = tuple(labels), lock
-        self._sizes = tuple(map(chunks.file_bytes, labels))
+        self._sizes = tuple(label.file_bytes for label in labels)
         largest = max(self._sizes)
         read_buffers, write_buffers, threads = counts
         self._reading, self._writing = buffers.Pool(read_buffers, largest), buffers.Pool(write_buffers, largest)
         self.buffer_bytes = self._reading.bytes + self._writing.bytes
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._spares = folder.Spares(path)
-        self._last: dict[int, Future[None]] = {}
-        self._failures: list[BaseException] = []
-        self._guard = threading.Lock()
+        self._writes: dict[int, Future[None]] = {}  # the last of each chunk, until it is done
         self._closed = False
 
     @classmethod
@@ -115,14 +111,14 @@ class DiskStore:
         write_buffers: int = 4,
         threads: int = 4,
     ) -> DiskStore:
-        """Take a folder, made if it is missing, and remove what an earlier run left in it.
+        """Lock a folder, made if it is missing, and remove what an earlier run left in it.
 
         Args:
-            path: The folder, of this process alone; the one it lies in must be there.
+            path: The folder, of this process alone; its parent must exist.
             specs: The chunks, in the order of their indices; at least one.
             owner: Fingerprint of the run's layout, with the index of the process.
-            keep: Leave the earlier run's chunks, so that this run goes on with them; only
-                what it had not finished writing is removed.
+            keep: Leave the earlier run's chunks, so that this run continues with them; only
+                unfinished files are removed.
             direct: Read and write past the page cache where the filesystem can.
             read_buffers: Chunks that can be read ahead or held as leases; a buffer has the
                 size of the largest chunk.
@@ -131,59 +127,57 @@ class DiskStore:
 
         Raises:
             ValueError: If there are no chunks, or a count is below 1.
-            DiskError: If the folder cannot be used: it or its parent is missing or cannot be
-                written to, it holds files of others, another process uses it, or the disk has
-                not enough space. Nothing was removed then.
+            DiskError: If the folder cannot be used: it or its parent is missing or read-only,
+                it has files of others, another process uses it, or the disk is too small.
+                Nothing was removed then.
         """
         if not specs:
-            raise ValueError("The disk tier got no chunks. Give at least one.")
+            raise ValueError("A disk store got no chunks. Give at least one.")
         if min(read_buffers, write_buffers, threads) < 1:
             raise ValueError(
-                f"The disk tier got {read_buffers} read buffers, {write_buffers} write buffers and {threads} threads. "
+                f"A disk store got {read_buffers} read buffers, {write_buffers} write buffers and {threads} threads. "
                 "Give at least one of each."
             )
         place = Path(path)
         labels = [Label(owner, i, len(specs), 0, spec) for i, spec in enumerate(specs)]
         try:
-            folder.make(place)
+            with contextlib.suppress(FileExistsError):
+                place.mkdir()
+            folder.leftovers(place)  # refuses files of others, before the lock is made by which a folder is ours
             lock = folder.lock(place)
             try:
                 left = folder.leftovers(place)
-                folder.check_space(place, list(map(chunks.file_bytes, labels)), write_buffers, left)
-                direct = direct and buffers.takes_direct(place / folder.PROBE)
+                folder.check_space(place, [label.file_bytes for label in labels], write_buffers, left)
+                direct = direct and buffers.supports_direct(place / folder.PROBE)
                 for file in left:
-                    if not keep or file.suffix != folder.WHOLE:
+                    if not keep or file.suffix != folder.SUFFIX:
                         file.unlink(missing_ok=True)
-                counts = (read_buffers, write_buffers, threads)
-                return cls(place, labels, lock, direct=direct, counts=counts)
+                return cls(place, labels, lock, direct=direct, counts=(read_buffers, write_buffers, threads))
             except BaseException:
                 os.close(lock)
                 raise
         except OSError as error:
-            raise DiskError(
-                f"The disk tier cannot be kept in {place}: {error.strerror}. Give a folder that this process can "
-                f"write to, in one that exists."
-            ) from error
+            raise unusable(place, error) from error
 
     def read(self, index: int, *, step: int) -> Future[Lease]:
-        """Begin to read a chunk, after what was told to be written to it before.
+        """Begin to read a chunk, after the writes to it that were begun before.
 
         Reads begin in the order they are asked for, each when a buffer is free. While as many
-        leases are held as there are read buffers, further ones wait until one is released.
+        leases are held as there are read buffers, further reads block until one is released.
 
         Args:
             index: Which chunk; its next state is to be written only when this is done.
             step: The step its state must be of.
 
         Returns:
-            The chunk, once it was read and found right; else a `DiskStateError`.
+            The chunk, once it is read and checked; else a `DiskStateError`.
 
         Raises:
             DiskError: If a write failed since the last call.
             ValueError: If there is no such chunk or step, or the store is closed.
         """
         label = self._label(index, step)
-        before, future = self._last.get(index), Future()
+        before, future = self._writes.get(index), Future()
 
         def start(ticket: Future[memoryview]) -> None:
             if ticket.cancelled():
@@ -196,15 +190,15 @@ class DiskStore:
         return future
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, step: int) -> Future[None]:
-        """Copy a chunk's new state, waiting for a buffer if need be, and begin to write it.
+        """Copy a chunk's new state to a buffer, blocking until one is free, and begin to write it.
 
         Args:
             index: Which chunk.
-            arrays: Its arrays, as its spec says; free for other use when this returns.
+            arrays: Its arrays, as its spec says; they may be overwritten once this returns.
             step: The step they are the state of.
 
         Returns:
-            Done when the new state is on the disk. What fails is raised by the store's next call, too.
+            Done when the new state is on the disk. The store's next call raises what fails, too.
 
         Raises:
             DiskError: If a write failed since the last call.
@@ -217,24 +211,24 @@ class DiskStore:
         except BaseException:
             self._writing.give(buffer)
             raise
-        self._last[index] = self._threads.submit(self._put, label, buffer, self._last.get(index))
-        return self._last[index]
+        self._writes[index] = self._threads.submit(self._put, label, buffer, self._writes.get(index))
+        return self._writes[index]
 
     def flush(self) -> None:
-        """Wait until all that was written so far is on the disk, and stays there if power fails.
+        """Block until all that was written so far is on the disk, and survives a power failure.
 
         Raises:
             DiskError: If a write failed since the last call.
         """
-        wait(self._last.values())
+        wait(self._writes.values())
+        self._raise_failures()
         try:
             folder.sync(self.path)
         except OSError as error:
-            self._note(DiskError(f"What was written to {self.path} may not be on the disk: {error.strerror}."))
-        self._raise_failures()
+            raise DiskError(f"What was written to {self.path} may not be on the disk: {error.strerror}.") from error
 
     def close(self) -> None:
-        """Flush and give the folder back; reads that did not begin are cancelled. A second time does nothing.
+        """Flush and unlock the folder; reads that did not begin are cancelled. A second time does nothing.
 
         Raises:
             DiskError: If a write failed since the last call.
@@ -245,7 +239,7 @@ class DiskStore:
         try:
             self.flush()
         finally:
-            self._reading.refuse_waiting()
+            self._reading.cancel_requests()
             self._threads.shutdown()
             os.close(self._lock)
 
@@ -259,19 +253,19 @@ class DiskStore:
 
     def _label(self, index: int, step: int) -> Label:
         if self._closed:
-            raise ValueError(f"The disk tier in {self.path} is closed. Create it anew.")
+            raise ValueError(f"The disk store in {self.path} is closed. Create it anew.")
         if not 0 <= index < len(self._labels):
             raise ValueError(f"There is no chunk {index} in {self.path}. Give one of 0 to {len(self._labels) - 1}.")
         if not 0 <= step < chunks.STEPS:
-            raise ValueError(f"The disk tier got step {step}. Give one of 0 to {chunks.STEPS - 1}.")
+            raise ValueError(f"The disk store got step {step}. Give one of 0 to {chunks.STEPS - 1}.")
         self._raise_failures()
         return dataclasses.replace(self._labels[index], step=step)
 
     def _raise_failures(self) -> None:
-        with self._guard:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise failures[0]
+        for index, write in list(self._writes.items()):
+            if write.done():
+                del self._writes[index]
+                write.result()
 
     def _fetch(self, label: Label, buffer: memoryview, before: Future[None] | None, future: Future[Lease]) -> None:
         """Run by a thread. The write it waits for was submitted before, so a thread has it: no deadlock."""
@@ -286,50 +280,48 @@ class DiskStore:
             future.set_exception(error)
 
     def _read_now(self, label: Label, buffer: memoryview) -> tuple[np.ndarray, ...]:
-        path, head = folder.file_of(self.path, label.index), chunks.header(label)
+        path, header = folder.file_of(self.path, label.index), label.header
         content = buffer[: self._sizes[label.index]]
         try:
-            whole = buffers.read_file(path, content, direct=self.direct) and chunks.unseal(content)
+            complete = buffers.read_file(path, content, direct=self.direct) and chunks.unseal(content)
         except OSError as error:
             raise DiskStateError(path, f"cannot be read: {error.strerror}", f"a state of step {label.step}") from error
-        if whole and content[: len(head)] == head:
-            return chunks.views(label.spec, content[len(head) :])
+        if complete and content[: len(header)] == header:
+            return label.spec.views(content[len(header) :])
         chunks.require(path, chunks.identify(path), label)
         raise DiskStateError(path, "reads differently each time", "one content")
 
     def _put(self, label: Label, buffer: memoryview, before: Future[None] | None) -> None:
-        """Run by a thread; as `_fetch` it waits only for what was submitted before."""
-        wait([before] if before else [])
+        """Run by a thread; as `_fetch` it waits only for what was submitted before, and fails if that did."""
         path, size = folder.file_of(self.path, label.index), self._sizes[label.index]
-        spare = self._spares.take()
         try:
+            if before:
+                before.result()
             chunks.seal(buffer[:size])
-            buffers.write_file(spare, buffer[:size], direct=self.direct)
-            self._spares.replace(path, spare)
+            self._spares.write(path, buffer[:size], direct=self.direct)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                spare.unlink()
-            failure = DiskError(
+            free: int | str = "an unknown number"
+            with contextlib.suppress(OSError):  # the disk may be gone
+                free = folder.free_bytes(self.path)
+            raise DiskError(
                 f"Writing chunk {label.index} ({label.spec.name!r}) of step {label.step} to {path} failed: "
-                f"{error.strerror}. It needs {size} bytes, and {folder.free_or_unknown(self.path)} are free; the "
-                f"chunk's older file is as it was. Make room or mend the disk, then write the chunk again, or "
-                f"restore the run from its last checkpoint."
-            )
-            self._note(failure)
-            raise failure from error
-        except BaseException as error:
-            self._note(error)
-            raise
+                f"{error.strerror}. It needs {size} bytes, and {free} are free; the chunk's older file is unchanged. "
+                f"Make room or mend the disk, then write the chunk again, or restore the run from its last checkpoint."
+            ) from error
         finally:
             self._writing.give(buffer)
 
-    def _note(self, failure: BaseException) -> None:
-        with self._guard:
-            self._failures.append(failure)
+
+def unusable(path: Path, error: OSError) -> DiskError:
+    """The error for a folder that cannot be made or written to."""
+    return DiskError(
+        f"State cannot be offloaded to {path}: {error.strerror}. Give a folder that this process can write to, in "
+        f"one that exists."
+    )
 
 
 def inspect(path: str | os.PathLike[str]) -> DiskState:
-    """What a folder holds, if that is a complete state: each chunk whole, and all of one run and step.
+    """The state in a folder, if it is complete: every chunk undamaged, and all of one run and step.
 
     Every byte is read. A folder in use is read as it is at the moment.
 
@@ -339,7 +331,7 @@ def inspect(path: str | os.PathLike[str]) -> DiskState:
     place = Path(path)
     files = sorted(place.glob("chunk_*.safetensors"))
     if not files:
-        raise DiskStateError(place, "holds no chunks", "a folder of the disk tier")
+        raise DiskStateError(place, "has no chunks", "a folder of offloaded state")
     first = chunks.identify(files[0])
     wanted = [folder.file_of(place, i) for i in range(first.count)]
     if extra := [file for file in files if file not in wanted]:

@@ -1,4 +1,4 @@
-"""The folder of a disk store: whether it can be had, who has it, and what an earlier run left in it."""
+"""The folder of a disk store: making and locking it, the files in it, and those an earlier run left."""
 
 from __future__ import annotations
 
@@ -8,96 +8,88 @@ import fcntl
 import itertools
 import os
 import re
-import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from zerojax.offload import buffers
 from zerojax.offload.chunks import DiskError
 
 LOCK = ".lock"
 PROBE = ".probe"
-WHOLE = ".safetensors"
+SUFFIX = ".safetensors"
 _OURS = re.compile(r"chunk_\d{5,}\.safetensors|spare_\d+\.tmp|\.probe|\.lock")
 
 
 def file_of(folder: Path, index: int) -> Path:
     """The file of a chunk."""
-    return folder / f"chunk_{index:05d}{WHOLE}"
+    return folder / f"chunk_{index:05d}{SUFFIX}"
 
 
 class Spares:
-    """Files that chunks are written into before they get their names: those that were replaced, used again.
+    """Files that chunks are written to before they are renamed: those that were replaced, reused.
 
-    A disk takes less time to write over a file than to give its blocks back and find others. There are never more
-    than threads that write.
+    A disk overwrites a file faster than it frees its blocks and allocates others. There are never more than
+    writing threads.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._free: list[Path] = []
+        self._free: deque[Path] = deque()
         self._names = map("spare_{}.tmp".format, itertools.count())
-        self._guard = threading.Lock()
 
-    def take(self) -> Path:
-        """A file to write over, or the name of one to make."""
-        with self._guard:
-            return self._free.pop() if self._free else self._folder / next(self._names)
-
-    def replace(self, path: Path, spare: Path) -> None:
-        """Give a written spare the name of a chunk; the file that had it becomes a spare.
+    def write(self, path: Path, content: memoryview, *, direct: bool) -> None:
+        """Write a chunk's file anew; the file it replaces becomes a spare.
 
         Raises:
-            OSError: If that cannot be done; the spare is there still.
+            OSError: If that fails; the old file is unchanged.
         """
-        with self._guard:
-            old = self._folder / next(self._names)
         try:
-            os.link(path, old)
-        except OSError:  # the chunk had no file, or the filesystem knows no second names
-            old = None
-        os.rename(spare, path)
-        # Before the old file is written over: were power to fail, the chunk's name could still be its.
+            spare = self._free.pop()
+        except IndexError:
+            spare = self._folder / next(self._names)
+        try:
+            buffers.write_file(spare, content, direct=direct)
+            old = self._folder / next(self._names)
+            try:
+                os.link(path, old)
+            except OSError:  # the chunk had no file, or the filesystem has no hard links
+                old = None
+            os.rename(spare, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                spare.unlink()
+            raise
+        # Before the old file is overwritten: if power fails, it may still have the chunk's name.
         sync(self._folder)
-        if old and old.stat().st_nlink > 1:  # somebody keeps it by another name
+        if old and old.stat().st_nlink > 1:  # somebody keeps it under another name
             old.unlink()
         elif old:
-            with self._guard:
-                self._free.append(old)
-
-
-def make(folder: Path) -> None:
-    """Make a folder, or see that all in it is ours.
-
-    Raises:
-        DiskError: If it is no folder, or holds anything else.
-    """
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-    leftovers(folder)
+            self._free.append(old)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What an earlier run left.
+    """The files of an earlier run.
 
     Raises:
-        DiskError: If there is anything else.
+        DiskError: If there are other files.
     """
     names = sorted(os.listdir(folder))
-    # without the lock, which comes first, a name alone does not make a file ours
+    # without the lock, which is made first, a name alone does not make a file ours
     foreign = [name for name in names if LOCK not in names or not _OURS.fullmatch(name)]
     if foreign:
         raise DiskError(
-            f"{folder} holds {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which the disk tier did not "
-            f"write. Give it an empty folder, or one that it made; nothing was removed."
+            f"{folder} has {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which no earlier run wrote. "
+            f"Give an empty folder, or one that Offload made; nothing was removed."
         )
     return [folder / name for name in names if name != LOCK]
 
 
 def lock(folder: Path) -> int:
-    """Take the right to use a folder, which goes with the process, however that ends; a handle of the lock file.
+    """Lock a folder for as long as this process lives, however it ends; a handle of the lock file.
 
     Raises:
-        DiskError: If another has it, naming its process.
+        DiskError: If another process has locked it, naming that.
     """
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -117,35 +109,29 @@ def lock(folder: Path) -> int:
 
 
 def check_space(folder: Path, sizes: Sequence[int], write_buffers: int, left: Sequence[Path]) -> None:
-    """Refuse a disk that the chunks, old and in flight, do not fit on.
+    """Refuse a disk that is too small for the chunks and those in flight.
 
     Raises:
-        DiskError: If they do not.
+        DiskError: If it is.
     """
     needed = sum(sizes) + write_buffers * max(sizes)
-    available = free(folder) + sum(file.stat().st_blocks * 512 for file in left)
+    available = free_bytes(folder) + sum(file.stat().st_blocks * 512 for file in left)
     if available < needed:
         raise DiskError(
-            f"The disk tier needs {needed} bytes in {folder}: {len(sizes)} chunks of {sum(sizes)} bytes together, and "
-            f"{write_buffers} in flight; {available} are available. Make room, or give a folder on another disk."
+            f"The offloaded state needs {needed} bytes in {folder}: {len(sizes)} chunks of {sum(sizes)} bytes "
+            f"together, and {write_buffers} in flight; {available} are available. Make room, or give a folder on "
+            f"another disk."
         )
 
 
-def free(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     """Bytes that this process may still write."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
 
-def free_or_unknown(folder: Path) -> int | str:
-    """The same for a message about a disk that may be gone."""
-    with contextlib.suppress(OSError):
-        return free(folder)
-    return "an unknown number"
-
-
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Block until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -32,10 +32,10 @@ def check_state(config: Config, plan: ShardingPlan, state: PyTree) -> None:
         raise ValueError(f"The optimizer state does not belong to these parameters: it {what}. {remedy}")
     for (_, x), leaf, chunking in zip(found, plan.state, plan.chunkings, strict=True):
         if (x.chunking if is_chunked(x) else None) != chunking:
-            where = f"offloaded in {len(x.chunking.extents)} pieces" if is_chunked(x) else "on the device"
-            wanted = f"offloaded in {len(chunking.extents)} pieces" if chunking else "on the device"
+            where = f"offloaded in {len(x.chunking.extents)} chunks" if is_chunked(x) else "on the device"
+            wanted = f"offloaded in {len(chunking.extents)} chunks" if chunking else "on the device"
             raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
-        # optax turns the integer moments of an integer parameter to floats at its first update
+        # optax makes floats of the integer moments of an integer parameter at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
         if tuple(x.shape) != leaf.storage_shape or changed:
             raise ValueError(

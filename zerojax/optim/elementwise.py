@@ -6,7 +6,7 @@ logical shape and with it flattened and padded, and both programs are read. The 
 qualifies when its update and its state come from its own elements and from scalars
 alone, by the same program in both traces.
 
-A sum over a whole leaf (the global norm of `clip_by_global_norm`) is a scalar that both
+A sum over a full leaf (the global norm of `clip_by_global_norm`) is a scalar that both
 traces agree on if padding adds nothing to it, that is, if what is summed is zero where
 the gradient and the parameter are.
 """
@@ -85,7 +85,7 @@ def elementwise_leaves(
         if wanted:
             try:
                 return wanted - refused_leaves(tx, params, parts, owners, {i: parts[i].storage_shape for i in wanted})
-            except Exception:  # it needs more arguments, or does not take flat leaves: the report says they stay whole
+            except Exception:  # it needs more arguments, or takes no flat leaves: the report says they are replicated
                 continue
     return frozenset()
 

@@ -1,7 +1,7 @@
 """Master weights: the wide copy that the optimizer updates, beside narrow parameters, in the optimizer's state.
 
-A transformation like any other, so that its state is matched to parameters, divided and
-laid flat by the same rules.
+A transformation like any other, so that its state is matched to parameters and sharded
+by the same rules.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.

@@ -1,10 +1,10 @@
-"""An optax update cut into parts: what the device does at once, and one task for each offloaded leaf.
+"""Partition an optax update: what needs no offloaded state, and groups of leaves that are updated together.
 
-Nothing is known about transformations by name. `tx.update` is traced, and from each
-result it is followed back which offloaded arrays it depends on. What depends on none (a
-count, a schedule, the norm of all gradients) is computed once, with the gradients.
-Results that depend on the same offloaded arrays are one task; if all of them are
-computed element by element, the task runs piece by piece.
+Nothing is known about transformations by name. `tx.update` is traced, and each result is
+followed back to the offloaded arrays it depends on. What depends on none (a count, a
+schedule, the norm of all gradients) is computed once, with the gradients. Results that
+depend on the same offloaded arrays form one group; if all of them are elementwise, the
+group is updated in chunks.
 """
 
 from __future__ import annotations
@@ -15,287 +15,219 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
 
-from zerojax import compat, jaxprs
+from zerojax import compat
 from zerojax.layout.chunked import Chunking
+from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, Read, TracedUpdate, equations_behind
 
-# What a part of the update reads: a kind and an index into the arrays of that kind.
-GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
-Read = tuple[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """The update as equations, calls inlined.
-
-    Attributes:
-        jaxpr: From gradients, state, parameters and extra arguments to new parameters and state.
-        consts: Arrays that the transformation closed over.
-        reads: What each of the jaxpr's inputs is.
-        moved: How many of its results are parameters; the rest are state.
-    """
-
-    jaxpr: Any
-    consts: tuple
-    reads: dict[Any, Read]
-    moved: int
-
-    @functools.cached_property
-    def places(self) -> dict[Any, tuple[int, int]]:
-        """For each variable the equation that makes it, -1 for the inputs, and which of its results it is."""
-        found = {var: (-1, i) for i, var in enumerate(self.reads)}
-        for e, eqn in enumerate(self.jaxpr.eqns):
-            found |= {var: (e, i) for i, var in enumerate(eqn.outvars)}
-        return found
-
-    @functools.cached_property
-    def inputs(self) -> list:
-        """The variables it begins from."""
-        return list(self.reads)
-
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """The primitives, in order: two traces of one update have the same."""
-        return [eqn.primitive.name for eqn in self.jaxpr.eqns]
-
-    def at(self, place: tuple[int, int]) -> Any:
-        """The variable at a place."""
-        e, i = place
-        return self.inputs[i] if e < 0 else self.jaxpr.eqns[e].outvars[i]
+# What an offloaded leaf of the state belongs to: a trained parameter, by index, or ("state", k), itself alone.
+Owner = int | tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Some of the update's equations.
+class UpdateGroup:
+    """The update of leaves whose offloaded state is needed at the same time.
 
     Attributes:
-        jaxpr: From `reads` to some of the results.
-        reads: What it reads, in order.
-    """
-
-    jaxpr: Any
-    reads: tuple[Read, ...]
-
-    @functools.cached_property
-    def text(self) -> str:
-        """The equations as text: two parts with the same text do the same."""
-        return str(self.jaxpr)
-
-    def on(self, values: Sequence) -> list:
-        """Evaluate it on what it reads."""
-        return jax.core.eval_jaxpr(self.jaxpr, (), *values)
-
-    def of(self, kind: str) -> tuple[int, ...]:
-        """Indices of what it reads of one kind."""
-        return tuple(i for name, i in self.reads if name == kind)
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The update of parameters whose offloaded state has to be there at the same time.
-
-    Attributes:
-        params: Trained parameters it moves.
+        params: Trained parameters that it updates.
         state: Offloaded leaves of the state, which it reads and replaces.
         resident: Leaves of the state on the device that it replaces.
-        cut: How the parameter and its state are cut into pieces; None: as wholes.
-        parts: For each length of a piece, the equations; under 0 those on wholes. Results:
-            parameters, offloaded state, resident state.
+        chunking: How the parameter and its state are chunked; None: updated as full arrays.
+        equations: For each length of a chunk, the equations; under 0 those on full arrays.
+            Results: parameters, offloaded state, resident state.
     """
 
     params: tuple[int, ...]
     state: tuple[int, ...]
     resident: tuple[int, ...]
     chunking: Chunking | None
-    parts: dict[int, Part]
+    equations: dict[int, Equations]
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """`(start, length)` of each piece; `(0, 0)` for the whole."""
-        return (
-            ((0, 0),) if self.chunking is None else tuple(zip(self.chunking.starts, self.chunking.extents, strict=True))
-        )
+        """`(start, length)` of each chunk; `(0, 0)` for full arrays."""
+        return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
-    def reading(self, kind: str) -> tuple[int, ...]:
+    def reads(self, kind: str) -> tuple[int, ...]:
         """Indices of what it reads of one kind."""
-        return next(iter(self.parts.values())).of(kind)
+        return next(iter(self.equations.values())).indices(kind)
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-    """A whole update in parts.
+class Partition:
+    """A partitioned update.
 
     Attributes:
-        first: What depends on no offloaded array. Results: `moved`, `resident`, `shared`.
-        moved: Trained parameters that `first` moves.
-        resident: Leaves of the state that `first` replaces.
-        shared: How many values it computes for the tasks.
-        tasks: The rest.
+        resident: What depends on no offloaded array. Results: parameters, state, shared values.
+        resident_params: Trained parameters that `resident` updates.
+        resident_state: Leaves of the state that `resident` replaces.
+        num_shared: How many values `resident` computes for the groups.
+        groups: The rest.
         consts: Arrays that the transformation closed over.
     """
 
-    first: Part
-    moved: tuple[int, ...]
-    resident: tuple[int, ...]
-    shared: int
-    tasks: tuple[Task, ...]
+    resident: Equations
+    resident_params: tuple[int, ...]
+    resident_state: tuple[int, ...]
+    num_shared: int
+    groups: tuple[UpdateGroup, ...]
     consts: tuple
 
+    @property
+    def grads(self) -> tuple[int, ...]:
+        """Gradients that the groups read."""
+        return tuple(sorted({i for group in self.groups for i in group.reads(GRAD)}))
 
-def trace(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> Traced:
-    """Trace an update of lists: `update(grads, state, params, extra) -> (params, state)`; shapes in."""
-    arguments = [*grads, *state, *params, *extra]
-    counts = {GRAD: len(grads), STATE: len(state), PARAM: len(params), EXTRA: len(extra)}
-    names: list[Read] = [(kind, i) for kind, count in counts.items() for i in range(count)]
-
-    def flat(*values):
-        given = iter(values)
-        lists = [[next(given) for _ in range(count)] for count in counts.values()]
-        moved, new = update(*lists)
-        return [*moved, *new]
-
-    jaxpr, consts = compat.opened(jax.make_jaxpr(flat)(*arguments))
-    jaxpr, consts = compat.opened(jax.make_jaxpr(functools.partial(jaxprs.inline_calls, jaxpr, consts))(*arguments))
-    reads = dict(zip(jaxpr.invars, names, strict=True))
-    reads |= {var: (CONST, i) for i, var in enumerate(compat.constvars_of(jaxpr))}
-    return Traced(jaxpr, tuple(consts), reads, len(params))
+    @property
+    def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and types of the shared values."""
+        outvars = self.resident.jaxpr.outvars
+        return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
 
-def split(
-    whole: Traced,
-    offloaded: dict[int, int | None],
+def partition(
+    traced: TracedUpdate,
+    owners: dict[int, Owner],
     chunkings: dict[int, Chunking],
-    retraced: Callable[[dict[int, int]], Traced],
-) -> Split:
-    """Cut an update into parts.
+    retrace: Callable[[dict[int, int]], TracedUpdate],
+) -> Partition:
+    """Partition an update.
 
     Args:
-        whole: The update of logical arrays.
-        offloaded: The leaves of the state that are offloaded, each with the parameter it
-            belongs to, or None.
-        chunkings: For parameters whose update is computed element by element, how they may be cut.
-        retraced: The update with the parameters of `chunkings` as pieces of the lengths given.
+        traced: The update of logical arrays.
+        owners: The leaves of the state that are offloaded, each with its owner.
+        chunkings: For parameters whose update is elementwise, how they may be chunked.
+        retrace: The update with the parameters of `chunkings` as chunks of the lengths given.
     """
-    known = Known.of(whole, offloaded)
-    chunks = ChunkTraces(chunkings, retraced)
+    depends = Dependencies.of(traced, owners)
+    chunk_traces = ChunkTraces(chunkings, retrace)
+    num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
-    tasks = []
-    for params, state, resident in grouped(whole, offloaded, known):
-        outs = [*params, *(whole.moved + k for k in (*state, *resident))]
-        eqns, inputs = carve(known.makers, whole.jaxpr, outs, known.early)
-        reads = {}
+    groups = []
+    for outs in groups_of(traced, owners, depends):
+        params = tuple(o for o in outs if o < num_params)
+        leaves = [o - num_params for o in outs if o >= num_params]
+        state = tuple(k for k in leaves if k in owners)
+        resident = tuple(k for k in leaves if k not in owners)
+        outs = [*params, *(num_params + k for k in (*state, *resident))]
+        eqns, inputs = equations_behind(
+            traced.jaxpr, traced.producers, [outvars[o] for o in outs], depends.shared_scalars
+        )
+        reads: dict[Any, Read] = {}
         for var in inputs:
-            kind, i = whole.reads.get(var, (SHARED, 0))
-            late = kind in (SHARED, EXTRA) or (kind == STATE and i not in offloaded)
-            reads[var] = (SHARED, shared.setdefault(var, len(shared))) if late else (kind, i)
-        alone = len(params) == 1 and not resident and keeps_to_itself(whole, offloaded, eqns, reads, outs)
-        own = chunkings.get(params[0]) if alone else None
-        lengths = (0,) if own is None else tuple(dict.fromkeys(own.extents))
-        traces = {n: whole if own is None else chunks.traced(params[0], n) for n in lengths}
-        if any(other.names != whole.names for other in traces.values()):
-            own, traces = None, {0: whole}
-        parts = {n: part(whole, other, eqns, reads, outs) for n, other in traces.items()}
-        tasks.append(Task(params, state, resident, own, parts))
-    taken = {i for task in tasks for i in task.params}
-    kept = {k for task in tasks for k in (*task.state, *task.resident)}
-    moved = tuple(i for i in range(whole.moved) if i not in taken)
-    resident = tuple(k for k in range(len(whole.jaxpr.outvars) - whole.moved) if k not in kept)
-    results = [whole.jaxpr.outvars[o] for o in (*moved, *(whole.moved + k for k in resident))]
-    first = early_part(whole, known, [*results, *shared])
-    return Split(first, moved, resident, len(shared), tuple(tasks), whole.consts)
+            kind, i = traced.reads.get(var, (SHARED, 0))
+            is_shared = kind in (SHARED, EXTRA) or (kind == STATE and i not in owners)
+            reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
+        alone = len(params) == 1 and not resident
+        chunking = chunkings.get(params[0]) if alone and may_chunk(traced, owners, eqns, reads, outs) else None
+        traces = {0: traced} if chunking is None else chunk_traces.by_length(params[0])
+        if any(other.structure != traced.structure for other in traces.values()):
+            chunking, traces = None, {0: traced}
+        equations = {}
+        for length, other in traces.items():
+            same = {other.variables[traced.positions[var]]: read for var, read in reads.items()}
+            equations[length] = other.equations(eqns, same, [other.jaxpr.outvars[o] for o in outs])
+        groups.append(UpdateGroup(params, state, resident, chunking, equations))
+    return with_resident(traced, tuple(groups), list(shared))
 
 
-def keeps_to_itself(
-    whole: Traced, offloaded: dict[int, int | None], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
+def with_resident(traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared: Sequence) -> Partition:
+    """The partition with what no group computes, and the variables that groups share."""
+    taken_params = {i for group in groups for i in group.params}
+    taken_state = {k for group in groups for k in (*group.state, *group.resident)}
+    params = tuple(i for i in range(traced.num_params) if i not in taken_params)
+    state = tuple(k for k in range(traced.num_state) if k not in taken_state)
+    outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
+    eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
+    equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars)
+    return Partition(equations, params, state, len(shared), groups, traced.consts)
+
+
+def may_chunk(
+    traced: TracedUpdate, owners: dict[int, Owner], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
 ) -> bool:
-    """Whether a parameter's task makes sense of pieces: it sums nothing up, and meets only scalars and like arrays.
+    """Whether a parameter's group may be updated in chunks.
 
-    An equation with several results, such as a `cond` over all leaves, brings other leaves along.
+    It must reduce nothing, and read and compute only scalars and arrays of the parameter's
+    shape that are its own. An equation with several results, such as a `cond` over all
+    leaves, reads other leaves too.
     """
-    i, shape = outs[0], whole.jaxpr.outvars[outs[0]].aval.shape
+    i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
     def fits(var, read: Read) -> bool:
         kind, k = read
-        mine = offloaded.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-        return var.aval.shape == () or (mine and var.aval.shape == shape)
+        own = owners.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
+        return var.aval.shape == () or (own and var.aval.shape == shape)
 
     return (
         all(fits(var, read) for var, read in reads.items())
-        and all(whole.jaxpr.outvars[o].aval.shape == shape for o in outs)
-        and not any(sums_up(whole.jaxpr.eqns[e]) for e in eqns)
+        and all(traced.jaxpr.outvars[o].aval.shape == shape for o in outs)
+        and not any(reduces(traced.jaxpr.eqns[e]) for e in eqns)
     )
 
 
-def sums_up(eqn: Any) -> bool:
+def reduces(eqn: Any) -> bool:
     """Whether an equation, or one inside it, reduces an array."""
     name = eqn.primitive.name
-    within = (inner for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxpr.eqns)
-    return (name.startswith("reduce") and name != "reduce_precision") or any(sums_up(inner) for inner in within)
+    inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return (name.startswith("reduce") and name != "reduce_precision") or any(map(reduces, inner))
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """What is known of the variables of a traced update.
+class Dependencies:
+    """What the variables of a traced update are computed from.
 
     Attributes:
-        makers: For each variable, the index of the equation that makes it.
-        needs: For each variable, the units whose offloaded arrays it depends on; no entry for none.
-            A unit is a parameter's index, or `("state", k)` for a leaf that belongs to none.
-        touches: For each variable, the parameters it is made of without passing through `early`.
-        early: Scalars that depend on nothing offloaded: they are computed once.
+        offloaded: For each variable, the owners of the offloaded arrays it depends on; no entry for none.
+        params: For each variable, the parameters it depends on other than through `shared_scalars`.
+        shared_scalars: Scalars that depend on nothing offloaded: they are computed once.
     """
 
-    makers: dict[Any, int]
-    needs: dict[Any, frozenset]
-    touches: dict[Any, frozenset]
-    early: frozenset
+    offloaded: dict[Any, frozenset]
+    params: dict[Any, frozenset]
+    shared_scalars: frozenset
 
     @classmethod
-    def of(cls, whole: Traced, offloaded: dict[int, int | None]) -> Known:
+    def of(cls, traced: TracedUpdate, owners: dict[int, Owner]) -> Dependencies:
         """Follow the equations once."""
-        makers, early = {}, set()
-        far = {v: k for v, (kind, k) in whole.reads.items() if kind == STATE and k in offloaded}
-        needs = {v: frozenset((unit(offloaded, k),)) for v, k in far.items()}
-        touches = {v: frozenset((i,)) for v, (kind, i) in whole.reads.items() if kind == PARAM}
-        none = frozenset()
-        for e, eqn in enumerate(whole.jaxpr.eqns):
-            read = [v for v in eqn.invars if not compat.is_literal(v)]
-            distant, near = (none.union(*(known.get(v, none) for v in read)) for known in (needs, touches))
+        scalars: set = set()
+        reads = traced.reads.items()
+        offloaded = {v: frozenset((owners[k],)) for v, (kind, k) in reads if kind == STATE and k in owners}
+        params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
+        for eqn in traced.jaxpr.eqns:
+            needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
             for var in eqn.outvars:
-                makers[var] = e
-                if distant:
-                    needs[var] = distant
+                if needs_offloaded:
+                    offloaded[var] = needs_offloaded
                 elif var.aval.shape == ():
-                    early.add(var)
+                    scalars.add(var)
                     continue
-                if near:
-                    touches[var] = near
-        return cls(makers, needs, touches, frozenset(early))
+                if needs_params:
+                    params[var] = needs_params
+        return cls(offloaded, params, frozenset(scalars))
 
 
-def unit(offloaded: dict[int, int | None], k: int) -> Any:
-    """The unit that an offloaded leaf of the state belongs to."""
-    owner = offloaded[k]
-    return ("state", k) if owner is None else owner
+def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
+    """All that is known of some variables; literals depend on nothing."""
+    return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
 
 
-def grouped(whole: Traced, offloaded: dict[int, int | None], known: Known) -> list[tuple[tuple, tuple, tuple]]:
-    """The tasks: parameters, offloaded state and resident state that are computed together.
+def groups_of(traced: TracedUpdate, owners: dict[int, Owner], depends: Dependencies) -> list[list[int]]:
+    """The results, by index, that are computed together, group by group.
 
-    A task moves every parameter it reads: once the parameter has moved, the old one is gone.
+    A group updates every parameter it reads: the update overwrites the old one.
     """
-    none, outvars = frozenset(), whole.jaxpr.outvars
-    look = lambda found, var: none if compat.is_literal(var) else found.get(var, none)
-    own = [frozenset((i,)) for i in range(whole.moved)]
-    own += [frozenset((unit(offloaded, k),)) if k in offloaded else none for k in range(len(outvars) - whole.moved)]
-    touched = [mine | look(known.needs, var) | look(known.touches, var) for mine, var in zip(own, outvars, strict=True)]
-    active = {o for o, var in enumerate(outvars) if look(known.needs, var) or (o >= whole.moved and own[o])}
-    joined: dict[Any, Any] = {}
+    num_params, outvars = traced.num_params, traced.jaxpr.outvars
+    own: list[set] = [{i} for i in range(num_params)]
+    own += [{owners[k]} if k in owners else set() for k in range(traced.num_state)]
+    offloaded = [union(depends.offloaded, [var]) for var in outvars]
+    touched = [own[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
+    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and own[o])}
+    parent: dict[Owner, Owner] = {}
 
-    def root(x):
-        while joined.setdefault(x, x) != x:
-            x = joined[x]
+    def root(x: Owner) -> Owner:
+        while parent.setdefault(x, x) != x:
+            x = parent[x]
         return x
 
     fresh = active
@@ -303,66 +235,25 @@ def grouped(whole: Traced, offloaded: dict[int, int | None], known: Known) -> li
         for o in sorted(fresh):
             first, *others = touched[o]
             for x in (first, *others):
-                joined[root(x)] = root(first)
-        fresh = {i for i in range(whole.moved) if i in joined} - active
+                parent[root(x)] = root(first)
+        fresh = {i for i in range(num_params) if i in parent} - active
         active |= fresh
-    members: dict[Any, list[int]] = {}
+    groups: dict[Owner, list[int]] = {}
     for o in sorted(active):
-        members.setdefault(root(next(iter(touched[o]))), []).append(o)
-    return [
-        (
-            tuple(o for o in outs if o < whole.moved),
-            tuple(o - whole.moved for o in outs if o >= whole.moved and o - whole.moved in offloaded),
-            tuple(o - whole.moved for o in outs if o >= whole.moved and o - whole.moved not in offloaded),
-        )
-        for outs in members.values()
-    ]
-
-
-def carve(makers: dict[Any, int], jaxpr: Any, outs: Sequence[int], stop: frozenset) -> tuple[list[int], list]:
-    """The equations behind some results, as indices in order, and the variables they begin from."""
-    wanted, inputs, eqns = [jaxpr.outvars[o] for o in outs], {}, set()
-    while wanted:
-        var = wanted.pop()
-        if compat.is_literal(var) or var in inputs:
-            continue
-        if var in stop or var not in makers:
-            inputs[var] = None
-        elif (e := makers[var]) not in eqns:
-            eqns.add(e)
-            wanted += jaxpr.eqns[e].invars
-    return sorted(eqns), list(inputs)
-
-
-def early_part(whole: Traced, known: Known, results: Sequence) -> Part:
-    """The equations behind some variables that depend on nothing offloaded."""
-    alone = whole.jaxpr.replace(outvars=list(results))
-    eqns, inputs = carve(known.makers, alone, range(len(results)), frozenset())
-    jaxpr = compat.part_of(whole.jaxpr, [whole.jaxpr.eqns[e] for e in eqns], inputs, results)
-    return Part(jaxpr, tuple(whole.reads[var] for var in inputs))
-
-
-def part(whole: Traced, other: Traced, eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]) -> Part:
-    """Equations of `whole`, given by their places, as they stand in another trace of the same update."""
-    jaxpr = compat.part_of(
-        other.jaxpr,
-        [other.jaxpr.eqns[e] for e in eqns],
-        [other.at(whole.places[var]) for var in reads],
-        [other.jaxpr.outvars[o] for o in outs],
-    )
-    return Part(jaxpr, tuple(reads.values()))
+        groups.setdefault(root(next(iter(touched[o]))), []).append(o)
+    return list(groups.values())
 
 
 class ChunkTraces:
-    """Traces of an update of pieces: one for the pieces that are alike, and one for the last ones."""
+    """Traces of an update on chunks: one for those of full length, and one for the last ones."""
 
-    def __init__(self, chunkings: dict[int, Chunking], retraced: Callable[[dict[int, int]], Traced]):
+    def __init__(self, chunkings: dict[int, Chunking], retrace: Callable[[dict[int, int]], TracedUpdate]):
         """Nothing is traced yet."""
         self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
         self._traced = functools.cache(
-            lambda place: retraced({i: ns[min(place, len(ns) - 1)] for i, ns in self._lengths.items()})
+            lambda n: retrace({i: lengths[min(n, len(lengths) - 1)] for i, lengths in self._lengths.items()})
         )
 
-    def traced(self, i: int, length: int) -> Traced:
-        """The trace in which pieces of parameter `i` have this length."""
-        return self._traced(self._lengths[i].index(length))
+    def by_length(self, i: int) -> dict[int, TracedUpdate]:
+        """For each length of parameter `i`'s chunks, the trace with chunks of that length."""
+        return {length: self._traced(n) for n, length in enumerate(self._lengths[i])}

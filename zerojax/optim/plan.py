@@ -6,36 +6,40 @@ Made once, before any array is placed; frozen and hashable, so that it rides in 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 
 from zerojax.config import Config
+from zerojax.config.data_mesh import in_words
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.opt_state import lay_out_state, owners_of
-from zerojax.layout.tree import Layout
+from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.offloaded import Offloaded, offloaded
+from zerojax.optim.offloaded import state_offload
+from zerojax.optim.partition import Partition
 from zerojax.placement.storage import shapes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardingPlan(CachedHash):
-    """How gradients and optimizer state lie during the update.
+    """How parameters, gradients and optimizer state are sharded; printed, a line a leaf.
 
     Attributes:
         layout: Layout of all parameters.
         trained: Layout of those that are trained; the others are holes in its tree.
-        grads: One `Leaf` a trained parameter, for its gradient and its update.
+        grads: One `Leaf` a trained parameter, for its reduced gradient and its update.
         state: One `Leaf` for each leaf of the optimizer's state.
         state_def: Structure of the optimizer's state: the wrapped transformation's own,
             inside a `MasterState` where there are master weights.
         owners: For each leaf of the state, the trained parameter it belongs to, or None.
-        chunkings: For each leaf of the state, how it is cut into pieces that wait outside the
-            device's memory; None: it is on the device.
+        chunkings: For each leaf of the state, how it is divided into chunks that are kept
+            outside the device's memory; None: it is on the device.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
     """
 
@@ -48,44 +52,68 @@ class ShardingPlan(CachedHash):
     chunkings: tuple[Chunking | None, ...]
     choice: Choice | None = None
 
+    @functools.cached_property
+    def offloaded(self) -> dict[int, Chunking]:
+        """The offloaded leaves of the state, by index, and how they are chunked."""
+        return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
-def make_plan(config: Config, layout: Layout) -> ShardingPlan:
-    """Lay out gradients and optimizer state, flat where the transformation is elementwise."""
+    def __str__(self) -> str:
+        """Stage and axes, then each leaf with its type, its logical shape and how it is sharded."""
+        policy = self.layout.policy
+        rows = [("params", leaf, None) for leaf in self.layout.params]
+        rows += [("grads", leaf, None) for leaf in self.grads]
+        rows += [("opt_state", leaf, self.offloaded.get(k)) for k, leaf in enumerate(self.state)]
+        title = f"stage {policy.stage} over {in_words(policy.data.batch)}, {policy.data.workers} workers"
+        return "\n".join([title, *(f"{part}{leaf.path}  {leaf}{_offloaded(c)}" for part, leaf, c in rows)])
+
+
+def _offloaded(chunking: Chunking | None) -> str:
+    return "" if chunking is None else f", offloaded in {len(chunking.extents)} chunks"
+
+
+def make_plan(config: Config, params: Any) -> ShardingPlan:
+    """Plan a run, from shapes alone.
+
+    Args:
+        config: The wrapped transformation, stage, mesh and options.
+        params: Parameters in any form: arrays, `Padded` arrays or shapes.
+    """
+    return plan_of_layout(config, layout_of(config, params))
+
+
+def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
+    """Complete a layout of parameters: gradients and optimizer state, flat where the transformation is elementwise."""
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
     state = jax.eval_shape(tx.init, params)
     owners = owners_of(state, trained)
     flat = elementwise_leaves(tx, params, trained.grads, owners)
-    parts = tuple(
-        dataclasses.replace(part, kind="replicated", reason=f"{part.reason}; its update is not elementwise")
-        if part.kind == "flat" and i not in flat
-        else part
-        for i, part in enumerate(trained.grads)
+    grads = tuple(
+        dataclasses.replace(leaf, kind="replicated", reason=f"{leaf.reason}; its update is not elementwise")
+        if leaf.kind == "flat" and i not in flat
+        else leaf
+        for i, leaf in enumerate(trained.grads)
     )
-    matched = lay_out_state(state, trained, layout.policy, owners=owners, flat=flat)
+    state_leaves = lay_out_state(state, trained, layout.policy, owners=owners, flat=flat)
     structure = jax.tree.structure(state)
-    chunkings: tuple[Chunking | None, ...] = (None,) * len(matched)
+    chunkings: tuple[Chunking | None, ...] = (None,) * len(state_leaves)
     if config.offload is not None:
-        chunkings = offloaded(config, trained, parts, matched, structure, owners).chunkings
-    return ShardingPlan(layout, trained, parts, matched, structure, owners, chunkings)
+        chunkings = state_offload(config, trained, grads, state_leaves, structure, owners).chunkings
+    return ShardingPlan(layout, trained, grads, state_leaves, structure, owners, chunkings)
 
 
-def chosen_update(config: Config, plan: ShardingPlan) -> Choice | None:
+def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
     """Where the update of what is offloaded runs; measured, if that is to decide it. None if nothing is offloaded."""
-    if config.offload is None or not any(plan.chunkings):
+    if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
-    far = [
-        (leaf, i)
-        for leaf, chunking, i in zip(plan.state, plan.chunkings, plan.owners, strict=True)
-        if chunking is not None
-    ]
-    elements = sum(plan.grads[i].size for i in {i for _, i in far if i is not None})
-    return choose(measure(config.mesh, config.data.batch), sum(leaf.bytes for leaf, _ in far) / max(elements, 1))
+    state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)
+    elements = sum(plan.grads[i].size for i in {plan.owners[k] for k in plan.offloaded} if i is not None)
+    return choose(measure(config.mesh, config.data.batch), state_bytes / max(elements, 1))
 
 
-def offloaded_part(config: Config, plan: ShardingPlan) -> Offloaded:
-    """How the offloaded part of the state is held and updated; there is one."""
-    return offloaded(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners)
+def offloaded_update(config: Config, plan: ShardingPlan) -> Partition:
+    """The update, partitioned for what is offloaded; there is a `config.offload`."""
+    return state_offload(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners).partition

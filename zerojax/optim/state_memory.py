@@ -1,4 +1,4 @@
-"""The whole optimizer state between device and host memory: for programs that need all of it at once."""
+"""The full optimizer state between device and host memory: for programs that need all of it at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import host_sharding
 from zerojax.optim.plan import ShardingPlan
-from zerojax.placement.chunking import chunked, join, split_chunks
+from zerojax.placement.chunking import chunked, join_chunks, split_chunks
 from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ ON_DISK = (
 
 
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The state with everything that waits in host memory joined on the device; all of it at once.
+    """The state with every offloaded leaf joined on the device; all of it at once.
 
     Raises:
         TypeError: If a part is on disk, which a traced program cannot read.
@@ -37,7 +37,7 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
         if x.store is not None:
             raise TypeError(ON_DISK)
         chunks = [jax.device_put(chunk, named(config, leaf)) for chunk in x.chunks]
-        return join(config.mesh, chunks, leaf, x.chunking)
+        return join_chunks(config.mesh, chunks, leaf, x.chunking)
 
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
     return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])
@@ -65,7 +65,7 @@ def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
-    """Where the state lies: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
+    """How the state is sharded: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
 
     def one(leaf: Leaf, chunking: Chunking | None):
         if chunking is None:

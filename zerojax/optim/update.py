@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -22,8 +22,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.partition import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.optim.plan import ShardingPlan, offloaded_part
+from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, view
 
 if TYPE_CHECKING:
@@ -31,44 +30,44 @@ if TYPE_CHECKING:
 
 
 def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
-    """The trained leaves of parameters or gradients, in any form, laid out for the update; storage shape.
+    """The trained leaves of parameters or gradients, in any form, sharded for the update; storage shape.
 
-    A parameter that waits in host memory lies as its gradient does, and is left there.
+    A parameter in host memory already has its gradient's sharding, and stays there.
     """
     leaves = leaves_of(tree)
 
-    def one(x, part: Leaf):
+    def one(x, leaf: Leaf):
         value = x.storage if is_padded(x) else x
-        if value.shape == part.storage_shape and (is_padded(x) or is_on_host(value)):
-            return value if is_on_host(value) else constrain(config, value, part)
-        return to_storage(config, logical(x), part)
+        if value.shape == leaf.storage_shape and (is_padded(x) or is_on_host(value)):
+            return value if is_on_host(value) else constrain(config, value, leaf)
+        return to_storage(config, logical(x), leaf)
 
-    return [one(x, part) for x, part in zip([leaves[i] for i in plan.layout.trained], plan.grads, strict=True)]
+    return [one(leaves[i], leaf) for i, leaf in zip(plan.layout.trained, plan.grads, strict=True)]
 
 
 def unshard_after_update(
     config: Config,
     plan: ShardingPlan,
-    divided: Sequence[Shaped[Array, "*storage"] | None],
+    updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """The inverse of `shard_for_update`: gather what the stage keeps whole.
+    """The inverse of `shard_for_update`: gather what the stage keeps replicated.
 
     Args:
-        config: Mesh and axis.
-        plan: How everything lies.
-        divided: One array a trained parameter; storage shape of `plan.grads`. None makes None.
+        config: Mesh and axes.
+        plan: How everything is sharded.
+        updated: One array a trained parameter; storage shape of `plan.grads`. None makes None.
         frozen: One array a parameter, of which those that are not trained are taken.
 
     Returns:
         One array a parameter; storage shape of `plan.layout.params`.
     """
-    there = {k: x for k, x in enumerate(divided) if x is not None}
-    whole = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in there]
-    gathered = gather(config, [there[k] for k in whole], [plan.grads[k] for k in whole])
-    moved = dict(enumerate(divided)) | dict(zip(whole, gathered, strict=True))
-    arrays = dict(enumerate(frozen)) | {i: moved[k] for k, i in enumerate(plan.layout.trained)}
-    return [arrays[i] for i in range(len(plan.layout.params))]
+    arrays = {k: x for k, x in enumerate(updated) if x is not None}
+    replicated = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in arrays]
+    gathered = gather(config, [arrays[k] for k in replicated], [plan.grads[k] for k in replicated])
+    arrays |= dict(zip(replicated, gathered, strict=True))
+    params = dict(enumerate(frozen)) | {i: arrays.get(k) for k, i in enumerate(plan.layout.trained)}
+    return [params[i] for i in range(len(plan.layout.params))]
 
 
 def update(
@@ -79,11 +78,11 @@ def update(
     params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """One step of the optimizer on divided leaves.
+    """One step of the optimizer on sharded leaves.
 
     Args:
         config: The wrapped transformation and its mesh.
-        plan: How everything lies.
+        plan: How everything is sharded.
         grads: Gradients; storage shape of `plan.grads`.
         state: Optimizer state in storage.
         params: Parameters; storage shape of `plan.grads`. None if `update` was given none.
@@ -126,39 +125,3 @@ def apply_update(
     updates, state = update(config, plan, grads, state, params, extra)
     moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
-
-
-class First(NamedTuple):
-    """What an update does before any offloaded state is there.
-
-    Attributes:
-        moved: Trained parameters that have moved, by index; storage shape of their parts.
-        state: One array a leaf of the state: the new one, or the old where a task replaces
-            it; None for one that is offloaded.
-        shared: What tasks share.
-        wanted: Indices of the gradients that tasks read.
-    """
-
-    moved: dict[int, Array]
-    state: list
-    shared: list
-    wanted: tuple[int, ...]
-
-
-def begin(
-    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
-) -> First:
-    """The part of an update that reads nothing offloaded; as `update`, with holes where the state is offloaded."""
-    split = offloaded_part(config, plan).split
-    looks = {
-        GRAD: lambda i: view(grads[i], plan.grads[i]),
-        PARAM: lambda i: view(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
-        STATE: lambda k: view(state[k], plan.state[k]),
-        EXTRA: lambda _: value,
-        CONST: lambda i: split.consts[i],
-    }
-    results = iter(split.first.on([looks[kind](i) for kind, i in split.first.reads]))
-    moved = {i: to_storage(config, next(results), plan.grads[i]) for i in split.moved}
-    new = {k: to_storage(config, next(results), plan.state[k]) for k in split.resident}
-    wanted = tuple(sorted({i for task in split.tasks for i in task.reading(GRAD)}))
-    return First(moved, [new.get(k, x) for k, x in enumerate(state)], list(results), wanted)

@@ -1,4 +1,4 @@
-"""Cut each device's part of an array into pieces, and join them again; traced under jit."""
+"""Slice each device's shard of an array into chunks, and join them again; traced under jit."""
 
 from __future__ import annotations
 
@@ -21,40 +21,35 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int, Shaped
 
 
-def take(
-    mesh: Mesh,
-    stored: Shaped[Array, "*storage"],
-    leaf: Leaf,
-    chunking: Chunking,
-    start: Int[Array, ""] | int,
-    length: int,
-) -> Shaped[Array, "*piece"]:
-    """The piece of every device's part that begins at `start`."""
+def slice_chunk(
+    mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
+) -> Shaped[Array, "*chunk"]:
+    """The chunk of every device's shard that begins at `start` of `dim`."""
 
     def local(x, start):
-        return lax.dynamic_slice_in_dim(x, start, length, chunking.dim)
+        return lax.dynamic_slice_in_dim(x, start, length, dim)
 
-    return locally(mesh, local, leaf, 1)(stored, start)
+    return per_shard(mesh, local, leaf, 1)(stored, start)
 
 
-def put(
+def update_chunk(
     mesh: Mesh,
     stored: Shaped[Array, "*storage"],
-    chunk: Shaped[Array, "*piece"],
+    chunk: Shaped[Array, "*chunk"],
     leaf: Leaf,
-    chunking: Chunking,
+    dim: int,
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
-    """The array with a piece of every device's part replaced."""
+    """The array with a chunk of every device's shard replaced."""
 
     def local(x, chunk, start):
-        return lax.dynamic_update_slice_in_dim(x, chunk, start, chunking.dim)
+        return lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
 
-    return locally(mesh, local, leaf, 2)(stored, chunk, start)
+    return per_shard(mesh, local, leaf, 2)(stored, chunk, start)
 
 
-def locally(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
-    """`local(*arrays, start)` on each device's part."""
+def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
+    """`local(*arrays, start)` on each device's shard."""
     spec = leaf.local_spec
     return jax.shard_map(
         local,
@@ -68,27 +63,24 @@ def locally(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
 
 def split_chunks(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking
-) -> list[Shaped[Array, "*piece"]]:
-    """All pieces of an array, in order."""
+) -> list[Shaped[Array, "*chunk"]]:
+    """All chunks of an array, in order."""
     if len(chunking.extents) == 1:
         return [stored]
-    return [
-        take(mesh, stored, leaf, chunking, start, length)
-        for start, length in zip(chunking.starts, chunking.extents, strict=True)
-    ]
+    return [slice_chunk(mesh, stored, leaf, chunking.dim, start, length) for start, length in chunking.chunks]
 
 
-def join(
-    mesh: Mesh, chunks: Sequence[Shaped[Array, "*piece"]], leaf: Leaf, chunking: Chunking
+def join_chunks(
+    mesh: Mesh, chunks: Sequence[Shaped[Array, "*chunk"]], leaf: Leaf, chunking: Chunking
 ) -> Shaped[Array, "*storage"]:
     """The inverse of `split_chunks`."""
     if len(chunks) == 1:
         return chunks[0]
 
-    def local(*pieces_and_start):
-        return lax.concatenate(pieces_and_start[:-1], chunking.dim)
+    def local(*chunks_and_start):
+        return lax.concatenate(chunks_and_start[:-1], chunking.dim)
 
-    return locally(mesh, local, leaf, len(chunks))(*chunks, 0)
+    return per_shard(mesh, local, leaf, len(chunks))(*chunks, 0)
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
@@ -97,13 +89,13 @@ def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunkin
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """An offloaded leaf, whole on the devices."""
+    """An offloaded leaf as one array on the devices."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
     return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
 
 
-def apart(x: Shaped[Array, "*storage"], node: Chunked) -> Chunked:
-    """An array on the devices in the place of an offloaded leaf; live, or a shape."""
+def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
+    """An offloaded leaf with the values of an array on the devices; live, or a shape."""
     chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))
@@ -114,10 +106,10 @@ def apart(x: Shaped[Array, "*storage"], node: Chunked) -> Chunked:
 @functools.lru_cache(maxsize=32)
 def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
     """The program of `joined`."""
-    return jax.jit(lambda chunks: join(mesh, chunks, leaf, chunking), out_shardings=sharding)
+    return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)
 def splitting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """The program of `apart`."""
+    """The program of `replaced`."""
     return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)

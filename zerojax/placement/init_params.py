@@ -16,7 +16,7 @@ from zerojax import compat
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.placement.storage import named, read
+from zerojax.placement.storage import named, storage_leaves
 
 MOST_PROGRAMS = 8
 
@@ -26,7 +26,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
     Args:
         config: The mesh.
-        layout: Where each leaf is to lie.
+        layout: How each leaf is sharded.
         init_fn: Returns the tree of logical parameters.
         args: Its arguments; shapes are enough.
 
@@ -37,7 +37,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
     def some(indices, *args):
         leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
-        return [x for i, x in enumerate(read(leaves, layout.params)) if i in indices]
+        return [x for i, x in enumerate(storage_leaves(leaves, layout.params)) if i in indices]
 
     return [
         jax.jit(functools.partial(some, group), out_shardings=[named(config, layout.params[i]) for i in group])
@@ -46,7 +46,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
 
 def groups(leaves: tuple[Leaf, ...]) -> Iterator[tuple[int, ...]]:
-    """Share the leaves out in order, so that a group is small beside the largest leaf made whole."""
+    """Group the leaves in order, so that a group is small beside the largest full leaf."""
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
     budget = max(largest // 2, sum(local) // MOST_PROGRAMS)

@@ -1,4 +1,4 @@
-"""Bring parameters, whatever they are and wherever they lie, to where they are stored."""
+"""Place parameters by a layout, whatever they are and wherever they are; shapes are placed as shapes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import KINDS, check_host_memory, to_device
-from zerojax.placement.storage import cast, named, read
+from zerojax.placement.storage import cast, named, storage_leaves
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-def as_stored(params: PyTree, layout: Layout) -> list:
-    """`read` for arrays and shapes alike; storage shape."""
+def storage_of(params: PyTree, layout: Layout) -> list:
+    """`storage_leaves` for arrays and shapes alike; storage shape."""
     if are_shapes(params):
         return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
-    return read(params, layout.params)
+    return storage_leaves(params, layout.params)
 
 
 def are_shapes(params: PyTree) -> bool:
@@ -32,15 +34,28 @@ def are_shapes(params: PyTree) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
-def placed(config: Config, layout: Layout, params: PyTree) -> list:
-    """A copy of the parameters where they are stored, in the types they have; storage shape.
+def place_params(config: Config, layout: Layout, params: PyTree) -> list:
+    """A copy of the parameters in their layout, in the types they have; storage shape.
 
     Raises:
-        MemoryError: If some are to wait in host memory, and there is not enough of it.
+        MemoryError: If some are for host memory, and there is not enough of it.
     """
     if not are_shapes(params):
         check_host_room(config, layout)
-    return [place(x, named(config, leaf)) for x, leaf in zip(as_stored(params, layout), layout.params, strict=True)]
+    stored = storage_of(params, layout)
+    return [place_array(x, named(config, leaf)) for x, leaf in zip(stored, layout.params, strict=True)]
+
+
+def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
+    """A replicated copy of a tree of arrays and numbers; its shapes and shardings if `shapes`."""
+    sharding = replicated(mesh)
+
+    def one(x):
+        if shapes:
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
+        return place_array(x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(x)), sharding)
+
+    return jax.tree.map(one, tree)
 
 
 def check_host_room(config: Config, layout: Layout) -> None:
@@ -49,16 +64,16 @@ def check_host_room(config: Config, layout: Layout) -> None:
     Raises:
         MemoryError: Saying how much is needed, and how much there is.
     """
-    if held := sum(leaf.local_bytes for leaf in layout.params if leaf.host):
-        check_host_memory(config.mesh, held, "What waits of the parameters")
+    if needed := sum(leaf.local_bytes for leaf in layout.params if leaf.host):
+        check_host_memory(config.mesh, needed, "Offload(params=)")
 
 
-def place(x: Any, sharding: NamedSharding) -> Any:
-    """Lay a copy of one array out, so that donating it spares the caller's."""
+def place_array(x: Any, sharding: NamedSharding) -> Any:
+    """A copy of one array in a sharding, so that donating it leaves the caller's alone."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind in KINDS:
-        return away(x, sharding)
+        return copy_to_host(x, sharding)
     x = to_device(x) if isinstance(x, jax.Array) else x
     if isinstance(x, jax.core.Tracer):
         return jax.lax.with_sharding_constraint(x, sharding)
@@ -66,26 +81,27 @@ def place(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)
 
 
-def away(x: Any, sharding: NamedSharding) -> Any:
-    """A copy of one array in host memory, where it is when this returns: so the device never holds two leaves."""
+def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
+    """A copy of one array in host memory; blocks until the copy is done, so that the device never holds two leaves."""
     # By way of the device, or an array that is on the host already would share its shards with the copy.
-    there = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
-    return there if isinstance(there, jax.core.Tracer) else jax.block_until_ready(there)
+    copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
+    return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
 
 
-def cast_placed(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
+def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
     """Placed parameters in the types of `like`."""
     types = [leaf.dtype for leaf in like]
     if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
         return arrays
-    where = [named(config, leaf) for leaf in layout.params]
-    # What waits in host memory is converted leaf by leaf, as one program would hold all of it on the device.
-    near = [i for i, leaf in enumerate(layout.params) if not leaf.host]
-    some = jax.jit(cast, static_argnums=1, out_shardings=[where[i] for i in near])
-    done = dict(zip(near, some([arrays[i] for i in near], tuple(types[i] for i in near)), strict=True))
-    return [done[i] if i in done else recast(x, types[i], where[i]) for i, x in enumerate(arrays)]
+    shardings = [named(config, leaf) for leaf in layout.params]
+    # Parameters in host memory are cast leaf by leaf: one program would hold all of them on the device.
+    on_device = [i for i, leaf in enumerate(layout.params) if not leaf.host]
+    program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
+    results = program([arrays[i] for i in on_device], tuple(types[i] for i in on_device))
+    done = dict(zip(on_device, results, strict=True))
+    return [done[i] if i in done else cast_on_host(x, types[i], shardings[i]) for i, x in enumerate(arrays)]
 
 
-def recast(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
-    """An array of host memory in another type; nothing can be converted where it waits."""
-    return x if x.dtype == dtype else away(to_device(x).astype(dtype), sharding)
+def cast_on_host(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
+    """An array of host memory in another type, by way of the device: nothing is computed in host memory."""
+    return x if x.dtype == dtype else copy_to_host(to_device(x).astype(dtype), sharding)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.comm import collectives
+from zerojax.comm.buckets import flatten
+from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded, pad, trim
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
 
 
 def leaves_of(params: PyTree) -> list:
-    """The leaves of a tree, `Padded` nodes kept whole."""
+    """The leaves of a tree, `Padded` nodes not opened."""
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
-def forms_of(params: PyTree) -> tuple[bool, ...]:
+def padded_forms(params: PyTree) -> tuple[bool, ...]:
     """For each leaf, whether it is in `Padded` form."""
     return tuple(is_padded(x) for x in leaves_of(params))
 
 
-def read(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
+def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
     """The arrays as stored, whichever form `params` has; storage shape."""
 
     def stored(x, leaf: Leaf):
@@ -56,12 +57,12 @@ def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """New parameters by index, those that wait in host memory on their way there; traced under jit."""
+    """New parameters by index, those of host memory sent there; traced under jit."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
-def write(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
-    """The tree that `read` came from, in the forms given; the inverse of `read`."""
+def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
+    """The tree that `storage_leaves` came from, in the forms given; the inverse of `storage_leaves`."""
     out = [
         Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else view(x, leaf)
         for x, leaf, padded in zip(stored, leaves, forms, strict=True)
@@ -76,7 +77,7 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     """The tree of parameters whose arrays are `stored`, in storage form."""
-    return write(stored, layout, layout.params, storage_forms(layout.params))
+    return unflatten_params(stored, layout, layout.params, storage_forms(layout.params))
 
 
 def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
@@ -87,7 +88,7 @@ def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
 def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
     """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
     if leaf.kind == "flat":
-        value = collectives.flatten(value, leaf)
+        value = flatten(value, leaf)
     elif leaf.dim is not None:
         value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
     return constrain(config, value, leaf)
@@ -108,7 +109,7 @@ def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    """A leaf's layout as a `NamedSharding`, in the memory it waits in."""
+    """A leaf's layout as a `NamedSharding`, in the memory it is kept in."""
     return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
@@ -121,17 +122,14 @@ def gather(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
 ) -> list[Shaped[Array, "*logical"]]:
     """All-gather divided leaves explicitly, flat ones in one bucket; storage in, logical out."""
-    axis = config.data.batch
-
-    def local(parts):
-        return collectives.all_gather(parts, leaves, axis)
-
+    axes = config.data.batch
+    comm = ManualCollectives(axes, bucket_bytes=0)
     specs = [leaf.local_spec for leaf in leaves]
     return jax.shard_map(
-        local,
+        lambda shards: comm.all_gather(shards, leaves),
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=[PartitionSpec()] * len(leaves),
-        axis_names=set(axis),
+        axis_names=set(axes),
         check_vma=False,
     )(list(stored))

@@ -1,10 +1,10 @@
-"""The compiled programs of a streamed update: one for each kind of piece, whatever the depth of the model."""
+"""The compiled programs that update chunks: like chunks of like layers share one, whatever the depth of the model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,58 +12,53 @@ import jax.numpy as jnp
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.partition import CONST, GRAD, PARAM, SHARED, STATE, Part, Task
+from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.rollback import roll_back
-from zerojax.placement.chunking import put, take
-from zerojax.placement.storage import constrain, gather, to_storage, view
+from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
+from zerojax.placement.chunking import slice_chunk, update_chunk
+from zerojax.placement.storage import constrain, gather, named, to_storage, view
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
 
-class Values(NamedTuple):
-    """What a task computes with, each in the order of the task.
+class GroupInputs(NamedTuple):
+    """What a group's update reads besides parameters and state, each in the order of the group.
 
     Attributes:
-        params: Parameters that are moved; storage shape of their parts, or pieces.
-        grads: Gradients; storage shape, or pieces.
-        state: Offloaded leaves of the state; storage shape, or pieces.
-        resident: Leaves of the state on the device that are replaced; storage shape.
+        grads: Gradients; storage shape.
         shared: What was computed for it with the gradients.
         consts: Arrays that the transformation closed over.
     """
 
-    params: Sequence[Array]
     grads: Sequence[Array]
-    state: Sequence[Array]
-    resident: Sequence[Array]
     shared: Sequence[Array]
     consts: Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """What tells two programs apart: like pieces of like layers share one.
+class ProgramKey:
+    """What tells two programs apart: chunks with equal keys share one.
 
     Attributes:
-        part: The equations.
+        equations: What the program computes.
         text: The equations as text, by which they are compared.
         reads: For each value they read, its kind and its place among the values of that kind.
-        params: How the parameters lie that are moved, in the type they are updated in.
-        stored: The types in which they are stored.
-        grads: How the gradients lie.
-        state: How the offloaded state lies.
-        resident: How the replaced state on the device lies.
-        dim: The dim that is cut; None: the task runs on whole arrays.
-        length: Of the piece, on that dim.
+        params: Layouts of the parameters to update, in the type they are updated in.
+        stored_dtypes: The types in which those are stored.
+        grads: Layouts of the gradients.
+        state: Layouts of the offloaded state.
+        resident: Layouts of the state on the device that is replaced.
+        dim: The dim that is chunked; None: the program updates full arrays.
+        length: Of the chunk, on that dim.
     """
 
-    part: Part = dataclasses.field(compare=False)
+    equations: Equations = dataclasses.field(compare=False)
     text: str
     reads: tuple[tuple[str, int], ...]
     params: tuple[Leaf, ...]
-    stored: tuple
+    stored_dtypes: tuple
     grads: tuple[Leaf, ...]
     state: tuple[Leaf, ...]
     resident: tuple[Leaf, ...]
@@ -71,24 +66,24 @@ class Kind:
     length: int
 
     @classmethod
-    def of(cls, plan: ShardingPlan, task: Task, length: int) -> Kind:
-        """The kind of a task's pieces of some length; 0 for a task that is not cut."""
-        part = task.parts[length]
-        places = {PARAM: task.params, STATE: task.state} | {k: task.reading(k) for k in (GRAD, SHARED, CONST)}
+    def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:
+        """The key for a group's chunks of some length; 0 for a group that is not chunked."""
+        equations = group.equations[length]
+        places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
-        def alike(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
+        def anonymous(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
             return tuple(dataclasses.replace(leaves[i], path="", reason="") for i in indices)
 
         return cls(
-            part,
-            part.text,
-            tuple((kind, places[kind].index(i)) for kind, i in part.reads),
-            alike(plan.grads, task.params),
-            tuple(plan.trained.params[i].dtype for i in task.params),
-            alike(plan.grads, task.reading(GRAD)),
-            alike(plan.state, task.state),
-            alike(plan.state, task.resident),
-            None if task.chunking is None else task.chunking.dim,
+            equations,
+            equations.text,
+            tuple((kind, places[kind].index(i)) for kind, i in equations.reads),
+            anonymous(plan.grads, group.params),
+            tuple(plan.trained.params[i].dtype for i in group.params),
+            anonymous(plan.grads, group.reads(GRAD)),
+            anonymous(plan.state, group.state),
+            anonymous(plan.state, group.resident),
+            None if group.chunking is None else group.chunking.dim,
             length,
         )
 
@@ -97,94 +92,96 @@ class Kind:
         """Whether the equations read the parameters; with master weights they do not."""
         return any(kind == PARAM for kind, _ in self.reads)
 
+    def shapes(self, config: Config) -> tuple[list, list, list, list]:
+        """Parameters, offloaded and resident state, and gradients as shapes with their shardings."""
 
-def on_device(config: Config, kind: Kind) -> Callable:
-    """A piece's update on the device: `f(params, state, resident, others, start, skipped)` gives the first three anew.
+        def shape(leaf: Leaf, dtype: Any = None, *, dim: int | None = None) -> Any:
+            full = leaf.storage_shape if dim is None else Chunking(dim, ()).chunk_shape(leaf, self.length)
+            return jax.ShapeDtypeStruct(full, dtype or leaf.dtype, sharding=named(config, leaf))
 
-    They are donated.
+        params = [shape(leaf, dtype) for leaf, dtype in zip(self.params, self.stored_dtypes, strict=True)]
+        state = [shape(leaf, dim=self.dim) for leaf in self.state]
+        return params, state, list(map(shape, self.resident)), list(map(shape, self.grads))
+
+
+def update_on_device(config: Config, key: ProgramKey) -> Callable:
+    """A chunk's update: `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`.
+
+    These are donated. If the step is skipped, they are unchanged, bit for bit.
     """
+    full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 
-    def run(params, state, resident, others: Values, start, skipped):
-        values = others._replace(params=params, state=state, resident=resident)
-        moved, state, resident = computed(config, kind, pieces_of(config, kind, values, start), skipped)
-        return written(config, kind, params, moved, start, skipped), state, resident
+    def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
+        arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)]
+        return [view(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)] if full else arrays
+
+    def stored(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
+        store = to_storage if full else constrain
+        return [store(config, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+
+    def run(params, state, resident, inputs: GroupInputs, start, skipped):
+        operands = {
+            PARAM: typed(slice_chunks(config, key, params, key.params, start), key.params) if key.reads_params else (),
+            GRAD: typed(slice_chunks(config, key, inputs.grads, key.grads, start), key.grads),
+            STATE: typed(state, key.state),
+            SHARED: inputs.shared,
+            CONST: inputs.consts,
+        }
+        results = key.equations.evaluate([operands[kind][i] for kind, i in key.reads])
+        new_params = stored(results[:num_params], key.params)
+        new_state = stored(results[num_params:], [*key.state, *key.resident])
+        new_state = roll_back(~skipped, new_state, [*state, *resident])
+        params = write_params(config, key, params, new_params, start, skipped)
+        return params, new_state[:num_state], new_state[num_state:]
 
     return jax.jit(run, donate_argnums=(0, 1, 2))
 
 
-def pieces_of(config: Config, kind: Kind, values: Values, start: Int[Array, ""]) -> Values:
-    """The values with parameters and gradients as pieces, in the types they are stored in."""
+def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
+    """`f(params, grads, start) -> (params, grads)`: the chunks that an update on the host needs."""
 
-    def one(x, leaf: Leaf):
-        return x if kind.dim is None else take(config.mesh, x, leaf, Chunking(kind.dim, ()), start, kind.length)
-
-    params = [one(x, leaf) for x, leaf in zip(values.params, kind.params, strict=True)]
-    return values._replace(
-        params=params, grads=[one(x, leaf) for x, leaf in zip(values.grads, kind.grads, strict=True)]
-    )
-
-
-def computed(config: Config, kind: Kind, values: Values, skipped: Bool[Array, ""]) -> tuple[list, list, list]:
-    """New parameters, offloaded and resident state; of the state the old, bit for bit, if the step is skipped."""
-    whole = kind.dim is None
-
-    def seen(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        typed = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)]
-        return [view(x, leaf) for x, leaf in zip(typed, leaves, strict=True)] if whole else typed
-
-    def laid(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        lay = to_storage if whole else constrain
-        return [lay(config, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
-
-    held = {
-        PARAM: seen(values.params, kind.params) if kind.reads_params else (),
-        GRAD: seen(values.grads, kind.grads),
-        STATE: seen(values.state, kind.state),
-        SHARED: values.shared,
-        CONST: values.consts,
-    }
-    results = kind.part.on([held[name][i] for name, i in kind.reads])
-    moved = laid(results[: len(kind.params)], kind.params)
-    state = laid(results[len(kind.params) :], [*kind.state, *kind.resident])
-    state = roll_back(~skipped, state, [*values.state, *values.resident])
-    return moved, state[: len(kind.state)], state[len(kind.state) :]
-
-
-def written(
-    config: Config, kind: Kind, params: Sequence, moved: Sequence, start: Int[Array, ""], skipped: Bool[Array, ""]
-) -> list:
-    """The parameters with new pieces, unless the step is skipped."""
-    if kind.dim is None:
-        return roll_back(~skipped, list(moved), list(params))
-
-    chunking = Chunking(kind.dim, ())
-
-    def one(x, chunk, leaf: Leaf):
-        old = take(config.mesh, x, leaf, chunking, start, kind.length)
-        return put(config.mesh, x, jnp.where(skipped, old, chunk), leaf, chunking, start)
-
-    return [one(x, chunk, leaf) for x, chunk, leaf in zip(params, moved, kind.params, strict=True)]
-
-
-def outgoing(config: Config, kind: Kind) -> Callable:
-    """`f(values, start) -> (params, grads)`: the pieces that an update on the host needs."""
-
-    def run(values: Values, start):
-        chunks = pieces_of(config, kind, values, start)
-        return (chunks.params if kind.reads_params else []), chunks.grads
+    def run(params, grads, start):
+        params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
+        return params, slice_chunks(config, key, grads, key.grads, start)
 
     return jax.jit(run)
 
 
-def incoming(config: Config, kind: Kind) -> Callable:
-    """`f(params, moved, start, skipped) -> params`: what the host sends back is put in its place."""
+def params_from_host(config: Config, key: ProgramKey) -> Callable:
+    """`f(params, new, start, skipped) -> params`: writes the chunks that the host has updated. `params` are donated."""
 
-    def run(params, moved, start, skipped):
-        return written(config, kind, params, moved, start, skipped)
+    def run(params, new, start, skipped):
+        return write_params(config, key, params, new, start, skipped)
 
     return jax.jit(run, donate_argnums=0)
 
 
-def gathered(config: Config, leaves: Sequence[Leaf]) -> Callable:
-    """`f(parts) -> params`: whole parameters from their parts."""
-    return jax.jit(lambda parts: gather(config, parts, leaves), donate_argnums=0)
+def gather_params(config: Config, leaves: Sequence[Leaf]) -> Callable:
+    """`f(shards) -> params`: full parameters from their shards, which are donated."""
+    return jax.jit(lambda shards: gather(config, shards, leaves), donate_argnums=0)
+
+
+def slice_chunks(
+    config: Config, key: ProgramKey, arrays: Sequence[Array], leaves: Sequence[Leaf], start: Int[Array, ""]
+) -> list[Array]:
+    """The chunks of some arrays; the arrays themselves if the update is not chunked."""
+    dim = key.dim
+    if dim is None:
+        return list(arrays)
+    pairs = zip(arrays, leaves, strict=True)
+    return [slice_chunk(config.mesh, x, leaf, dim, start, key.length) for x, leaf in pairs]
+
+
+def write_params(
+    config: Config, key: ProgramKey, params: Sequence, new: Sequence, start: Int[Array, ""], skipped: Bool[Array, ""]
+) -> list:
+    """The parameters with new chunks, unless the step is skipped."""
+    dim = key.dim
+    if dim is None:
+        return roll_back(~skipped, list(new), list(params))
+
+    def write(x, chunk, leaf: Leaf):
+        old = slice_chunk(config.mesh, x, leaf, dim, start, key.length)
+        return update_chunk(config.mesh, x, jnp.where(skipped, old, chunk), leaf, dim, start)
+
+    return [write(x, chunk, leaf) for x, chunk, leaf in zip(params, new, key.params, strict=True)]

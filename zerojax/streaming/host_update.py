@@ -1,4 +1,4 @@
-"""The update of a piece in host memory: every device's part by itself, in one pass where that can be had."""
+"""The update of a chunk in host memory: each device's shard by itself, in one pass over memory where possible."""
 
 from __future__ import annotations
 
@@ -16,102 +16,99 @@ from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
 from zerojax.offload.host import host_sharding
 from zerojax.optim.elementwise import ELEMENTWISE, INLINED
-from zerojax.optim.partition import CONST, GRAD, PARAM, SHARED, STATE
-from zerojax.streaming.chunk_programs import Kind
+from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
+from zerojax.streaming.chunk_programs import ProgramKey
 
 
-def on_host(config: Config, kind: Kind) -> Callable:
+def update_on_host(config: Config, key: ProgramKey) -> Callable:
     """`f(params, grads, state, shared, consts) -> (params, state)`, all in host memory.
 
-    Pieces are given and come back, in the place of those given where they can be. New
-    parameters are in the type they are stored in.
+    Takes and gives chunks; results overwrite operands where they can. New parameters are in
+    the type they are stored in.
     """
-    leaves = [*kind.params, *kind.state]
-    where = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
-    part, whole = kind.params[0].local_spec, PartitionSpec()
-    compute = in_one_pass if blockable(kind) else at_once
+    leaves = [*key.params, *key.state]
+    shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
+    sharded, replicated = key.params[0].local_spec, PartitionSpec()
+    compute = update_in_blocks if may_block(key) else update_chunk
 
     def run(params, grads, state, shared, consts):
-        # each device's part by itself: as one array over all devices, a block would be cut across them
+        # each device's shard by itself: a block of one array over all devices would span them
         local = jax.shard_map(
-            compat.on_host(functools.partial(compute, kind)),
+            compat.on_host(functools.partial(compute, key)),
             mesh=config.mesh,
-            in_specs=(part, part, part, whole, whole),
-            out_specs=part,
+            in_specs=(sharded, sharded, sharded, replicated, replicated),
+            out_specs=sharded,
             axis_names=set(config.data.batch),
             check_vma=False,
         )
         new = local(params, grads, state, shared, consts)
-        return new[: len(kind.params)], new[len(kind.params) :]
+        return new[: len(key.params)], new[len(key.params) :]
 
-    # new parameters take the place of the old ones, or of gradients, if either is there in the type they are stored in
-    taken = 0 if kind.reads_params else 1
-    donated = (taken, 2) if all(x.dtype == y for x, y in zip(kind.params, kind.stored, strict=True)) else 2
-    return jax.jit(run, donate_argnums=donated, out_shardings=(where[: len(kind.params)], where[len(kind.params) :]))
-
-
-def at_once(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """New parameters and new state of a piece."""
-    held = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
-    values = [typed(kind, name, i, held[name][i]) for name, i in kind.reads]
-    new = evaluated(kind, values, (params or grads or state)[0].shape)
-    types = [*kind.stored, *(x.dtype for x in state)]
-    return [x.astype(dtype) for x, dtype in zip(new, types, strict=True)]
+    # new parameters overwrite the old ones, or gradients, if either is there in the type they are stored in
+    overwritten = 0 if key.reads_params else 1
+    same_type = all(x.dtype == dtype for x, dtype in zip(key.params, key.stored_dtypes, strict=True))
+    outputs = shardings[: len(key.params)], shardings[len(key.params) :]
+    return jax.jit(run, donate_argnums=(overwritten, 2) if same_type else 2, out_shardings=outputs)
 
 
-def in_one_pass(kind: Kind, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """The same, block by block, each output in the place of an operand where there is one of its type."""
-    wide = [*params, *grads, *state]
+def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
+    """New parameters and new state of a chunk."""
+    inputs = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
+    leaves = {PARAM: key.params, GRAD: key.grads, STATE: key.state}
+
+    def typed(kind: str, i: int) -> Any:
+        return inputs[kind][i].astype(leaves[kind][i].dtype) if kind in leaves else inputs[kind][i]
+
+    shape = (params or grads or state)[0].shape
+    new = evaluate_as(key.equations.jaxpr, (), [typed(kind, i) for kind, i in key.reads], shape)
+    dtypes = [*key.stored_dtypes, *(x.dtype for x in state)]
+    return [jnp.broadcast_to(x, shape).astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
+
+
+def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
+    """The same, block by block, each output over an operand where there is one of its type."""
+    operands = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 
-    def block(wide: list, shared: list) -> list:
-        return at_once(kind, wide[: ends[0]], wide[ends[0] : ends[1]], wide[ends[1] :], shared, consts)
+    def block(operands: list, shared: list) -> list:
+        return update_chunk(key, operands[: ends[0]], operands[ends[0] : ends[1]], operands[ends[1] :], shared, consts)
 
-    places = [0 if ends[1] and wide[0].dtype == dtype else None for dtype in kind.stored]
-    return in_blocks(block, wide, shared, overwrites=[*places, *range(ends[1], len(wide))])
-
-
-def typed(kind: Kind, name: str, i: int, x: Any) -> Any:
-    """A value in the type in which the update sees it."""
-    leaves = {PARAM: kind.params, GRAD: kind.grads, STATE: kind.state}
-    return x.astype(leaves[name][i].dtype) if name in leaves else x
+    over = [0 if ends[1] and operands[0].dtype == dtype else None for dtype in key.stored_dtypes]
+    return in_blocks(block, operands, shared, overwrites=[*over, *range(ends[1], len(operands))])
 
 
-def evaluated(kind: Kind, values: Sequence, shape: tuple[int, ...]) -> list:
-    """The equations, on arrays of another shape than they were traced with."""
-    return [jnp.broadcast_to(x, shape) for x in reshaped(kind.part.jaxpr, (), values, shape)]
+def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
+    """Evaluate elementwise equations on arrays of another shape than they were traced with.
 
+    Of a `cond` all branches are evaluated: their shapes are written into it.
+    """
 
-def reshaped(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
-    """A jaxpr's elementwise equations on such arrays; of a `cond` all branches, which have the shapes written in."""
-
-    def rule(eqn, given):
+    def rule(eqn, operands):
         if eqn.primitive.name == "broadcast_in_dim":
-            return [jnp.broadcast_to(given[0], shape)]
+            return [jnp.broadcast_to(operands[0], shape)]
         if eqn.primitive.name == "cond":
-            index, *operands = given
-            taken = [reshaped(*compat.opened(branch), operands, shape) for branch in eqn.params["branches"]]
-            return [chosen(index, outcomes) for outcomes in zip(*taken, strict=True)]
+            index, *rest = operands
+            results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
+            return [select(index, cases) for cases in zip(*results, strict=True)]
         if eqn.primitive.name in INLINED:
             body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            return reshaped(*compat.opened(body), given, shape)
+            return evaluate_as(*compat.opened(body), operands, shape)
         return None
 
     return jaxprs.evaluate(jaxpr, consts, values, rule)
 
 
-def chosen(index: Any, outcomes: Sequence) -> Any:
-    """What a `cond` gives, of what each of its branches does."""
-    shape = jnp.broadcast_shapes(*map(jnp.shape, outcomes))
-    return lax.select_n(index, *(jnp.broadcast_to(x, shape) for x in outcomes))
+def select(index: Any, cases: Sequence) -> Any:
+    """One of several arrays, which may differ in shape by broadcasting."""
+    shape = jnp.broadcast_shapes(*map(jnp.shape, cases))
+    return lax.select_n(index, *(jnp.broadcast_to(x, shape) for x in cases))
 
 
-def blockable(kind: Kind) -> bool:
-    """Whether the equations are known to do the same to a block as to the whole piece."""
-    simple = all(eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} for eqn in kind.part.jaxpr.eqns)
+def may_block(key: ProgramKey) -> bool:
+    """Whether the equations are known to give the same on a block as on the chunk."""
+    jaxpr = key.equations.jaxpr
+    elementwise = all(eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
     scalars = all(
-        var.aval.shape == ()
-        for var, (name, _) in zip(kind.part.jaxpr.invars, kind.reads, strict=True)
-        if name in (SHARED, CONST)
+        var.aval.shape == () for var, (kind, _) in zip(jaxpr.invars, key.reads, strict=True) if kind in (SHARED, CONST)
     )
-    return simple and scalars and not any(any(leaf.others) for leaf in (*kind.params, *kind.state))
+    return elementwise and scalars and not any(any(leaf.others) for leaf in (*key.params, *key.state))

@@ -1,11 +1,12 @@
-"""Where offloaded state waits: fetched and put away piece by piece."""
+"""Stores of offloaded state, in host memory or on disk, which are read and written chunk by chunk."""
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,12 @@ import numpy as np
 
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked, Chunking, is_chunked
+from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.offload.host import host_kind, to_memory
-from zerojax.offload.state_files import StateFiles, Stored
+from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.offloaded import IN_FLIGHT
-from zerojax.optim.partition import Task
-from zerojax.optim.plan import ShardingPlan, offloaded_part
+from zerojax.optim.partition import UpdateGroup
+from zerojax.optim.plan import ShardingPlan, offloaded_update
 from zerojax.placement.chunking import chunked
 from zerojax.placement.storage import named
 
@@ -26,121 +27,112 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
 
-class StateStore(Protocol):
-    """Where offloaded state waits."""
+class StateStore(abc.ABC):
+    """Offloaded state between steps."""
 
-    def fetch(self, task: Task, chunk: int, kind: str) -> Any:
-        """Begin to bring the state of a task's piece into a kind of memory."""
-        ...
+    def __init__(self, nodes: dict[int, Chunked]):
+        """`nodes` are those of the offloaded leaves, by index; none for a first state."""
+        self._nodes = nodes
 
+    @abc.abstractmethod
+    def fetch(self, group: UpdateGroup, n: int, kind: str) -> Any:
+        """Begin to bring the state of a group's chunk `n` into a kind of memory."""
+
+    @abc.abstractmethod
     def receive(self, ticket: Any) -> list[Array]:
         """What `fetch` brings, one array a leaf."""
-        ...
 
-    def stow(self, task: Task, chunk: int, arrays: Sequence[Array]) -> Any:
-        """Begin to put the new state of a piece away."""
-        ...
+    @abc.abstractmethod
+    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
+        """Begin to write the new state of a group's chunk `n`."""
 
-    def settle(self, ticket: Any) -> None:
-        """Wait until what `stow` began is done."""
-        ...
+    @abc.abstractmethod
+    def complete(self, ticket: Any) -> None:
+        """Block until what `write` began no longer needs the device."""
 
-    def nodes(self, task: Task) -> list[PyTree]:
-        """The new nodes of the state's tree, one a leaf of the task."""
-        ...
+    @abc.abstractmethod
+    def nodes(self, group: UpdateGroup) -> list[PyTree]:
+        """The new nodes of the state's tree, one a leaf of the group."""
 
-    def unchanged(self, task: Task) -> list[PyTree]:
-        """The nodes of a task of which nothing was fetched."""
-        ...
+    def unchanged(self, group: UpdateGroup) -> list[PyTree]:
+        """The nodes of a group of which nothing was fetched."""
+        return [self._nodes[k] for k in group.state]
 
-    def abandon(self) -> None:
-        """Something failed: what was stowed will not be used."""
-        ...
+    def abandon(self) -> None:  # noqa: B027
+        """The step failed: what was written will not be read."""
 
 
-class HostStateStore:
-    """State in host memory, in `Chunked` nodes; those passed in are used up."""
+class HostStateStore(StateStore):
+    """State in host memory, in `Chunked` nodes; those passed in are donated."""
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
         """`nodes` has one node a leaf of the state; none for a first state."""
+        super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
         self._config = config
         self._plan = plan
         self._kind = host_kind(config.mesh)
-        self._nodes = {k: node for k, node in enumerate(nodes) if is_chunked(node)}
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
-    def fetch(self, task: Task, chunk: int, kind: str) -> list[Array]:
+    def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
         """As `StateStore`."""
-        return [to_memory(self._nodes[k].chunks[chunk], kind) for k in task.state]
+        return [to_memory(self._nodes[k].chunks[n], kind) for k in group.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
         """As `StateStore`."""
         return ticket
 
-    def stow(self, task: Task, chunk: int, arrays: Sequence[Array]) -> tuple[list, list]:
+    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> tuple[list, list]:
         """As `StateStore`."""
         new = [to_memory(x, self._kind) for x in arrays]
-        for k, x in zip(task.state, new, strict=True):
+        for k, x in zip(group.state, new, strict=True):
             self._new[k].append(x)
-        return new, [self._nodes[k].chunks[chunk] for k in task.state if k in self._nodes]
+        return new, [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
 
-    def settle(self, ticket: tuple[list, list]) -> None:
-        """As `StateStore`; the old pieces are given back, as those of a donated array are."""
+    def complete(self, ticket: tuple[list, list]) -> None:
+        """As `StateStore`; the old chunks are freed, as those of a donated array are."""
         new, old = ticket
         jax.block_until_ready(new)
         for x in old:
             if not x.is_deleted():
                 x.delete()
 
-    def nodes(self, task: Task) -> list[Chunked]:
+    def nodes(self, group: UpdateGroup) -> list[Chunked]:
         """As `StateStore`."""
-        config, plan = self._config, self._plan
-        held = [(k, plan.chunkings[k] or Chunking(0, ())) for k in task.state]
-        return [chunked(config, self._new.pop(k), plan.state[k], chunking) for k, chunking in held]
-
-    def unchanged(self, task: Task) -> list[Chunked]:
-        """As `StateStore`."""
-        return [self._nodes[k] for k in task.state]
-
-    def abandon(self) -> None:
-        """As `StateStore`."""
+        plan = self._plan
+        return [chunked(self._config, self._new.pop(k), plan.state[k], plan.offloaded[k]) for k in group.state]
 
 
-class DiskStateStore:
+class DiskStateStore(StateStore):
     """State in files, in `Chunked` nodes that say which version of them they are."""
 
-    def __init__(self, files: StateFiles, nodes: dict[int, Chunked]):
-        """`nodes` are those of the offloaded leaves, by index."""
-        self._files = files
-        self._nodes = nodes
-        self._next = jnp.asarray(files.next_version)
+    def __init__(self, nodes: dict[int, Chunked]):
+        """As `StateStore`, but never none: nodes on disk know their files before these are made."""
+        super().__init__(nodes)
+        self._files: StateFiles = next(iter(nodes.values())).store.files
+        self._next = jnp.asarray(self._files.next_version)
 
-    def fetch(self, task: Task, chunk: int, kind: str) -> list:
+    def fetch(self, group: UpdateGroup, n: int, kind: str) -> list:
         """As `StateStore`."""
-        return [(k, chunk, self._files.read(k, chunk), kind) for k in task.state]
+        return [(k, n, self._files.read(k, n), kind) for k in group.state]
 
     def receive(self, ticket: list) -> list[Array]:
         """As `StateStore`."""
-        return [self._files.received(*reading) for reading in ticket]
+        return [self._files.receive(*reading) for reading in ticket]
 
-    def stow(self, task: Task, chunk: int, arrays: Sequence[Array]) -> list:
+    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> list:
         """As `StateStore`."""
         for x in arrays:
             x.copy_to_host_async()
-        return [(k, chunk, x) for k, x in zip(task.state, arrays, strict=True)]
+        return [(k, n, x) for k, x in zip(group.state, arrays, strict=True)]
 
-    def settle(self, ticket: list) -> None:
-        """As `StateStore`: the state is in a buffer that is being written."""
+    def complete(self, ticket: list) -> None:
+        """As `StateStore`: the state is in buffers that are being written."""
         for writing in ticket:
             self._files.write(*writing)
 
-    def nodes(self, task: Task) -> list[Chunked]:
+    def nodes(self, group: UpdateGroup) -> list[Chunked]:
         """As `StateStore`."""
-        return [dataclasses.replace(self._nodes[k], chunks=(self._next,)) for k in task.state]
-
-    def unchanged(self, task: Task) -> list[Chunked]:
-        """As `StateStore`."""
-        return [self._nodes[k] for k in task.state]
+        return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]
 
     def abandon(self) -> None:
         """As `StateStore`."""
@@ -148,39 +140,34 @@ class DiskStateStore:
 
 
 def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = None) -> StateStore:
-    """Where the offloaded part of a state waits.
+    """The store of a state.
 
     Args:
-        config: Says whether that is host memory or the disk.
-        plan: How everything lies.
-        nodes: One node a leaf of the state that is there; None to make a first one.
+        config: Says whether it is in host memory or on disk.
+        plan: How everything is sharded.
+        nodes: One node a leaf of the state; None for a first state.
     """
     assert config.offload is not None
     if config.offload.optimizer == "host":
         return HostStateStore(config, plan, nodes or ())
     if nodes is None:
-        there = disk_nodes(config, plan)
-        return DiskStateStore(next(iter(there.values())).store.files, there)
-    there = {k: x for k, x in enumerate(nodes) if is_chunked(x)}
-    files = next(iter(there.values())).store.files
-    for node in there.values():
-        files.require(*node.chunks)
-    return DiskStateStore(files, there)
+        return DiskStateStore(disk_nodes(config, plan))
+    on_disk = {k: x for k, x in enumerate(nodes) if is_chunked(x)}
+    for node in on_disk.values():
+        node.store.files.require(*node.chunks)
+    return DiskStateStore(on_disk)
 
 
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
-    """Nodes for the offloaded leaves of a state whose files are not there yet."""
-    leaves = {
-        k: (leaf, chunking, named(config, leaf))
-        for k, (leaf, chunking) in enumerate(zip(plan.state, plan.chunkings, strict=True))
-        if chunking is not None
-    }
-    most = max(len(task.state) for task in offloaded_part(config, plan).split.tasks)
+    """Nodes for the offloaded leaves of a first state, whose files are made when they are written."""
     assert config.offload is not None
     assert config.offload.path is not None
-    files = StateFiles(config.offload.path, leaves, under_way=IN_FLIGHT * most)
+    shardings = {k: named(config, plan.state[k]) for k in plan.offloaded}
+    leaves = {k: (plan.state[k], chunking, shardings[k]) for k, chunking in plan.offloaded.items()}
+    most = max(len(group.state) for group in offloaded_update(config, plan).groups)
+    files = StateFiles(config.offload.path, leaves, in_flight=IN_FLIGHT * most)
     version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
     return {
-        k: Chunked((version,), leaf, chunking, where, Stored(files, k, len(chunking.extents)))
-        for k, (leaf, chunking, where) in leaves.items()
+        k: Chunked((version,), leaf, chunking, sharding, LeafFiles(files, k, len(chunking.extents)))
+        for k, (leaf, chunking, sharding) in leaves.items()
     }

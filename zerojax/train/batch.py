@@ -1,4 +1,4 @@
-"""What goes into a step beside the parameters: the batch, cut over the devices, and further arguments."""
+"""The inputs of a step beside the parameters: the batch, divided over the devices, and further arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
-    """Refuse a batch whose rows the devices, and their microbatches, cannot share evenly.
+    """Refuse a batch whose rows do not divide by the devices and their microbatches.
 
     Raises:
-        ValueError: Naming the leaf, its rows, what they are divided by and what to do.
+        ValueError: Naming the leaf, its rows, what they are divided by and the remedy.
     """
     parts = data.workers * accumulate
     where = f"mesh {in_words(data.batch)}"

@@ -1,4 +1,4 @@
-"""What a loss function returns, and what the devices make of it together."""
+"""What a loss function returns, and how it is averaged over the devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from zerojax.comm.collectives import ManualCollectives
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -90,7 +91,7 @@ class Loss:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Unaveraged:
-    """A part of aux that is the same on every device (a counter, say), and is not averaged.
+    """A part of aux that is equal on all devices (a counter, say), and is not averaged.
 
     Attributes:
         tree: Arrays of any type.
@@ -118,18 +119,18 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def at_least_float32(value: Array) -> Array:
-    """In float32, or as it is if it is wider: sums over devices want the digits."""
+    """In float32, or as it is if it is wider: sums over devices need the precision."""
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
-def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axes: tuple[str, ...]) -> Any:
+def weighted_mean(aux: PyTree, weights: Array, total: Array | int, comm: ManualCollectives) -> Any:
     """Average the float leaves of aux over devices and microbatches (dim 0), each with its weight.
 
     Args:
         aux: Each leaf with the microbatches on dim 0; `Unaveraged` parts are taken from the last.
         weights: One weight a microbatch.
         total: Their sum over the devices.
-        axes: The mesh axes.
+        comm: Sums over the devices.
 
     Raises:
         TypeError: If a leaf is not a float, since its mean means nothing.
@@ -145,8 +146,8 @@ def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axes: tuple[s
             )
         wide = at_least_float32(x)
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
-        # what weighs nothing may well be 0/0
-        return lax.psum(jnp.where(each == 0, 0, each * wide).sum(0), axes).astype(x.dtype)
+        # with weight 0 the mean itself may be 0/0
+        return comm.psum(jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Unaveraged))
 
@@ -171,12 +172,12 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
             )
 
 
-def mean_mutable(mutable: PyTree, axes: tuple[str, ...]) -> Any:
+def mean_mutable(mutable: PyTree, comm: ManualCollectives) -> Any:
     """Average the float leaves of the mutable state over the devices; others are the same on each."""
 
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return lax.pmean(at_least_float32(x), axes).astype(x.dtype)
+        return comm.pmean(at_least_float32(x)).astype(x.dtype)
 
     return jax.tree.map(mean, mutable)

@@ -1,7 +1,7 @@
-"""The guard of a training step: the loss scale, and what happens when a gradient is not finite.
+"""The loss scale, and the steps that are skipped because a gradient was not finite.
 
-Such a step is skipped on every device, because the test is made on sums over all of them:
-parameters, optimizer state and counts stay as they were, bit for bit.
+Such a step is skipped on every device, because the test is made on sums over all of them;
+`zerojax.optim.rollback` then keeps the old state, bit for bit.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,11 +20,12 @@ import numpy as np
 
 from zerojax.config import DynamicScale, Precision
 from zerojax.layout.tree import Layout
+from zerojax.train.loss import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
 @functools.partial(
@@ -33,16 +35,16 @@ MOST_NAMED = 5
 )
 @dataclasses.dataclass(frozen=True)
 class ScalingState:
-    """The part of a state that decides whether a step counts.
+    """The part of a run's state that decides whether a step counts.
 
     Attributes:
         scale: What the next step multiplies its loss by; 1 without loss scaling.
         clean: Clean steps since the scale last changed.
-        spared: Overflows since the scale was last raised that did not lower it.
+        hysteresis_count: Overflows since the scale was last raised that did not lower it.
         skips: Steps skipped in a row, the last one included.
-        culprits: For each trained parameter, whether its gradient was not finite in the
+        nonfinite: For each trained parameter, whether its gradient was not finite in the
             first of those steps.
-        unweighable: Whether a step was skipped for weights that were negative or summed to zero.
+        weights_invalid: Whether a step was skipped for weights that were negative or summed to zero.
     """
 
     scale: Float[Array, ""]
@@ -53,14 +55,13 @@ class ScalingState:
     weights_invalid: Bool[Array, ""]
 
     def reset_skips(self) -> ScalingState:
-        """The guard with its skipped steps forgotten; the scale stays."""
-        forgotten = (self.skips, self.nonfinite, self.weights_invalid)
-        skips, nonfinite, weights_invalid = jax.tree.map(jnp.zeros_like, forgotten)
-        return dataclasses.replace(self, skips=skips, nonfinite=nonfinite, weights_invalid=weights_invalid)
+        """The same scale, with the skipped steps forgotten."""
+        zeros = jax.tree.map(jnp.zeros_like, (self.skips, self.nonfinite, self.weights_invalid))
+        return dataclasses.replace(self, skips=zeros[0], nonfinite=zeros[1], weights_invalid=zeros[2])
 
 
 def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
-    """The guard of step 0, for a number of trained parameters."""
+    """The scaling state of step 0, for a number of trained parameters."""
     scale = None if precision is None else precision.loss_scale
     first = scale.initial if isinstance(scale, DynamicScale) else scale or 1.0
     zero = jnp.zeros((), jnp.int32)
@@ -68,9 +69,9 @@ def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
 
 
 def update_scaling(
-    scaling: ScalingState, precision: Precision | None, finite: Bool[Array, " trained"], weights_valid: Array
+    scaling: ScalingState, precision: Precision | None, *, finite: Bool[Array, " trained"], weights_valid: Array
 ) -> ScalingState:
-    """The guard after one step.
+    """The scaling state after one step.
 
     Args:
         scaling: Before it.
@@ -79,10 +80,11 @@ def update_scaling(
         weights_valid: Whether the weights could be divided by; if not, the scale stays.
     """
     ok = finite.all() & weights_valid
-    skips = jnp.where(ok, 0, scaling.skips + 1)
-    nonfinite = jnp.where(scaling.skips == 0, ~finite, scaling.nonfinite) & ~ok
     judged = dataclasses.replace(
-        scaling, skips=skips, nonfinite=nonfinite, weights_invalid=scaling.weights_invalid | ~weights_valid
+        scaling,
+        skips=jnp.where(ok, 0, scaling.skips + 1),
+        nonfinite=jnp.where(scaling.skips == 0, ~finite, scaling.nonfinite) & ~ok,
+        weights_invalid=scaling.weights_invalid | ~weights_valid,
     )
     rule = None if precision is None else precision.loss_scale
     if not isinstance(rule, DynamicScale):
@@ -91,41 +93,58 @@ def update_scaling(
     grows = clean >= rule.growth_interval
     raised = scaling.scale * rule.factor
     raised = jnp.where(jnp.isfinite(raised), raised, scaling.scale)
-    falls = ~ok & (scaling.hysteresis_count + 1 >= rule.hysteresis)
+    count = scaling.hysteresis_count
+    falls = ~ok & (count + 1 >= rule.hysteresis)
     lowered = jnp.maximum(scaling.scale / rule.factor, rule.floor)
     moved = dataclasses.replace(
         judged,
         scale=jnp.where(grows, raised, jnp.where(falls, lowered, scaling.scale)),
         clean=jnp.where(grows, 0, clean),
-        hysteresis_count=jnp.where(
-            grows, 0, jnp.where(ok | falls, scaling.hysteresis_count, scaling.hysteresis_count + 1)
-        ),
+        hysteresis_count=jnp.where(grows, 0, jnp.where(ok | falls, count, count + 1)),
     )
     return jax.tree.map(functools.partial(jnp.where, weights_valid), moved, judged)
 
 
+def unscale(
+    grads: Sequence[Array], scale: Array, *, factor: Array | float = 1.0, weight: Array | float = 1.0
+) -> list[Array]:
+    """Divide the loss scale, and a weighted loss's total weight, out of the gradients; at least float32.
+
+    Args:
+        grads: Gradients of the scaled loss.
+        scale: The loss scale.
+        factor: What they were divided by already, before the total weight was known.
+        weight: The total weight.
+    """
+    inverse = factor / weight / scale
+    wide = [at_least_float32(g) for g in grads]
+    return [g * inverse.astype(g.dtype) for g in wide]
+
+
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:
-    """Stop a run that goes nowhere; with `max_skips`, waits for the step that made the guard.
+    """Raise if more than `max_skips` steps in a row were skipped, or weights could not be divided by.
+
+    With `max_skips` this waits for the step that made the state.
 
     Raises:
         ValueError: If a step that is done had weights that were negative or summed to zero.
         FloatingPointError: If more than `max_skips` steps in a row were skipped, naming the
             first parameters whose gradients were not finite.
     """
-    found: Any = scaling.weights_invalid
-    if (max_skips is not None or found.is_ready()) and found:
+    invalid: Any = scaling.weights_invalid
+    if (max_skips is not None or invalid.is_ready()) and invalid:
         raise ValueError(
             "The weights of a batch were negative or NaN, or summed to zero over all devices, so its mean does not "
             "exist. The step was skipped and left the state as it was. Return weights of at least 0 that are not all "
-            "0: drop batches in which every token is masked. To go on without that batch: state.pardoned()."
+            "0: drop batches in which every token is masked. To go on without that batch: state.reset_skips()."
         )
     if max_skips is None or (skips := int(scaling.skips)) <= max_skips:
         return
     named = [leaf.path for leaf, bad in zip(trained.params, np.asarray(scaling.nonfinite), strict=True) if bad]
-    others = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    others = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     raise FloatingPointError(
         f"{skips} steps in a row were skipped because gradients were not finite, and max_skips={max_skips}. In the "
-        f"first of them: params{', params'.join(named[:MOST_NAMED])}{others}. The loss scale is "
+        f"first of them: params{', params'.join(named[:MAX_NAMED])}{others}. The loss scale is "
         f"{float(scaling.scale):g}. The state is as it was before them: look for the cause in the data or the learning "
-        f"rate, or go on from here with other batches and state.pardoned()."
+        f"rate, or go on from here with other batches and state.reset_skips()."
     )

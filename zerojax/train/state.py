@@ -1,4 +1,4 @@
-"""What a training step takes and gives back: a pytree that knows its own layout."""
+"""What a training step takes and returns: a pytree that carries its own plan."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ZeroState:
         params: The parameters; a leaf that had to be padded is a `Padded`.
         opt_state: The wrapped transformation's own state, each leaf in storage shape; with
             master weights, a `MasterState` of that state and them.
-        guard: The loss scale, and what is known of skipped steps.
+        scaling: The loss scale, and what is known of skipped steps.
         mutable: What the loss function updates beside (batch statistics); None if nothing.
-        plan: How every leaf lies; part of the pytree's structure, not of its data.
+        plan: How every leaf is sharded; part of the pytree's structure, not of its data.
     """
 
     step: Int[Array, ""]
@@ -42,7 +42,7 @@ class ZeroState:
     plan: ShardingPlan
 
     def reset_skips(self) -> ZeroState:
-        """The state with its skipped steps forgotten, to go on after a step refused to; the loss scale stays."""
+        """The state with its skipped steps forgotten, to go on after a step raised; the loss scale stays."""
         return self.replace(scaling=self.scaling.reset_skips())
 
     def replace(self, **changes) -> ZeroState:

@@ -1,9 +1,9 @@
 """Gradients and updates as trees in the caller's own form: what a hand-written loop passes around.
 
-The training step keeps small and padded leaves divided throughout. Here a gradient must
+The training step keeps small and padded leaves sharded throughout. Here a gradient must
 have the structure and shapes of its parameter, or `jax.tree.map` over both (which is
 what optax and Flax do) would fail; so a leaf whose parts do not form an array of the
-logical shape comes back whole.
+logical shape comes back replicated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
-from zerojax.optim.plan import make_plan
+from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.state_memory import state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
-from zerojax.placement.storage import cast, constrain, read, write
+from zerojax.placement.storage import cast, constrain, storage_leaves, unflatten_params
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def grad_parts(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
-    """How `value_and_grad` leaves each gradient: on the device, cut at stages 2 and 3 where its form allows it."""
+def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
+    """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
     return tuple(
         dataclasses.replace(leaf, host=False)
         if leaf.dim is not None
@@ -55,15 +55,15 @@ def value_and_grad_tree(
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
     """Loss and gradient, the gradient in the form of `params`; traced under jit."""
-    parts = grad_parts(config, layout, forms)
-    given = read(params, layout.params)
+    parts = returned_grads(config, layout, forms)
+    given = storage_leaves(params, layout.params)
     stored = cast(given, [leaf.dtype for leaf in layout.params])
     trained = [parts[i] for i in layout.trained]
     found = loss_and_grads(config, layout, trained, loss, stored, batch, args, accumulate=accumulate)
     zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
     grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
     arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
-    tree = write(arrays, layout, parts, forms)
+    tree = unflatten_params(arrays, layout, parts, forms)
     return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
 
 
@@ -77,28 +77,28 @@ def update_tree(
             weights are to be updated and `params` is None.
     """
     check_grads(grads, layout)
-    plan = make_plan(config, layout)
+    plan = plan_of_layout(config, layout)
     check_state(config, plan, state)
     state = state_to_device(config, plan, state)
     extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
     if params is None and config.has_master_weights:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
-    divided = None if params is None else shard_for_update(config, plan, params)
+    sharded = None if params is None else shard_for_update(config, plan, params)
     reduced = shard_for_update(config, plan, grads)
-    if divided is not None and config.has_master_weights:
-        stored = read(params, layout.params)
-        moved, state = apply_update(config, plan, reduced, state, divided, extra)
-        new = unshard_after_update(config, plan, moved, frozen=stored)
+    if sharded is not None and config.has_master_weights:
+        stored = storage_leaves(params, layout.params)
+        updated, state = apply_update(config, plan, reduced, state, sharded, extra)
+        new = unshard_after_update(config, plan, updated, frozen=stored)
         updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
     else:
-        increments, state = update(config, plan, reduced, state, divided, extra)
-        zeros = [jnp.zeros_like(x) for x in read(grads, layout.params)]
+        increments, state = update(config, plan, reduced, state, sharded, extra)
+        zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
         updates = unshard_after_update(config, plan, increments, frozen=zeros)
-    return write(updates, layout, layout.params, forms), state_to_host(config, plan, state)
+    return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
 
 
 def difference(new: Array, old: Array) -> Array:
-    """What leads `optax.apply_updates` from one narrow number exactly to the other: their difference in float32."""
+    """The float32 difference by which `optax.apply_updates` gets exactly from one narrow number to the other."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
     new, old = to_device(new), to_device(old)

@@ -1,0 +1,32 @@
+"""The order of collectives and compute, said by data dependence: XLA's schedulers keep no other order."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    """Let no reader of `anchor` or `groups` start before all of them are computed; returns them.
+
+    Without an anchor, or without anything in the groups, there is no barrier.
+    """
+    if not anchor or not any(groups):
+        return list(anchor), [list(group) for group in groups]
+    values = iter(lax.optimization_barrier((*anchor, *[x for group in groups for x in group])))
+    return [next(values) for _ in anchor], [[next(values) for _ in group] for group in groups]
+
+
+def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
+    """An int32 zero that is data-dependent on `anchor`.
+
+    XLA:CPU removes barriers before it schedules, and then computes first what reads nothing.
+    No simplification sees through this dependence.
+    """
+    zero = lax.optimization_barrier(jnp.int32(0))
+    for array in anchor:
+        if jnp.issubdtype(array.dtype, jnp.floating) and array.size:
+            some = array[(0,) * array.ndim].astype(jnp.float32)
+            return lax.bitcast_convert_type(some, jnp.int32) & zero
+    return zero

@@ -1,0 +1,78 @@
+"""Which leaves share a collective, and how they are packed for it.
+
+Many small collectives cost more than a few large ones. Leaves of one bucket are packed as
+rows, `(shards, elements)`: row i is what shard i stores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad, trim
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+
+def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list[list[int]]:
+    """Group arrays into collectives, as lists of indices.
+
+    Flat leaves of one type share a bucket. Sharded leaves of one type do up to `limit` logical
+    bytes, consecutive ones together. A leaf that other mesh axes shard too has its own:
+    packing it would gather it over those axes. So has a replicated leaf.
+    """
+    found: list[list[int]] = []
+    filled: dict = {}
+    for i, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+        flat = leaf.kind == "flat"
+        size = 0 if flat else jnp.dtype(array.dtype).itemsize * leaf.size
+        others = any(entry is not None for entry in leaf.others)
+        if leaf.kind == "replicated" or (not flat and (others or size >= limit)):
+            found.append([i])
+            continue
+        key = leaf.kind, leaf.axes, array.dtype
+        bucket, total = filled.get(key, ([], 0))
+        if not bucket or (total + size > limit and not flat):
+            bucket, total = [], 0
+            found.append(bucket)
+        bucket.append(i)
+        filled[key] = bucket, total + size
+    return found
+
+
+def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shards elements"]:
+    """A logical array as rows, zeros in the padding."""
+    if leaf.dim is None:
+        return flatten(value, leaf).reshape(leaf.shards, -1)
+    local, dim = leaf.local_shape, leaf.dim
+    divided = pad(value, dim, leaf.storage_shape[dim]).reshape(*local[:dim], leaf.shards, *local[dim:])
+    return jnp.moveaxis(divided, dim, 0).reshape(leaf.shards, -1)
+
+
+def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """The logical array, padding trimmed; the inverse of `to_rows`."""
+    if leaf.dim is None:
+        return unflatten(rows.reshape(-1), leaf)
+    divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
+    return trim(divided.reshape(leaf.storage_shape), leaf.dim, leaf.shape[leaf.dim])
+
+
+def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
+    """Divide the last dim of a bucket's rows into its leaves'."""
+    return list(lax.split(rows, [math.prod(leaf.local_shape) for leaf in leaves], axis=rows.ndim - 1))
+
+
+def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " storage"]:
+    """A logical array as its flat storage: flattened, zeros at the end."""
+    return pad(value.reshape(-1), 0, leaf.storage_shape[0])
+
+
+def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """A flat storage array in its logical shape."""
+    return trim(storage, 0, leaf.size).reshape(leaf.shape)

@@ -1,0 +1,131 @@
+"""A scan over layers: its operands sorted, and the gathers of one iteration."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import compat
+from zerojax.comm.barriers import barrier
+from zerojax.gather.evaluate import as_gathered, evaluate
+from zerojax.gather.schedule import Options
+from zerojax.gather.sharded_param import ShardedParam
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan segment's operands, sorted.
+
+    Attributes:
+        scan: The parameters of the scan equation.
+        is_param: For each of its operands, whether it is a sharded parameter.
+        shared: Parameters that every iteration uses: constants of the loop.
+        stacked: Stacks of which each iteration uses one layer.
+        others: For each other operand, its index among the segment's others, or None for a literal.
+        literals: For each other operand, its value if it is a literal.
+        consts: How many of the others are constants; then come `carry` carried ones, then slices.
+        carry: How many of the others are carried.
+        results: For each of the segment's results, its index among the body's.
+    """
+
+    scan: compat.ScanParams
+    is_param: tuple[bool, ...]
+    shared: tuple[ShardedParam, ...]
+    stacked: tuple[ShardedParam, ...]
+    others: tuple[int | None, ...]
+    literals: tuple
+    consts: int
+    carry: int
+    results: tuple[int, ...]
+
+    @property
+    def params(self) -> tuple[ShardedParam, ...]:
+        """All parameters, stacks as stacks."""
+        return *self.shared, *self.stacked
+
+    @property
+    def length(self) -> int:
+        """Number of iterations."""
+        return self.scan.length
+
+    def layer(self, iteration):
+        """Which layer an iteration works on."""
+        return self.length - 1 - iteration if self.scan.reverse else iteration
+
+    def params_of(self, iteration: int) -> list[ShardedParam]:
+        """All parameters of one iteration."""
+        return [*self.shared, *(p.at_layer(self.layer(iteration)) for p in self.stacked)]
+
+    def row(self, stack: jax.Array, iteration) -> jax.Array:
+        """What one iteration reads of a stack."""
+        return lax.dynamic_index_in_dim(stack, self.layer(iteration), 0, keepdims=False)
+
+    def write(self, stack: jax.Array, row: jax.Array, iteration) -> jax.Array:
+        """A stack with what one iteration writes."""
+        return lax.dynamic_update_index_in_dim(stack, row, self.layer(iteration), 0)
+
+    def values(self, given: Sequence) -> tuple[list, list, list]:
+        """`(consts, carry, slices)` out of the segment's others."""
+        values = [
+            jnp.asarray(literal) if index is None else given[index]
+            for index, literal in zip(self.others, self.literals, strict=True)
+        ]
+        return values[: self.consts], values[self.consts :][: self.carry], values[self.consts + self.carry :]
+
+    def run(self, params: Sequence, others: Sequence) -> list:
+        """The body, on `(gathered params, consts and carry and slices)`."""
+        gathered = (as_gathered(*pair) for pair in zip(params, self.params, strict=True))
+        rest = iter(others)
+        return evaluate(*compat.opened(self.scan.body), [next(gathered if on else rest) for on in self.is_param])
+
+
+def loop_of(jaxpr, params: Sequence[ShardedParam]) -> Loop:
+    """Sort the operands of a scan; the jaxpr's first arguments are `params`, and the scan its one equation."""
+    (eqn,) = jaxpr.eqns
+    scan = compat.scan_params(eqn)
+    by_var = dict(zip(jaxpr.invars, params, strict=False))
+    places = {var: i for i, var in enumerate(jaxpr.invars[len(params) :])}
+    is_param = [not compat.is_literal(a) and a in by_var for a in eqn.invars]
+    others = [a for a, on in zip(eqn.invars, is_param, strict=True) if not on]
+    order = {var: i for i, var in enumerate(eqn.outvars) if not compat.is_dropped(var)}
+    return Loop(
+        scan,
+        tuple(is_param),
+        shared=tuple(by_var[a] for i, a in enumerate(eqn.invars) if is_param[i] and i < scan.consts),
+        stacked=tuple(by_var[a] for i, a in enumerate(eqn.invars) if is_param[i] and i >= scan.consts),
+        others=tuple(None if compat.is_literal(a) else places[a] for a in others),
+        literals=tuple(a.val if compat.is_literal(a) else None for a in others),
+        consts=sum(not on for on in is_param[: scan.consts]),
+        carry=scan.carry,
+        results=tuple(order[var] for var in jaxpr.outvars),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGathers:
+    """The gathers of every iteration of one pass.
+
+    Attributes:
+        loop: The loop.
+        options: How to gather.
+        shards: For each stack, its shard.
+        used: Indices of the stacks that this pass gathers.
+    """
+
+    loop: Loop
+    options: Options
+    shards: Sequence[jax.Array]
+    used: Sequence[int]
+
+    def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
+        """Layers of one iteration, None for those not in `used`; started after `anchor`, which is returned too."""
+        stacked = self.loop.stacked
+        unique = {stacked[i].key: i for i in self.used}
+        layers = [stacked[i].at_layer(0) for i in unique.values()]
+        rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
+        # Cast row by row: a cast before the loop would copy the stack.
+        anchor, (rows,) = barrier(anchor, self.options.encode(rows, layers))
+        gathered = dict(zip(unique, self.options.gather(rows, layers), strict=True))
+        return [gathered[p.key] if i in self.used else None for i, p in enumerate(stacked)], anchor

@@ -1,0 +1,139 @@
+"""The forward pass of a scan over layers: each iteration gathers the layers of the next one; see `scan`."""
+
+import dataclasses
+from collections.abc import Sequence, Set
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import compat
+from zerojax.gather.loop import LayerGathers, Loop
+from zerojax.gather.residuals import BlockResiduals, Static
+from zerojax.gather.schedule import GatherScheduler
+from zerojax.gather.segments import Segment
+from zerojax.gather.vjp import Passes, passes
+
+
+class State(NamedTuple):
+    """What one iteration of the forward loop hands the next.
+
+    Attributes:
+        carry: The scan's own carry.
+        gathered: Gathered layers of the next iteration; empty without prefetch.
+        stacks: What the iterations have written: see `Forward.rows`.
+    """
+
+    carry: list
+    gathered: list
+    stacks: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One scan segment's forward pass.
+
+    Attributes:
+        loop: The loop.
+        two: Its body's two passes; None if there is no backward pass.
+        layers: How the iterations gather.
+        shared: Gathered parameters that every iteration uses.
+        consts: Constants of the loop.
+        slices: Stacks of which each iteration reads a row.
+        ahead: Whether each iteration gathers for the next.
+    """
+
+    loop: Loop
+    two: Passes | None
+    layers: LayerGathers
+    shared: Sequence
+    consts: Sequence
+    slices: Sequence
+    ahead: bool
+
+    def iterate(self, state: State, iteration, *, fetch: bool, peeled: bool) -> State:
+        """One iteration; `fetch` gathers for the next one."""
+        carry, gathered, stacks = state
+        if not self.ahead:
+            gathered, carry = self.layers.gather(iteration, carry)
+        following = gathered
+        if fetch:  # in a peeled iteration nothing but a barrier keeps a gather from starting with the program
+            following, behind = self.layers.gather(iteration + 1, carry if peeled else [])
+            carry = behind if peeled else carry
+        carry, rows = self.rows(iteration, carry, gathered)
+        stacks = jax.tree.map(lambda stack, row: self.loop.write(stack, row, iteration), stacks, rows)
+        return State(carry, following if self.ahead else [], stacks)
+
+    def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
+        """`(carry, rows)`, rows being what one iteration writes: results, residuals, its carry, gathered layers."""
+        loop, two = self.loop, self.two
+        others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
+        if two is None:
+            results = loop.run([*self.shared, *gathered], others)
+            return results[: loop.carry], (results[loop.carry :], [], [], [])
+        results, saved = two.run([*self.shared, *gathered], others)
+        carried = [c if i + loop.consts in two.needed_others else None for i, c in enumerate(carry)]
+        kept = [] if self.layers.options.reshard_after_forward else gathered
+        kept = [x if i + len(self.shared) in two.needed else None for i, x in enumerate(kept)]
+        return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
+
+    def start(self, carry: list, gathered: list) -> State:
+        """The state before the first iteration."""
+        closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
+        stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
+        stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
+        return State(carry, gathered if self.ahead else [], stacks)
+
+
+def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
+    """Run a scan segment; see `Segment.forward`."""
+    env, options, length = gathers.env, gathers.options, loop.length
+    ahead = options.prefetch > 0 and bool(loop.stacked)
+    entry, others = segment.start(gathers, ahead=False)
+    consts, carry, slices = loop.values(others)
+    layers = LayerGathers(loop, options, [p.sliced(env) for p in loop.stacked], range(len(loop.stacked)))
+    shared, gathered = entry[: len(loop.shared)], entry[len(loop.shared) :]
+    two = _passes(segment, loop, entry, [*consts, *carry], slices, moving) if moving else None
+    run = Forward(loop, two, layers, shared, consts, slices, ahead)
+
+    def body(state, iteration):
+        return run.iterate(state, iteration, fetch=ahead, peeled=False), None
+
+    state = run.start(carry, gathered)
+    first = int(ahead and length > 2)
+    if first:  # peeled, the gathers of the first iteration can hide behind its own products
+        state = run.iterate(state, 0, fetch=True, peeled=True)
+    inside = length - ahead - first
+    if inside > 0:
+        state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.scan.unroll, inside))
+    if ahead:
+        if length > 1:
+            (carry,) = gathers.start(state.carry)
+            state = state._replace(carry=carry)
+        state = run.iterate(state, length - 1, fetch=False, peeled=True)
+    ys, saved, carried, kept = state.stacks
+    results = [[*state.carry, *ys][i] for i in loop.results]
+    if two is None:
+        return results, None
+    given = [*consts, *[None] * loop.carry, *slices]
+    given = [x if i in two.needed_others else None for i, x in enumerate(given)]
+    operands = [env[v] for v in segment.operands]
+    stays = None if options.reshard_after_forward else (shared, kept)
+    return results, BlockResiduals((saved, carried), given, operands, stays, Static(two))
+
+
+def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set) -> Passes:
+    """The two passes of the body; a carry counts as active when anything is."""
+    active = [index is not None and segment.others[index] in moving for index in loop.others]
+    active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
+    trained = [p.root in moving for p in loop.params]
+    rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
+    return passes(loop.run, entry, [*others, *rows], trained=trained, active=active)
+
+
+def _empty(row, length: int) -> jax.Array:
+    """A stack for the iterations to write, in the memory that the rows are in."""
+    if compat.in_host_memory(row):
+        return compat.host_buffer((length, *row.shape), row.dtype)
+    return jnp.zeros((length, *row.shape), row.dtype)

@@ -1,0 +1,52 @@
+"""Microbatches: differentiated one after the other, so that the activations are of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.train.batch import fold_keys
+from zerojax.train.device_view import DeviceView
+from zerojax.train.loss import at_least_float32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def accumulate(view: DeviceView, stored, batch, args, mutable, scale):
+    """Differentiate the microbatches in a loop; local shapes.
+
+    Stages 0 and 1 add up full gradients and reduce them once; stages 2 and 3 reduce-scatter
+    each microbatch's, and hold 1/N.
+
+    Returns:
+        `(returned, grads, mutable)`: what the loss function returned, microbatches on dim 0;
+        `scale` times the gradient of the sum over devices and microbatches, reduced; the
+        last mutable state.
+    """
+
+    def zeros(k) -> Array:
+        leaf = view.layout.params[view.layout.trained[k]]
+        shape = view.grads[k].local_shape if view.reduces_each else leaf.local_shape
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        return jnp.zeros(shape, wide if view.config.precision is None else view.comm.wire.reduce_dtype(leaf.dtype))
+
+    def iteration(carry, microbatch):
+        sums, mutable = carry
+        number, rows = microbatch
+        returned, grads, factor = view.value_and_grad(stored, mutable, rows, fold_keys(args, number), scale)
+        if view.reduces_each:
+            grads = view.reduce(grads)
+        if factor is not None:
+            grads = [at_least_float32(g) * factor for g in grads]
+        sums = [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+        return (sums, returned.mutable), returned._replace(mutable=None)
+
+    divide = lambda x: x.reshape(view.accumulate, x.shape[0] // view.accumulate, *x.shape[1:])
+    microbatches = (jnp.arange(view.accumulate), jax.tree.map(divide, batch))
+    carry = [zeros(k) for k in view.differentiable], mutable
+    (sums, mutable), returned = lax.scan(iteration, carry, microbatches)
+    return returned, sums if view.reduces_each else view.reduce(sums), mutable

@@ -1,0 +1,132 @@
+"""The loss in device view: each device differentiates the loss of its own rows, as under `pmap` and DDP.
+
+At stage 3 the loss is first rewritten to gather each parameter where it is used (`gather`),
+and differentiating a gather gives the reduce-scatter. The gradients of the other parameters
+are reduce-scattered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.wire import Wire
+from zerojax.config import Config
+from zerojax.gather import HostShard, gather_on_use
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout
+from zerojax.offload.host import is_on_host
+from zerojax.placement.storage import cast
+from zerojax.train.loss import Loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceView:
+    """How one device differentiates one microbatch; called inside `shard_map`, shapes are local.
+
+    Attributes:
+        config: Mesh axes, stage and types.
+        layout: Layout of the parameters.
+        grads: How the gradient of each trained parameter is returned.
+        loss: The loss function.
+        accumulate: Microbatches a device.
+    """
+
+    config: Config
+    layout: Layout
+    grads: Sequence[Leaf]
+    loss: Loss
+    accumulate: int
+
+    @property
+    def differentiable(self) -> list[int]:
+        """Which of the trained parameters can be differentiated, as indices into `layout.trained`."""
+        leaves = self.layout.params
+        return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches all devices have together."""
+        return self.config.data.workers * self.accumulate
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced microbatch by microbatch, and not once a step."""
+        return self.config.stage >= 2 or self.accumulate == 1
+
+    @functools.cached_property
+    def comm(self) -> ManualCollectives:
+        """How this device exchanges leaves with the others."""
+        precision = self.config.precision
+        wire = Wire(None if precision is None else precision.reduce)
+        return ManualCollectives(self.config.data.batch, self.config.bucket_bytes, wire)
+
+    def loss_of_storage(self) -> Callable:
+        """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
+        config, layout = self.config, self.layout
+
+        def call(params, mutable, batch, *args):
+            if config.precision is not None:
+                params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
+            return self.loss.call(params, mutable, batch, args)
+
+        if not any(leaf.kind == "sharded" for leaf in layout.params):
+            return call
+        return gather_on_use(
+            call,
+            jax.tree.unflatten(layout.treedef, layout.params),
+            comm=self.comm,
+            prefetch=config.prefetch,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+
+    def value_and_grad(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
+        """Loss and gradient of one microbatch.
+
+        Returns:
+            `(returned, grads, factor)`: the sum of `grads` over the devices is `scale` times
+            the microbatch's share of the gradient. If the loss is weighted, it is that of the
+            total, divided by `factor`: what the total has to be divided by is known only
+            after the last microbatch.
+        """
+        fn = self.loss_of_storage()
+        trained = [self.layout.trained[k] for k in self.differentiable]
+        on_host = frozenset(i for i, x in enumerate(stored) if is_on_host(x))
+        device_zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+
+        def objective(values):
+            merged = dict(enumerate(stored)) | dict(zip(trained, values, strict=True))
+            for i in on_host:
+                merged[i] = HostShard(stored[i], merged[i] if i in trained else device_zeros(stored[i]))
+            params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(stored))])
+            returned = fn(params, mutable, batch, *args)
+            return returned.total, returned
+
+        primals = [device_zeros(stored[i]) if i in on_host else stored[i] for i in trained]
+        total, pull, returned = jax.vjp(objective, primals, has_aux=True)
+        if self.loss.weighted:
+            weight = self.comm.psum(returned.weight)
+            factor = divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)
+        else:  # known without a collective between the two passes
+            factor, divisor = None, self.microbatches
+        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
+        (grads,) = pull(scale.astype(total.dtype) / divisor)
+        return returned, grads, factor
+
+    def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
+        """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
+        leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
+        pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
+        one_by_one = dataclasses.replace(self.comm, bucket_bytes=0)
+        sums = one_by_one.reduce_scatter([grads[j] for j in pending], [leaves[j][1] for j in pending])
+        reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
+        return [reduced[j] for j in range(len(grads))]

@@ -1,0 +1,186 @@
+"""The compiled program of a training step: loss, gradients, update, gather; traced under jit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.config import Config, check_count
+from zerojax.offload.host import to_device
+from zerojax.optim.checks import check_params, check_state
+from zerojax.optim.rollback import roll_back
+from zerojax.optim.state_memory import state_to_device, state_to_host
+from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
+from zerojax.placement.storage import cast, in_storage, return_to_host, storage_leaves
+from zerojax.streaming.resident_update import resident_update
+from zerojax.streaming.stream import UpdateInputs
+from zerojax.train.gradients import Gradients, loss_and_grads
+from zerojax.train.loss import Loss
+from zerojax.train.loss_scaling import ScalingState, update_scaling
+from zerojax.train.state import ZeroState
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a training step goes about it.
+
+    Attributes:
+        accumulate: Microbatches a device and step; at least 1.
+        skip_nonfinite: Whether a step whose gradients are not finite leaves the state as it is;
+            implied by `max_skips`.
+        max_skips: How many such steps in a row are tolerated; None is any number.
+        leaf_norms: Whether metrics have the norm of each parameter's gradient.
+
+    Raises:
+        TypeError: If a count is no integer.
+        ValueError: If a count is out of range.
+    """
+
+    accumulate: int = 1
+    skip_nonfinite: bool = False
+    max_skips: int | None = None
+    leaf_norms: bool = False
+
+    def __post_init__(self):
+        """Check the counts."""
+        check_count("accumulate", self.accumulate, "microbatches", least=1)
+        if self.max_skips is not None:
+            check_count("max_skips", self.max_skips, "steps", least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """One loss under one configuration, as functions of a state to trace.
+
+    Attributes:
+        config: The transformation, and where its parts live.
+        options: How the step goes about it.
+        loss: The loss function.
+    """
+
+    config: Config
+    options: StepOptions
+    loss: Loss
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.config.precision is not None and self.config.precision.loss_scale is not None
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped."""
+        return self.scales_loss or self.options.skip_nonfinite or self.options.max_skips is not None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be skipped: if not, the compiled program has nothing of it."""
+        return self.skips_nonfinite or self.loss.weighted
+
+    def step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
+        """The whole step: differentiate, update, and gather what the stage keeps replicated."""
+        config, plan = self.config, state.plan
+        check_state(config, plan, state.opt_state)
+        done = self._gradients(state, batch, args)
+        old_state = state_to_device(config, plan, state.opt_state)
+        extra = {"value": done.found.loss}
+        updated, opt_state = apply_update(config, plan, done.found.grads, old_state, done.old, extra)
+        mutable = done.found.mutable
+        if self.may_skip:
+            old = ([to_device(x) for x in done.old], old_state, state.mutable)
+            updated, opt_state, mutable = roll_back(~done.skipped, (updated, opt_state, mutable), old)
+        updated = return_to_host(config, dict(enumerate(updated)), plan.trained.params)
+        params = in_storage(unshard_after_update(config, plan, list(updated.values()), done.stored), plan.layout)
+        return _next_state(state, done, params, state_to_host(config, plan, opt_state), mutable), self._metrics(
+            state, done
+        )
+
+    def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
+        """The part of a step that needs no offloaded state.
+
+        Args:
+            state: Its `opt_state` is a list of the leaves on the device, with None for the others.
+            batch: Its rows.
+            args: Further arguments of the loss.
+
+        Returns:
+            `(state, metrics, inputs)`: the state without parameters and optimizer state,
+            which are in `inputs` as far as they are computed.
+        """
+        config, plan = self.config, state.plan
+        done = self._gradients(state, batch, args)
+        grads = cast(done.found.grads, [leaf.dtype for leaf in plan.grads])
+        resident = resident_update(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
+        updated, leaves, mutable = resident.params, resident.state, done.found.mutable
+        if self.may_skip:
+            old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
+            updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
+        on_host = return_to_host(config, updated, plan.trained.params)
+        params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
+        pending = {i: x for i, x in enumerate(done.old) if i not in updated}
+        wanted = {i: done.found.grads[i] for i in resident.grads}
+        inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
+        return _next_state(state, done, None, None, mutable), self._metrics(state, done), inputs
+
+    def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> _Differentiated:
+        """Differentiate, and decide whether the step counts."""
+        config, plan, scaling = self.config, state.plan, state.scaling
+        check_params(config, plan, state.params)
+        stored = storage_leaves(state.params, plan.layout.params)
+        found = loss_and_grads(
+            config,
+            plan.layout,
+            plan.grads,
+            self.loss,
+            stored,
+            batch,
+            args,
+            mutable=state.mutable,
+            scale=scaling.scale if self.scales_loss else 1.0,
+            accumulate=self.options.accumulate,
+        )
+        skipped = jnp.zeros((), bool)
+        if self.may_skip:
+            # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
+            finite = jnp.isfinite(found.squares) if self.skips_nonfinite else jnp.ones(found.squares.shape, bool)
+            scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=found.weights_valid)
+            skipped = scaling.skips > 0
+        return _Differentiated(found, stored, shard_for_update(config, plan, state.params), scaling, skipped)
+
+    def _metrics(self, state: ZeroState, done: _Differentiated) -> dict:
+        found = done.found
+        metrics = {"loss": found.loss, "grad_norm": jnp.sqrt(found.squares.sum()), "skipped": done.skipped}
+        if self.loss.has_aux:
+            metrics["aux"] = found.aux
+        if self.scales_loss:
+            metrics["loss_scale"] = state.scaling.scale
+        if self.options.leaf_norms:
+            metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(found.squares)))
+        return metrics
+
+
+class _Differentiated(NamedTuple):
+    """A step whose gradients are computed.
+
+    Attributes:
+        found: Loss and gradients.
+        stored: The parameters before it; storage shape.
+        old: Those that are trained, sharded as their gradients are.
+        scaling: The scaling state after it.
+        skipped: Whether it leaves the state as it is.
+    """
+
+    found: Gradients
+    stored: list
+    old: list
+    scaling: ScalingState
+    skipped: Any
+
+
+def _next_state(state: ZeroState, done: _Differentiated, params: Any, opt_state: Any, mutable: Any) -> ZeroState:
+    """The state after a step."""
+    step = state.step + jnp.where(done.skipped, 0, 1)
+    return ZeroState(step, params, opt_state, done.scaling, mutable, state.plan)
