@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from flax import nnx
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params
 from test_volume import CLIPPED, DEPTH, MERGES, WIDTH, compiled_step, make_params
@@ -71,20 +71,25 @@ def bytes_of_arrays(tx):
 
 
 NAMES = ("adamw", "adafactor", "lion", "sgd-momentum")
-QUICK = {("adamw", 3, 8), ("adafactor", 2, 3), ("lion", 1, 2), ("sgd-momentum", 0, 1)}
+PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
+QUICK = [
+    ("adamw", 3, 8, "fp32", "device"),
+    ("adamw", 3, 8, "bf16", "host"),
+    ("adafactor", 2, 3, "fp32", "device"),
+    ("adafactor", 2, 3, "bf16", "host"),
+    ("lion", 1, 2, "fp32", "host"),
+    ("lion", 1, 2, "bf16", "device"),
+    ("sgd-momentum", 0, 1, "bf16", "device"),
+]
 
 
-@pytest.mark.parametrize("offload", [None, Offload(optimizer="host")], ids=["device", "host"])
-@pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("name", "stage", "count"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(NAMES, range(4), (1, 2, 3, 8))
-    ],
+    ("name", "stage", "count", "precision", "where"),
+    quick_or_slow(list(itertools.product(NAMES, range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host"))), QUICK),
 )
-def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, offload):
-    offload = offload if stage else None
+def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, where):
+    precision = PRECISIONS[precision]
+    offload = Offload(optimizer="host") if stage and where == "host" else None
     options = {"persist_below": 50, "precision": precision, "offload": offload}
     tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), **options)
     row = estimate(jax.eval_shape(awkward_params), tx=OPTIMIZERS[name](), devices=count, stages=(stage,), **options)[

@@ -1,6 +1,7 @@
 """Offloaded activations reach the host and come back in order, or the policy refuses."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -114,8 +115,19 @@ def test_offloading_leaves_gradients_alone(style):
     assert_same(jax.jit(jax.value_and_grad(loss_of(wrapping(policy))))(params, batch), plain_gradients(style))
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "style"),
+    quick_or_slow(
+        list(itertools.product(ENGINES, STYLES)),
+        [
+            ("stage 0", "scan"),
+            ("stage 1", "unrolled"),
+            ("stage 3", "scan"),
+            ("stage 3", "unrolled"),
+            ("stage 3, no prefetch", "scan"),
+        ],
+    ),
+)
 def test_offloading_leaves_the_gradients_of_every_stage_alone(engine, style, mesh):
     params, batch, loss_of = problem(style)
     tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, **ENGINES[engine])

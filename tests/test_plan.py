@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_cli import run
 
@@ -321,7 +321,7 @@ def test_an_unsharded_program_is_noted():
 
 
 @aot
-@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "accumulate"), quick_or_slow([(0, 1), (1, 2), (2, 2), (3, 1)], [(1, 2), (3, 1)]))
 def test_a_step_is_what_the_formulas_say(stage, accumulate):
     """A state on two simulated devices is planned for sixteen absent ones."""
     deep = {"layers": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH}
@@ -454,6 +454,7 @@ def test_what_cannot_fit_does_not():
 
 
 @aot
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not(mesh):
     step, state = made(mesh, stage=2)
     usable = 200 * 2**20

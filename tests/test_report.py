@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_params
 from rich.console import Console
 
@@ -52,18 +52,22 @@ def test_layers_on_different_devices_are_not_added_up():
     assert "layer_3" in str(found)
 
 
-CASES = list(itertools.product(("adamw", "adafactor"), range(4), (1, 2, 3, 8)))
-QUICK = {("adamw", 3, 8), ("adamw", 0, 1), ("adafactor", 2, 3), ("adafactor", 1, 2)}
+PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
+CASES = list(itertools.product(("adamw", "adafactor"), range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host")))
+QUICK = [
+    ("adamw", 3, 8, "fp32", "device"),
+    ("adamw", 3, 8, "bf16", "host"),
+    ("adamw", 0, 1, "fp32", "device"),
+    ("adafactor", 2, 3, "fp32", "host"),
+    ("adafactor", 2, 3, "bf16", "device"),
+    ("adafactor", 1, 2, "bf16", "host"),
+]
 
 
-@pytest.mark.parametrize("offload", [None, Offload(optimizer="host")], ids=["device", "host"])
-@pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("name", "stage", "count"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
-def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, precision, offload):
-    offload = offload if stage else None
+@pytest.mark.parametrize(("name", "stage", "count", "precision", "where"), quick_or_slow(CASES, QUICK))
+def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, precision, where):
+    precision = PRECISIONS[precision]
+    offload = Offload(optimizer="host") if stage and where == "host" else None
     options = {"persist_below": 50, "precision": precision, "offload": offload}
     tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), **options)
     found = report(tx.create(awkward_params()))
