@@ -29,8 +29,6 @@ def compiled(style, stage, size="cpu"):
     replicated = NamedSharding(tx.config.mesh, PartitionSpec())
     shardings = {"in_shardings": (replicated, batch), "out_shardings": (replicated, replicated)}
     program = jax.jit(jax.value_and_grad(loss), **shardings)
-        jax.value_and_grad(loss), in_shardings=(replicated, batch), out_shardings=(replicated, replicated)
-    )
     return program.lower(shapes, tokens).compile()
 
 
