@@ -73,8 +73,8 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
         cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
         if needed > cap:
             raise MemoryError(
-                f"{text}, and JAX pins {format_bytes(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} before "
-                f"JAX starts; {'an unknown amount' if available is None else format_bytes(available)} is free."
+                f"{text}, and JAX pins {format_bytes(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} "
+                f"before JAX starts; {'an unknown amount' if available is None else format_bytes(available)} is free."
             )
     if available is not None and needed > available:
         raise MemoryError(
