@@ -32,7 +32,7 @@ from zerojax.offload import measure, remat_policy
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
 from zerojax.testing import train_plain
-from zerojax.train.step import here_of
+from zerojax.train.step import resident_state
 
 CHECKED = [(stage, "fp32", name) for stage in (3, 2, 1) for name in ("none", "host/device", "host/host")]
 CHECKED[3:3] = [(3, "fp32", "host/device half"), (3, "fp32", "disk/device")]
@@ -212,7 +212,7 @@ def update_seconds(step, tx, state, batch, steps):
     plan, seconds = state.plan, []
     for _ in range(steps + 1):
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        new, _, begun = step._begun(state.replace(opt_state=here_of(state)), batch)
+        new, _, begun = step._before_streaming(state.replace(opt_state=resident_state(state)), batch)
         jax.block_until_ready((jax.tree.leaves(new), begun))
         begin = time.perf_counter()
         params, leaves = step._streamed(plan).run(begun, store_for(tx.config, plan, leaves))

@@ -56,7 +56,7 @@ def test_shards_are_over_both_axes_and_the_batch_too():
     shardings = tx.shardings({"w": jnp.ones((24, 64))})
     assert shardings.params["w"].spec == PartitionSpec(None, AXES)
     assert tx.config.data == DataMesh((("host", 2), ("gpu", 4), ("model", 1)), AXES, AXES, AXES, AXES)
-    assert (tx.config.data.workers, tx.config.data.others) == (8, ("model",))
+    assert (tx.config.data.workers, tx.config.data.compiler_axes) == (8, ("model",))
     with pytest.raises(ValueError, match=r"mesh axes 'host' and 'gpu'.*10 rows.*axes have 8 devices.*8 or 16 rows"):
         tx.value_and_grad(lambda params, x: jnp.mean(x @ params["w"]))({"w": jnp.ones((24, 64))}, jnp.ones((10, 24)))
 

@@ -1,4 +1,4 @@
-"""`zero_shard`: any optax transformation, sharded. Joins the rooms below; has no logic of its own."""
+"""`zero_shard`: any optax transformation, sharded. Joins the packages below; has no logic of its own."""
 
 import dataclasses
 import functools

@@ -18,7 +18,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
 from zerojax.layout.tree import best_dim
 from zerojax.offload.host import to_device
-from zerojax.placement.storage import view
+from zerojax.placement.storage import unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
@@ -111,7 +111,7 @@ def converter(conversions: tuple[Conversion, ...]):
 
 def logical(x: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
     """A stored array in its logical shape; traced under jit."""
-    return unflatten(x, leaf) if leaf.kind == "flat" else view(x, leaf)
+    return unflatten(x, leaf) if leaf.kind == "flat" else unpadded(x, leaf)
 
 
 def to_storage(x: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "*storage"]:

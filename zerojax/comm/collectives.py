@@ -1,4 +1,4 @@
-"""How shards become full arrays and gradients become shards: every collective of this library.
+"""How shards become full arrays and gradients become shards: every explicit collective of leaves.
 
 `Collectives` is what callers know. `ManualCollectives` runs inside `shard_map`, where an
 array is one device's, and writes each collective itself.

@@ -100,8 +100,8 @@ class Config:
     @property
     def has_master_weights(self) -> bool:
         """Whether parameters are a copy of master weights in the optimizer state."""
-        wide = self.precision
-        return wide is not None and self.stores_compute_dtype and wide.compute != wide.master
+        precision = self.precision
+        return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 
     @functools.cached_property
     def data(self) -> DataMesh:

@@ -56,7 +56,7 @@ class DataMesh:
         return self.size(self.batch)
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def compiler_axes(self) -> tuple[str, ...]:
         """Axes that belong to the compiler."""
         return tuple(name for name, _ in self.sizes if name not in self.batch)
 

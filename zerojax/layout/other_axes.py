@@ -40,5 +40,5 @@ def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
 def other_names(entry, data: DataMesh):
     """One dim's entry of a spec without the data axes and without names the mesh does not have."""
     names = entry if isinstance(entry, tuple) else (entry,)
-    left = tuple(n for n in names if n in data.others)
+    left = tuple(n for n in names if n in data.compiler_axes)
     return left[0] if len(left) == 1 else left or None

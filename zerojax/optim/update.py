@@ -23,7 +23,7 @@ from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan
-from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, view
+from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -95,7 +95,7 @@ def update(
     tree = plan.trained.treedef
 
     def views(stored, leaves):
-        return [view(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
+        return [unpadded(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
 
     def keep(values, leaves):
         return [to_storage(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]

@@ -64,7 +64,7 @@ def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[
 def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
     """The tree that `storage_leaves` came from, in the forms given; the inverse of `storage_leaves`."""
     out = [
-        Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else view(x, leaf)
+        Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else unpadded(x, leaf)
         for x, leaf, padded in zip(stored, leaves, forms, strict=True)
     ]
     return jax.tree.unflatten(layout.treedef, out)
@@ -80,7 +80,7 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     return unflatten_params(stored, layout, layout.params, storage_forms(layout.params))
 
 
-def view(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
+def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
     """What an optimizer sees of a stored array: no padding, unless it is flat."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 

@@ -17,7 +17,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
 from zerojax.placement.chunking import slice_chunk, update_chunk
-from zerojax.placement.storage import constrain, gather, named, to_storage, view
+from zerojax.placement.storage import constrain, gather, named, to_storage, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -113,7 +113,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
 
     def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
         arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)]
-        return [view(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)] if full else arrays
+        return [unpadded(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)] if full else arrays
 
     def stored(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
         store = to_storage if full else constrain

@@ -17,7 +17,7 @@ from zerojax.optim.plan import ShardingPlan, offloaded_update
 from zerojax.optim.state_memory import state_shardings, state_to_host
 from zerojax.optim.traced import equations_behind, producers_of, trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
-from zerojax.placement.storage import cast, named, to_storage, view
+from zerojax.placement.storage import cast, named, to_storage, unpadded
 from zerojax.streaming.stores import StateStore, disk_nodes, store_for
 
 if TYPE_CHECKING:
@@ -118,6 +118,6 @@ def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
 def logical_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:
     """The leaves of the wrapped transformation's first state; traced under jit."""
     layout = plan.layout
-    params = [view(stored[i], layout.params[i]) for i in layout.trained]
+    params = [unpadded(stored[i], layout.params[i]) for i in layout.trained]
     wide = cast(params, [leaf.dtype for leaf in plan.grads])
     return jax.tree.leaves(wrapped_tx(config, plan.trained).init(jax.tree.unflatten(plan.trained.treedef, wide)))

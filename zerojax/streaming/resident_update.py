@@ -9,7 +9,7 @@ from zerojax.config import Config
 from zerojax.offload.host import to_device
 from zerojax.optim.plan import ShardingPlan, offloaded_update
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.placement.storage import to_storage, view
+from zerojax.placement.storage import to_storage, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -47,9 +47,9 @@ def resident_update(
     """
     partition = offloaded_update(config, plan)
     read = {
-        GRAD: lambda i: view(grads[i], plan.grads[i]),
-        PARAM: lambda i: view(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
-        STATE: lambda k: view(state[k], plan.state[k]),
+        GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
+        PARAM: lambda i: unpadded(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
+        STATE: lambda k: unpadded(state[k], plan.state[k]),
         EXTRA: lambda _: value,
         CONST: lambda i: partition.consts[i],
     }

@@ -126,7 +126,7 @@ class DeviceView:
         """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
-        one_by_one = dataclasses.replace(self.comm, bucket_bytes=0)
-        sums = one_by_one.reduce_scatter([grads[j] for j in pending], [leaves[j][1] for j in pending])
+        only_flat_buckets = dataclasses.replace(self.comm, bucket_bytes=0)
+        sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], [leaves[j][1] for j in pending])
         reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
         return [reduced[j] for j in range(len(grads))]

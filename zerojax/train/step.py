@@ -1,4 +1,4 @@
-"""A training step: one compiled program, and with offloaded state the streamed update after it."""
+"""A training step: one compiled program that donates the state, then the streamed update of what is offloaded."""
 
 from __future__ import annotations
 

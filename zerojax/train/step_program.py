@@ -1,4 +1,4 @@
-"""The compiled program of a training step: loss, gradients, update, gather; traced under jit."""
+"""What a training step traces: loss, gradients, update, gather; `step` compiles it."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class StepProgram:
         check_state(config, plan, state.opt_state)
         done = self._gradients(state, batch, args)
         old_state = state_to_device(config, plan, state.opt_state)
-        extra = {"value": done.found.loss}
-        updated, opt_state = apply_update(config, plan, done.found.grads, old_state, done.old, extra)
-        mutable = done.found.mutable
+        extra = {"value": done.gradients.loss}
+        updated, opt_state = apply_update(config, plan, done.gradients.grads, old_state, done.old, extra)
+        mutable = done.gradients.mutable
         if self.may_skip:
             old = ([to_device(x) for x in done.old], old_state, state.mutable)
             updated, opt_state, mutable = roll_back(~done.skipped, (updated, opt_state, mutable), old)
@@ -112,16 +112,18 @@ class StepProgram:
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
-        grads = cast(done.found.grads, [leaf.dtype for leaf in plan.grads])
-        resident = resident_update(config, plan, grads, state.opt_state, done.old, done.found.loss.astype(jnp.float32))
-        updated, leaves, mutable = resident.params, resident.state, done.found.mutable
+        grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
+        resident = resident_update(
+            config, plan, grads, state.opt_state, done.old, done.gradients.loss.astype(jnp.float32)
+        )
+        updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         if self.may_skip:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
         on_host = return_to_host(config, updated, plan.trained.params)
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
         pending = {i: x for i, x in enumerate(done.old) if i not in updated}
-        wanted = {i: done.found.grads[i] for i in resident.grads}
+        wanted = {i: done.gradients.grads[i] for i in resident.grads}
         inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
         return _next_state(state, done, None, None, mutable), self._metrics(state, done), inputs
 
@@ -130,7 +132,7 @@ class StepProgram:
         config, plan, scaling = self.config, state.plan, state.scaling
         check_params(config, plan, state.params)
         stored = storage_leaves(state.params, plan.layout.params)
-        found = loss_and_grads(
+        gradients = loss_and_grads(
             config,
             plan.layout,
             plan.grads,
@@ -145,20 +147,22 @@ class StepProgram:
         skipped = jnp.zeros((), bool)
         if self.may_skip:
             # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
-            finite = jnp.isfinite(found.squares) if self.skips_nonfinite else jnp.ones(found.squares.shape, bool)
-            scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=found.weights_valid)
+            finite = (
+                jnp.isfinite(gradients.squares) if self.skips_nonfinite else jnp.ones(gradients.squares.shape, bool)
+            )
+            scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=gradients.weights_valid)
             skipped = scaling.skips > 0
-        return _Differentiated(found, stored, shard_for_update(config, plan, state.params), scaling, skipped)
+        return _Differentiated(gradients, stored, shard_for_update(config, plan, state.params), scaling, skipped)
 
     def _metrics(self, state: ZeroState, done: _Differentiated) -> dict:
-        found = done.found
-        metrics = {"loss": found.loss, "grad_norm": jnp.sqrt(found.squares.sum()), "skipped": done.skipped}
+        gradients = done.gradients
+        metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:
-            metrics["aux"] = found.aux
+            metrics["aux"] = gradients.aux
         if self.scales_loss:
             metrics["loss_scale"] = state.scaling.scale
         if self.options.leaf_norms:
-            metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(found.squares)))
+            metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(gradients.squares)))
         return metrics
 
 
@@ -173,7 +177,7 @@ class _Differentiated(NamedTuple):
         skipped: Whether it leaves the state as it is.
     """
 
-    found: Gradients
+    gradients: Gradients
     stored: list
     old: list
     scaling: ScalingState
