@@ -22,7 +22,7 @@ train: $(VENV)/.has-examples ## train a byte-level GPT on the standard library's
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.has-dev ## run the tests that are not slow; ARGS="-m slow" for the others
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.has-dev ## ruff and pyright
 	$(BIN)/ruff check .

@@ -2,13 +2,13 @@
 
     python benchmarks/checkpoint.py                         a state of 1 GB on 8 simulated CPU devices
     python benchmarks/checkpoint.py --mb 200 --rounds 3
-    python benchmarks/checkpoint.py --platform gpu          on the GPUs that are there
+    python benchmarks/checkpoint.py --platform gpu          on this machine's GPUs
 
-Every round does each thing once, in turn, so that a slow moment of the machine falls on all
-of them. `copy` is the floor for what blocks: the state copied to host memory, and no more.
-`cp` is the floor for the whole: the same bytes, in files already in the page cache, copied by
-`cp` and brought to the disk by `sync`. Simulated devices live in host memory, where a save
-holds the buffers instead of copying them.
+Every round does each thing once, so that a slow moment of the machine affects all of them.
+`copy` is the floor for what blocks: the state copied to host memory, and no more. `cp` is the
+floor for all of it: the same bytes, in files already in the page cache, copied by `cp` and
+flushed by `sync`. Simulated devices are in host memory, where a save keeps the buffers alive
+instead of copying them.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def make_ways(args, directory):
 
     from zerojax import zero_shard
     from zerojax.checkpoint import Checkpointer
-    from zerojax.checkpoint.canonical import slots_of
+    from zerojax.checkpoint.state_leaves import state_leaves
 
     layers = 8
     rows = max(8, args.mb * 1_000_000 // (3 * layers * 4096 * 4) // 8 * 8)  # parameters and Adam's two moments
@@ -103,7 +103,7 @@ def make_ways(args, directory):
     state = tx.create(tx.init_params(init, jax.random.key(0)))
     state = state.replace(opt_state=jax.tree.map(lambda x: jnp.full_like(x, 0.5) if x.ndim else x, state.opt_state))
     jax.block_until_ready(state)
-    arrays = [slot.array for slot in slots_of(state).values()]
+    arrays = [leaf.array for leaf in state_leaves(state).values()]
     size = sum(x.nbytes for x in arrays)
     checkpoints = Checkpointer(directory / "checkpoints", keep=2)
     blocked = {}

@@ -1,13 +1,13 @@
-"""How fast the disk tier's store cycles over its chunks, beside plain reads and writes of the same bytes.
+"""How fast the disk store cycles over its chunks, compared with plain reads and writes of the same bytes.
 
     python benchmarks/disk.py                    2 GB in chunks of 32 MiB
     python benchmarks/disk.py --gb 8 --rounds 3 --directory /somewhere/on/the/disk
     python benchmarks/disk.py --out benchmarks/results/disk.json
 
-Every round does each thing once, in turn, so that a slow moment of the machine falls on all of them.
+Every round does each once, one after the other, so that a slow moment of the machine is in all of them.
 `store` reads every chunk, changes a number of each array and writes it back, the reads ahead and the writes behind,
 checksums and the copy into the store's buffers included. `plain` reads each file of that size in one call and then
-writes each in one call, one after the other: no checksum, no update, and no new file, as it writes over the old
+writes each in one call, one after the other: no checksum, no update, and no new file, as it overwrites the old
 ones. Both go past the page cache where the filesystem can, and wait with fdatasync for each file. `raw read` and
 `raw write` are plain's halves.
 """
@@ -140,7 +140,7 @@ def cycle(store, count, step, ahead):
 
 
 class Plain:
-    """Files read and written by one thread, with nothing around it."""
+    """Files read and written by one thread, and nothing else."""
 
     def __init__(self, directory, count, size, *, direct):
         directory.mkdir()

@@ -1,8 +1,8 @@
 """Offloaded optimizer state on a GPU: tokens/s, memory and share of the link, with and without, at 1.5B, 3B and 8B.
 
     python benchmarks/gpu_offload.py --out benchmarks/results/gpu_offload.json
-    python benchmarks/gpu_offload.py --check --sizes --out ...         correctness only: stages 1-3, every tier
-    python benchmarks/gpu_offload.py --sizes 8B --resume --out ...     one size more, beside what the file has
+    python benchmarks/gpu_offload.py --check --sizes --out ...         correctness only: stages 1-3, every store
+    python benchmarks/gpu_offload.py --sizes 8B --resume --out ...     one size more, added to what the file has
     python benchmarks/gpu_offload.py --sizes --largest none device --resume --out ...   the largest that trains
 
 Where JAX finds no GPU, or with --dry-run, tiny models of the same kind run on simulated devices: that tries the
@@ -10,8 +10,8 @@ script, and its figures mean nothing.
 
 GPT at stage 3 on all devices, bfloat16 with master weights, adamw, scanned and rematerialised layers. Each
 configuration has a process of its own, so memory begins empty; the file is written after each. `share` is the least
-time in which the link, as it is measured beside with both directions at once, could carry the update's bytes, over
-the time from the gradients' being there to the new state's. `peak` is the allocator's; as making the state may need
+time in which the link, measured by itself with both directions at once, could carry the update's bytes, over the
+time from complete gradients to the complete state. `peak` is the allocator's; as making the state may need
 more than a step, `compiled` has what the compiler says of the step's first program, which is the larger.
 """
 
@@ -196,7 +196,7 @@ class Bench:
         return ""
 
     def largest(self, mode):
-        """Let the depth of the widest model grow until it does not train; two steps and one more decide."""
+        """Let the depth of the widest model grow until it does not train, which three steps decide."""
         ran = [r for r in self.found["rows"] if r["mode"] == mode and r["status"] == "ran" and r["model"] == "8B"]
         layers = self.sizes["8B"]["layers"]
         most, why = (ran[0]["parameters"] if ran else None), ""
@@ -249,14 +249,15 @@ def floors(count, mode, devices):
     """Bytes that a device and the host need at least, activations left out.
 
     Without offload: float32 parameters, gradients and two moments. With it: bfloat16 parameters and their copy,
-    or gradients, whichever is more; what stays of 12 bytes of state; while the state is made, the parts of the
-    largest leaf, a third of the model.
+    or gradients, whichever is more; what stays on the device of 12 bytes of state; while the state is made, the
+    shards of the largest leaf, a third of the model.
     """
     if mode is None:
         return {"device": 16 * count // devices, "host": 0}
-    far = mode.get("fraction", 1.0)
-    stays = 12 * (1 - far)
-    return {"device": round(count * (stays + max(2 + 4, 2 + 2 + 4 * far)) / devices), "host": round(12 * far * count)}
+    offloaded = mode.get("fraction", 1.0)
+    resident = 12 * (1 - offloaded)
+    device = round(count * (resident + max(2 + 4, 2 + 2 + 4 * offloaded)) / devices)
+    return {"device": device, "host": round(12 * offloaded * count)}
 
 
 def line(row):
@@ -266,10 +267,10 @@ def line(row):
     seconds = "{:.3f} ({:.3f}-{:.3f})".format(*row["step_s"]) if "step_s" in row else "-"
     update = f"{row['update_s'][0]:7.3f}" if "update_s" in row else f"{'-':>7s}"
     reached = f"{row['achieved each way'] / 1e9:6.1f}" if "achieved each way" in row else f"{'-':>6s}"
-    part = f"{row['share of link']:6.2f}" if "share of link" in row else f"{'-':>6s}"
+    share = f"{row['share of link']:6.2f}" if "share of link" in row else f"{'-':>6s}"
     memory = " ".join(gigabytes(k) for k in ("peak_device", "compiled_device", "state_host", "peak_rss"))
     end = "" if row["status"] == "ran" else f"  {row['status']}"
-    return f"{row['model']:20s} {row['mode']:7s} {speed}  {seconds:22s} {memory} {update} {reached} {part}{end}"
+    return f"{row['model']:20s} {row['mode']:7s} {speed}  {seconds:22s} {memory} {update} {reached} {share}{end}"
 
 
 def table(found):

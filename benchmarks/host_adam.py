@@ -1,17 +1,17 @@
 """ns a parameter for AdamW on the host: optax as jit compiles it, a streamed step's program, torch's fused kernel.
 
-    python benchmarks/host_adam.py                       8 pieces of 8 million parameters
-    python benchmarks/host_adam.py --pieces 4 --rounds 15 --processes 6
+    python benchmarks/host_adam.py                       8 chunks of 8 million parameters
+    python benchmarks/host_adam.py --chunks 4 --rounds 15 --processes 6
     pip install torch                                    for the comparison; it is left out otherwise
 
-Every round runs each way once, in turn, so that a slow moment of the machine falls on all
-of them; ratios are taken round by round, and their median is what counts. Where the
-memory of a process happens to lie changes them too: several processes give the median
-of theirs, and the least and the most. `floor` moves
-the 28 bytes a parameter that any AdamW must (it reads the gradient, the parameter and two
-moments, and writes all but the first): numpy negates as much in place, on as many threads. `processor` is
-the processor time a parameter of all threads, which a busy neighbour disturbs less: beside
-one, torch's threads wait for each other, so look at its time on one thread too.
+Every round runs each variant once, one after the other, so that a slow moment of the machine
+is in all of them; ratios are taken round by round, and their median counts. They depend on
+the addresses a process gets, too: several processes give the median of theirs, the least and
+the most. `floor` moves the 28 bytes a parameter that any AdamW must (it reads the gradient,
+the parameter and two moments, and writes all but the first): numpy negates as much in place,
+on as many threads. `processor` is the processor time a parameter of all threads, which other
+load on the machine disturbs less: under load torch's threads wait for each other, so look at
+its time on one thread too.
 """
 
 import argparse
@@ -34,8 +34,8 @@ THREADS = os.cpu_count() or 1
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pieces", type=int, default=8)
-    parser.add_argument("--size", type=int, default=1 << 23, help="parameters in a piece")
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--size", type=int, default=1 << 23, help="parameters in a chunk")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--processes", type=int, default=1, help="one after the other")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
@@ -69,7 +69,7 @@ def one_process(args):
     """The figures of a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "figures.json")
-        given = {"--pieces": args.chunks, "--size": args.size, "--rounds": args.rounds, "--out": out}
+        given = {"--chunks": args.chunks, "--size": args.size, "--rounds": args.rounds, "--out": out}
         command = [sys.executable, __file__, *(str(x) for pair in given.items() for x in pair)]
         print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, flush=True)
         return json.loads(out.read_text())
@@ -118,7 +118,7 @@ def measured(args):
         "cores": THREADS,
         "load before": load,
         "loops become kernels": loops_become_kernels(),
-        "pieces": [args.chunks, args.size],
+        "chunks": [args.chunks, args.size],
         "rounds": args.rounds,
         "ns a parameter": {name: figures(name, wall, processor) for name in ways},
     }
@@ -161,7 +161,7 @@ def processor_name():
 
 
 def make_ways(args, pool):
-    """Each way as a function that updates all pieces once and waits for them."""
+    """Each variant as a function that updates all chunks once, and blocks until that is done."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -176,40 +176,40 @@ def make_ways(args, pool):
         updates, (adam, *_) = tx.update(grad, (adam._replace(count=count, mu=mu, nu=nu), *rest), param)
         return optax.apply_updates(param, updates), adam.mu, adam.nu
 
-    whole, count = jax.jit(update, donate_argnums=1), jnp.int32(3)
+    jitted, count = jax.jit(update, donate_argnums=1), jnp.int32(3)
     some = lambda: jnp.asarray(draw.standard_normal(args.size, np.float32))
     grads = [some() for _ in range(args.chunks)]
     states = [[some(), some(), jnp.abs(some())] for _ in range(args.chunks)]
-    streamed, waiting = streamed_program(args, tx, grads, states)
+    streamed, inputs = streamed_program(args, tx, grads, states)
 
     def optax_once(i):
-        states[i] = jax.block_until_ready(whole(grads[i], states[i], count))
+        states[i] = jax.block_until_ready(jitted(grads[i], states[i], count))
 
     def zerojax_once(i):
-        params, grads, state, *others = waiting[i]
+        params, grads, state, *others = inputs[i]
         params, state = jax.block_until_ready(streamed(params, grads, state, *others))
-        waiting[i] = params, grads, state, *others
+        inputs[i] = params, grads, state, *others
 
-    def in_turn(once):
+    def one_by_one(once):
         return lambda: [once(i) for i in range(args.chunks)]
 
-    def side_by_side(once):
+    def in_parallel(once):
         return lambda: list(pool.map(once, range(args.chunks)))
 
     floor = np.ones(args.size * 7 // 2, np.float32)  # 14 bytes a parameter read, and 14 written
     edges = np.linspace(0, floor.size, THREADS + 1, dtype=int)
-    parts = [floor[a:b] for a, b in itertools.pairwise(edges)]
+    slices = [floor[a:b] for a, b in itertools.pairwise(edges)]
 
     def negate():
         for _ in range(args.chunks):
-            list(pool.map(lambda part: np.negative(part, out=part), parts))
+            list(pool.map(lambda x: np.negative(x, out=x), slices))
 
     ways = {
         "floor": negate,
-        "optax": in_turn(optax_once),
-        "optax, threads": side_by_side(optax_once),
-        "zerojax": in_turn(zerojax_once),
-        "zerojax, threads": side_by_side(zerojax_once),
+        "optax": one_by_one(optax_once),
+        "optax, threads": in_parallel(optax_once),
+        "zerojax": one_by_one(zerojax_once),
+        "zerojax, threads": in_parallel(zerojax_once),
     }
     if torch_version() is None:
         print("torch is not installed: its fused AdamW is left out")
@@ -220,9 +220,9 @@ def make_ways(args, pool):
 
 
 def streamed_program(args, tx, grads, states):
-    """What a streamed step runs on the host, from as many threads as there are cores, and what each piece is given.
+    """What a streamed step runs on the host, from as many threads as there are cores, and its operands for each chunk.
 
-    Scalars such as the bias corrections are computed once a step, with the gradients, and come from there.
+    Scalars such as the bias corrections are among them: they are computed once a step, with the gradients.
     """
     import jax
     import jax.numpy as jnp
@@ -243,7 +243,7 @@ def streamed_program(args, tx, grads, states):
     ((_, length),) = group.chunks
     host = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host")
     of_leaf = lambda x: jax.device_put(x + 0, host("data"))  # moved from the device, as gradients are
-    types = streamed.partition.shared_avals
+    types = streamed.partition.shared_shapes
     shared = [jax.device_put(np.full(types[i].shape, 0.3, types[i].dtype), host()) for i in group.reads(SHARED)]
     chunks = zip(grads, states, strict=True)
     given = [([of_leaf(p)], [of_leaf(g)], [of_leaf(mu), of_leaf(nu)], shared, []) for g, (p, mu, nu) in chunks]

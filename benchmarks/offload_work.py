@@ -27,6 +27,7 @@ import yardstick
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Offload, Precision, report, zero_shard
+from zerojax.layout.chunked import is_chunked
 from zerojax.offload import measure, remat_policy
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
@@ -93,7 +94,7 @@ def probe(notes, *, link_bytes):
     size = link_bytes["cpu" if device.platform == "cpu" else "gpu"]
     sizes = {"large": size, "a chunk": min(32 << 20, size)}
     notes.add(link={name: {"bytes": size} | link(data_mesh(), size) for name, size in sizes.items()})
-    speed = measure.measure(data_mesh(), "data")
+    speed = measure.measure(data_mesh(), ("data",))
     notes.add(library_measures={"link": speed.link, "host": speed.host})
 
 
@@ -110,12 +111,12 @@ def data_mesh():
 
 def link(mesh, size):
     """Bytes per second of one device, all asking at once: to it, from it, and each way with both at once."""
-    there = jax.device_put(np.ones(mesh.size * size // 4, np.float32), host_sharding(mesh, PartitionSpec("data")))
-    here, host = to_memory(there, "device"), there.sharding.memory_kind
-    both = measure.timed(lambda: (to_memory(there, "device"), to_memory(here, host)))
+    on_host = jax.device_put(np.ones(mesh.size * size // 4, np.float32), host_sharding(mesh, PartitionSpec("data")))
+    on_device, host = to_memory(on_host, "device"), on_host.sharding.memory_kind
+    both = measure.timed(lambda: (to_memory(on_host, "device"), to_memory(on_device, host)))
     return {
-        "H2D": size / measure.timed(lambda: to_memory(there, "device")),
-        "D2H": size / measure.timed(lambda: to_memory(here, host)),
+        "H2D": size / measure.timed(lambda: to_memory(on_host, "device")),
+        "D2H": size / measure.timed(lambda: to_memory(on_device, host)),
         "each of both": size / both,
     }
 
@@ -138,15 +139,15 @@ def train(notes, *, model, mode, steps, link_bytes):
     state = tx.create(params)
     del params
     jax.block_until_ready(jax.tree.leaves(state))
-    held = report(state)
+    found = report(state)
     notes.add(
         parameters=sum(math.prod(leaf.shape) for leaf in state.plan.layout.params),
         tokens_a_step=tokens.size,
         create_s=time.perf_counter() - begin,
         create_peak_device=peak_device(),
-        state_device=held.total,
-        state_host=sum(held.host.values()),
-        update=held.update,
+        state_device=found.total,
+        state_host=sum(found.host.values()),
+        update=found.update,
     )
 
     notes.add(doing="compiling and the first steps")
@@ -168,30 +169,30 @@ def train(notes, *, model, mode, steps, link_bytes):
         seconds.append(time.perf_counter() - begin)
         notes.add(step_s=spread(seconds), peak_device=peak_device(), **{"tokens/s": tokens.size / spread(seconds)[0]})
     notes.add(losses=[*losses, float(metrics["loss"])])
-    if offload and steps > 1 and any(state.plan.chunkings):
+    if offload and steps > 1 and state.plan.offloaded:
         notes.add(doing="the update alone")
         state, seconds = update_seconds(step, tx, state, batch, steps)
         crossing = bytes_across(tx, step, state)
         notes.add(update_s=spread(seconds), bytes_to_device=crossing[0], bytes_to_host=crossing[1])
         shapes = shapes_of(state)
         del state, metrics
-        notes.add(doing="the link beside it")
+        notes.add(doing="the link alone")
         notes.add(link=link(tx.config.mesh, link_bytes))
         notes.add(**share(notes))
         state = shapes
     if steps > 1:
         notes.add(doing="asking the compiler for its figures")
         memory = step.lower(shapes_of(state), batch).compile().memory_analysis()
-        alone = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        notes.add(compiled_device=memory.argument_size_in_bytes + memory.temp_size_in_bytes + alone)
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        notes.add(compiled_device=memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs)
     notes.add(status="ran")
     notes.pop("doing")
 
 
 def narrowed(params):
-    """Parameters as they are computed with, the wider ones given back one by one.
+    """Parameters in the type they are computed in, the wider ones freed one by one.
 
-    `create` copies what it is given, beside the optimizer's state: at 8B this spares it 2 x 16 GB.
+    `create` copies its arguments, while it makes the optimizer's state: at 8B this saves 2 x 16 GB.
     """
 
     def one(x):
@@ -207,18 +208,18 @@ def shapes_of(state):
 
 
 def update_seconds(step, tx, state, batch, steps):
-    """The seconds from the gradients' being there to the new state's: `Step` itself lets the two overlap."""
+    """The seconds from complete gradients to the complete state: `Step` itself lets the two overlap."""
     plan, seconds = state.plan, []
     for _ in range(steps + 1):
-        leaves = jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "pieces"))
+        leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         new, _, begun = step._begun(state.replace(opt_state=here_of(state)), batch)
         jax.block_until_ready((jax.tree.leaves(new), begun))
         begin = time.perf_counter()
-        params, held = step._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
-        jax.block_until_ready((params, jax.tree.leaves(held)))
+        params, leaves = step._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
+        jax.block_until_ready((params, jax.tree.leaves(leaves)))
         seconds.append(time.perf_counter() - begin)
         stored = jax.tree.unflatten(plan.layout.treedef, params)
-        state = new.replace(params=stored, opt_state=jax.tree.unflatten(plan.state_def, held))
+        state = new.replace(params=stored, opt_state=jax.tree.unflatten(plan.state_def, leaves))
     return state, seconds[1:]
 
 
@@ -226,20 +227,20 @@ def bytes_across(tx, step, state):
     """Bytes an update sends over the link of one device, to it and from it."""
     plan, streamed = state.plan, step._streamed(state.plan)
     to_device = to_host = 0
-    for task in streamed.split.tasks:
-        if streamed.runs_on_host(task):
-            to_host += sum(plan.grads[i].local_bytes for i in task.params)
-            to_device += sum(plan.trained.params[i].local_bytes for i in task.params)
+    for group in streamed.partition.groups:
+        if streamed.runs_on_host(group):
+            to_host += sum(plan.grads[i].local_bytes for i in group.params)
+            to_device += sum(plan.trained.params[i].local_bytes for i in group.params)
         else:
-            moved_bytes = sum(plan.state[k].local_bytes for k in task.state)
-            to_device, to_host = to_device + moved_bytes, to_host + moved_bytes
+            state_bytes = sum(plan.state[k].local_bytes for k in group.state)
+            to_device, to_host = to_device + state_bytes, to_host + state_bytes
     return to_device, to_host
 
 
 def share(notes):
-    """What of the link the update reached.
+    """The share of the link that the update reached.
 
-    The link is asked for both directions at once, so the larger one decides how long the bytes need at least.
+    The link was measured in both directions at once, so the larger one gives the least time.
     """
     most, seconds = max(notes["bytes_to_device"], notes["bytes_to_host"]), notes["update_s"][0]
     return {"achieved each way": most / seconds, "share of link": most / notes["link"]["each of both"] / seconds}
@@ -262,7 +263,7 @@ def check(notes):
     keys = jax.random.split(jax.random.key(2), 4)
     batches = [jax.random.randint(key, (rows * max(4, jax.device_count()), length), 0, 128) for key in keys]
     # Products in full float32, and an epsilon above the gradients' rounding: without it Adam turns the rounding
-    # of a gradient that is nearly zero into a whole step, on the device and on the host differently.
+    # of a gradient that is nearly zero into a full step, on the device and on the host differently.
     jax.config.update("jax_default_matmul_precision", "highest")
     tx = functools.partial(optax.adamw, 1e-2, eps=1e-3)
     params = jax.jit(init)(jax.random.key(0))
@@ -309,17 +310,17 @@ def compared(tx, loss, params, batches, plain, reference):
     found = jax.device_get(tx.unshard(state.params))
 
     def difference(other):
-        apart = jax.tree.map(lambda a, b: float(np.max(np.abs(np.float32(a) - np.float32(b)))), found, other)
-        return max(jax.tree.leaves(apart))
+        largest = jax.tree.map(lambda a, b: float(np.max(np.abs(np.float32(a) - np.float32(b)))), found, other)
+        return max(jax.tree.leaves(largest))
 
     wide = tx.config.precision.compute == jnp.float32
-    apart = {"to plain optax": difference(plain)} if wide else {}
+    differences = {"to plain optax": difference(plain)} if wide else {}
     if reference is not None:
-        apart["to no offload"] = difference(reference)
-    # float32: some roundings in each of 4 steps of 1e-2. bfloat16 parameters near 1 lie 2^-7 apart (norms; weights
-    # less), so a rounding of the master weight the other way is one such distance.
-    ok = max(apart.values(), default=0.0) <= (1e-5 if wide else 2.0**-7) and bool(np.isfinite(metrics["loss"]))
-    return {"ok": ok, "loss": float(metrics["loss"]), "found": found} | apart
+        differences["to no offload"] = difference(reference)
+    # float32: some roundings in each of 4 steps of 1e-2. bfloat16 parameters near 1 are multiples of 2^-7 (norms;
+    # weights finer), so a rounding of the master weight the other way is one such step.
+    ok = max(differences.values(), default=0.0) <= (1e-5 if wide else 2.0**-7) and bool(np.isfinite(metrics["loss"]))
+    return {"ok": ok, "loss": float(metrics["loss"]), "found": found} | differences
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import Instruction, read
 from zerojax.inspect.overlap import overlap
-from zerojax.inspect.timeline import play
+from zerojax.inspect.timeline import simulate
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -90,7 +90,7 @@ def bars(text: str) -> list[Bar]:
     module = read(text)
     entry = module.computations[module.entries[0]].by_name
     found = []
-    for span in play(text, H200).spans:
+    for span in simulate(text, H200).spans:
         i = entry[span.name]
         stack, kind, moved = stack_of(i), span.kind, []
         if span.lane != "compute":
@@ -139,7 +139,7 @@ def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
         panel.set(xlim=(0, None), ylim=(-0.15, 2.75))
     rates = H200.rates["bf16"] / 1e12, H200.bandwidth / 1e12, H200.links.link / 1e9
     panels[-1].set_xlabel(
-        "milliseconds, estimated: the compiled schedule played at peak rates ({:.0f} bf16 TFLOP/s, "
+        "milliseconds, estimated: the compiled schedule simulated at peak rates ({:.0f} bf16 TFLOP/s, "
         "{:.1f} TB/s of memory, {:.0f} GB/s of link)".format(*rates)
     )
     names = {"forward": "matrix products, forward", "recomputed": "the same, recomputed", "backward": "backward"}

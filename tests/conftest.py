@@ -1,11 +1,16 @@
 """Eight simulated devices for every test, set before JAX is imported."""
 
+import importlib.metadata
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # XLA:CPU's pool of threads: with one thread a core, two programs in flight can starve each other's collectives.
 os.environ.setdefault("NPROC", "32")
+# Compiling takes far longer than running here. Children of the tests inherit both.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # 2 to 3 times as fast; unknown to later ones
 
 import contextlib
 import functools
@@ -26,6 +31,20 @@ def mesh_of(count):
 def mesh():
     """All eight devices on one axis."""
     return mesh_of(8)
+
+
+@pytest.fixture
+def optimized():
+    """Compile as a user does: for tests that read what the GPU's compiler makes of a program."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def quick_or_slow(cases, quick):
+    """The cases of a grid, marked slow but for those in `quick`, which take every value of every dim at least once."""
+    assert not set(quick) - set(cases)
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 @contextlib.contextmanager

@@ -34,12 +34,13 @@ def main(folder, steps, where):
 
 
 def moments(state):
-    from zerojax.checkpoint.canonical import logical, slots_of
+    from zerojax.checkpoint.resharding import logical
+    from zerojax.checkpoint.state_leaves import state_leaves
     from zerojax.layout.chunked import is_chunked
     from zerojax.placement.chunking import joined
 
-    slots = [slot for name, slot in slots_of(state).items() if name.startswith("opt_state")]
-    return [logical(joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for s in slots]
+    leaves = [leaf for name, leaf in state_leaves(state).items() if name.startswith("opt_state")]
+    return [logical(joined(x.array) if is_chunked(x.array) else x.array, x.leaf) for x in leaves]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from zerojax.gpus.topology import absent_mesh, installed
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("optimized"),
     pytest.mark.skipif(not installed(), reason="needs the extra aot"),
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the yardstick is set for the newest jax"),
 ]

@@ -1,4 +1,4 @@
-"""The contract checker: quiet where the contract holds, and it names leaf and line where it does not."""
+"""The contract checker: no findings where the contract is kept; else it names leaf and line."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ def tiny(scan=True):
     return loss, jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((8 * rows, length), jnp.int32)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_model_that_keeps_its_contract_has_no_findings(stage, mesh):
     found = check(zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh), *tiny())
     assert found.ok, found
     assert found.gathered == pytest.approx(found.gathered_formula, rel=0.02)
-    assert "nothing falls short" in str(found)
+    assert "no findings" in str(found)
 
 
 @pytest.mark.skipif(OLD, reason="on CPU, jax 0.10 merges the gathers of an unrolled model")

@@ -1,25 +1,28 @@
 """Checkpoints: a run goes on bit for bit, at any stage, number of devices and precision."""
 
 import dataclasses
+import itertools
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.checkpoint.canonical import slots_of
+from zerojax.checkpoint.manifest import read_manifest
+from zerojax.checkpoint.state_leaves import state_leaves
 
 PRECISIONS = {"none": None, "fp32": Precision.fp32(), "bf16": Precision.bf16(), "fp16": Precision.fp16()}
 SHAPES = jax.eval_shape(awkward_params)
 
 
 def transformation(stage, count=8, precision=None, *, tx=None, persist_below=64, **options):
-    """With `persist_below=64`, the awkward model has leaves that are cut, padded, flat and whole."""
+    """With `persist_below=64`, the awkward model has leaves that are sharded, padded, flat and replicated."""
     inner = optax.adamw(1e-2) if tx is None else tx
     mesh = options.pop("mesh", None) or mesh_of(count)
     return zero_shard(inner, stage=stage, mesh=mesh, precision=precision, persist_below=persist_below, **options)
@@ -35,9 +38,9 @@ def trained(tx, steps=2, params=None, loss=awkward_loss):
 
 
 def logical_leaves(state):
-    """Every logical leaf of a state on the host, by name, padding cut off with NumPy."""
+    """Every logical leaf of a state on the host, by name, padding trimmed with NumPy."""
     leaves = {}
-    for name, slot in slots_of(state).items():
+    for name, slot in state_leaves(state).items():
         array = slot.array
         host = np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
         if slot.leaf.kind == "flat":
@@ -58,12 +61,12 @@ def assert_same(found, expected):
 
 
 def assert_padding_is_zero(state):
-    for name, slot in slots_of(state).items():
+    for name, slot in state_leaves(state).items():
         if slot.leaf.padding:
             assert np.count_nonzero(np.asarray(slot.array)) == np.count_nonzero(logical_leaves(state)[name]), name
 
 
-@pytest.fixture(scope="module", params=PRECISIONS)
+@pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
     """A run at stage 3 on 8 devices, saved: the folder, its logical leaves, its precision."""
     precision, directory = PRECISIONS[request.param], tmp_path_factory.mktemp(request.param)
@@ -73,7 +76,15 @@ def saved(request, tmp_path_factory):
     return directory, logical_leaves(state), precision
 
 
-def test_every_stage_restores_into_every_other(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    quick_or_slow(
+        list(itertools.product(PRECISIONS, ("all", "next"))),
+        [("bf16", "all"), ("none", "next"), ("fp32", "next"), ("fp16", "next")],
+    ),
+    indirect=["saved"],
+)
+def test_every_stage_restores_into_every_other(saved, others, tmp_path):
     directory, expected, precision = saved
     likes = [transformation(stage, precision=precision).create(SHAPES) for stage in range(4)]
     for stage, like in enumerate(likes):
@@ -81,7 +92,7 @@ def test_every_stage_restores_into_every_other(saved, tmp_path):
         assert_same(state, expected)
         with Checkpointer(tmp_path / str(stage)) as checkpoints:
             checkpoints.save(state)
-            for other in likes:
+            for other in likes if others == "all" else [likes[(stage + 1) % 4]]:
                 back = checkpoints.restore(other).state
                 assert_same(back, expected)
                 assert_padding_is_zero(back)
@@ -89,7 +100,11 @@ def test_every_stage_restores_into_every_other(saved, tmp_path):
                 assert narrow
 
 
-@pytest.mark.parametrize("count", [4, 2, 1, 3])
+@pytest.mark.parametrize(
+    ("saved", "count"),
+    quick_or_slow(list(itertools.product(PRECISIONS, (4, 2, 1, 3))), list(zip(PRECISIONS, (1, 2, 3, 4), strict=True))),
+    indirect=["saved"],
+)
 def test_restores_on_other_device_counts_and_back(saved, count, tmp_path):
     directory, expected, precision = saved
     for stage, persist_below in ((3, 64), (1, 10**6), (2, 0)):
@@ -168,12 +183,12 @@ def run(tx, step, directory, until):
 def test_a_restart_changes_no_bit(stage, count, precision, tmp_path):
     tx = transformation(stage, count, precision)
     step = tx.train_step(dropout_loss, mutable=True)
-    whole, losses = run(tx, step, tmp_path / "whole", 20)
-    run(tx, step, tmp_path / "parts", 10)
-    parts, losses_of_parts = run(tx, step, tmp_path / "parts", 20)
+    straight, losses = run(tx, step, tmp_path / "straight", 20)
+    run(tx, step, tmp_path / "restarted", 10)
+    restarted, losses_restarted = run(tx, step, tmp_path / "restarted", 20)
     assert len(losses) >= 20  # float16 skips some steps at first
-    assert losses_of_parts == losses
-    assert_same(parts, whole)
+    assert losses_restarted == losses
+    assert_same(restarted, straight)
 
 
 def test_a_restored_state_needs_no_new_program(tmp_path):
@@ -284,7 +299,7 @@ def test_data_of_every_kind_comes_back(tmp_path):
         assert (found["array"] == data["array"]).all()
         assert found["wide"].dtype == jnp.bfloat16
         assert checkpoints.restore(state).data["node"][0] == 7  # without a template, its children
-        with pytest.raises(TypeError, match="holds a object, which cannot be written"):
+        with pytest.raises(TypeError, match="has a object in it, which cannot be written"):
             checkpoints.save(state, object(), step=1)
         with pytest.raises(ValueError, match="was saved is no"):
             checkpoints.restore(state, data={"plain": [1, 2]})
@@ -346,7 +361,7 @@ def test_a_wider_type_takes_a_narrower_one(tmp_path):
 def test_two_writers_are_refused(tmp_path):
     state = transformation(1).create({"w": jnp.ones(4)})
     with Checkpointer(tmp_path) as first:
-        with pytest.raises(CheckpointError, match=r"is being written by another run \(process \d+\)"):
+        with pytest.raises(CheckpointError, match=r"is in use by another run \(process \d+\)"):
             Checkpointer(tmp_path)
         first.save(state)
         first.wait()
@@ -397,3 +412,19 @@ def test_stock_orbax_reads_the_arrays(tmp_path):
         args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how, partial_restore=True),
     )
     assert np.array_equal(np.asarray(found["params.w"]), np.arange(12.0).reshape(4, 3))
+
+
+def test_saving_needs_no_package_metadata(tmp_path, monkeypatch):
+    """As where the source is on the path, and not installed."""
+    version = metadata.version
+
+    def missing(name):
+        if name == "zerojax":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    state = transformation(1).create({"w": jnp.ones(4)})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    assert read_manifest(tmp_path / "step_00000000").made_by["zerojax"] == "0+source"

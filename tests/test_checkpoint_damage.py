@@ -1,4 +1,4 @@
-"""What can happen to the files: damage is found and named, failures spare the run and the older checkpoints."""
+"""What can happen to the files: damage is found and named, failures leave the run and the older checkpoints intact."""
 
 import logging
 import os
@@ -15,7 +15,8 @@ from conftest import mesh_of, mounted
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
-from zerojax.checkpoint.integrity import read_manifest
+from zerojax.checkpoint.manifest import read_manifest
+from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
 NEWEST = "step_00000002"
@@ -115,7 +116,7 @@ def test_a_run_goes_on_from_the_intact_one_and_replaces_the_damaged(two_steps, t
 
 
 def test_going_back_loses_nothing(two_steps, tmp_path, caplog):
-    """Even if but one is kept: the damaged later one is set aside, and does not count as the newest."""
+    """Even if but one is kept: the damaged later one is renamed, and does not count as the newest."""
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.restore(state_of(0), step=1)
@@ -126,7 +127,7 @@ def test_going_back_loses_nothing(two_steps, tmp_path, caplog):
     assert (tmp_path / "step_00000002.aside" / "manifest.json").exists()
 
 
-FILES_OF, MANIFEST_OF = "zerojax.checkpoint.files", "zerojax.checkpoint.integrity"
+FILES_OF, MANIFEST_OF = "zerojax.checkpoint.directory", "zerojax.checkpoint.manifest"
 
 
 class Killed(BaseException):
@@ -134,7 +135,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_kill_before_any_operation_on_files_leaves_whole_checkpoints(two_steps, tmp_path, monkeypatch):
+def test_a_kill_before_any_operation_on_files_leaves_complete_checkpoints(two_steps, tmp_path, monkeypatch):
     """The newest is replaced and the older one pruned; killed before each renaming, removal and written manifest."""
     for k in range(100):
         directory = tmp_path / str(k)
@@ -156,8 +157,8 @@ def test_a_kill_before_any_operation_on_files_leaves_whole_checkpoints(two_steps
                 module, name = place.rsplit(".", 1)
                 patched.setattr(place, counted(getattr(sys.modules[module], name)))
             checkpoints.save(state_of(7), {"step": 7}, step=2)
-            checkpoints._under_way.join()
-        checkpoints._lock.release()
+            checkpoints._last_save.thread.join()
+        os.close(checkpoints._lock)
         with Checkpointer(directory) as after:
             assert after.verify() == after.steps()
             assert after.latest() == 2, f"killed before operation {k}"
@@ -181,8 +182,8 @@ def test_no_intact_one_is_said(two_steps, tmp_path):
 # --- failures while saving ---------------------------------------------------------------------------------------
 
 
-def assert_spared(checkpoints, state, step):
-    """The run's state is whole, the older checkpoint intact, and nothing half-written is left."""
+def assert_intact(checkpoints, state, step):
+    """The run's state is unchanged, the older checkpoint intact, and nothing incomplete is left."""
     assert_is(state, step)
     assert checkpoints.latest() == 1
     assert checkpoints.verify() == [1]
@@ -200,7 +201,7 @@ def test_a_full_disk(tmp_path):
         checkpoints.save(state, step=2)
         with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 .* failed: .*No space left.*The state of"):
             checkpoints.wait()
-        assert_spared(checkpoints, state, 2)
+        assert_intact(checkpoints, state, 2)
         assert not list(directory.glob(".tmp*"))
         (directory / "filler").unlink()
         checkpoints.save(state, step=2)
@@ -217,7 +218,7 @@ def test_a_disk_that_became_read_only(tmp_path):
         with mounted(directory, "-o", "bind,ro", directory):
             with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 .* failed: .*Read-only file system"):
                 checkpoints.save(state, step=2)
-            assert_spared(checkpoints, state, 2)
+            assert_intact(checkpoints, state, 2)
             with pytest.raises(CheckpointError, match=r"cannot be written to .*Read-only file system"):
                 Checkpointer(directory)
         assert checkpoints.save(state, step=2)
@@ -236,13 +237,13 @@ def test_a_folder_deleted_under_way(tmp_path, monkeypatch, what):
     checkpoints = Checkpointer(directory)
     checkpoints.save(state_of(1), step=1)
     checkpoints.wait()
-    digest = Checkpointer._digest
+    digest = Save._digest
 
-    def delete(self, temporary):
-        shutil.rmtree(directory if what == "all of it" else temporary)
-        digest(self, temporary)
+    def delete(self):
+        shutil.rmtree(directory if what == "all of it" else self._temporary)
+        digest(self)
 
-    monkeypatch.setattr(Checkpointer, "_digest", delete)
+    monkeypatch.setattr(Save, "_digest", delete)
     state = state_of(2)
     checkpoints.save(state, step=2)
     with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 to .* failed: FileNotFoundError: .*No such file"):
@@ -254,19 +255,19 @@ def test_a_folder_deleted_under_way(tmp_path, monkeypatch, what):
             checkpoints.save(state, step=3)
         checkpoints.close()
     else:
-        assert_spared(checkpoints, state, 2)
+        assert_intact(checkpoints, state, 2)
         checkpoints.close()
 
 
 def test_a_failure_surfaces_at_the_next_call_once(tmp_path, monkeypatch):
-    def fail(self, temporary):
+    def fail(self):
         raise OSError("the disk burns")
 
     checkpoints, state = Checkpointer(tmp_path), state_of(1)
     with monkeypatch.context() as patched:
-        patched.setattr(Checkpointer, "_digest", fail)
+        patched.setattr(Save, "_digest", fail)
         assert checkpoints.save(state, step=1)
-        checkpoints._under_way.join()
+        checkpoints._last_save.thread.join()
     with pytest.raises(CheckpointError, match=r"Saving step 1 .* failed: OSError: the disk burns"):
         checkpoints.save(state, step=2)
     assert checkpoints.save(state, step=2)
@@ -275,10 +276,10 @@ def test_a_failure_surfaces_at_the_next_call_once(tmp_path, monkeypatch):
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ends_the_block(tmp_path, monkeypatch):
-    def fail(self, temporary):
+    def fail(self):
         raise OSError("the disk burns")
 
-    monkeypatch.setattr(Checkpointer, "_digest", fail)
+    monkeypatch.setattr(Save, "_digest", fail)
 
     def block():
         with Checkpointer(tmp_path) as checkpoints:

@@ -17,7 +17,7 @@ from conftest import mesh_of
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer
-from zerojax.checkpoint.integrity import read_manifest
+from zerojax.checkpoint.manifest import read_manifest
 
 CHILD = Path(__file__).parent / "checkpoint_child.py"
 
@@ -34,7 +34,7 @@ def start(devices, *args):
     )
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_what_a_killed_save_leaves_is_a_committed_step(tmp_path, kills):
     """Each process first restores what the one before left; a state that mixes two steps would be found."""
     moments, seen = random.Random(0), 0
@@ -75,7 +75,7 @@ def test_two_processes_save_and_restore_together(tmp_path):
     found = {str(p.relative_to(tmp_path / "step_00000002")) for p in tmp_path.glob("step_00000002/**/*") if p.is_file()}
     assert found == set(read_manifest(tmp_path / "step_00000002").files) | {"manifest.json", "manifest.sha256"}
     tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=2, mesh=mesh_of(8))
-    with pytest.warns(UserWarning, match="saved by 2 processes, each its own, and there are 1 now"):
+    with pytest.warns(UserWarning, match="saved by 2 processes, each with a position that differs"):
         restored = checkpoints.restore(tx.create(jax.eval_shape(lambda: state_of(tx, 0).params)))
     assert steps_told(restored.state) == {2}
 
@@ -85,7 +85,7 @@ def test_a_process_that_dies_while_saving_is_named_in_time(tmp_path):
     out, err = first.communicate(timeout=120)
     second.communicate(timeout=10)
     assert second.returncode == 1
-    assert "Process 1 of 2 said nothing for 3 s" in out, err[-3000:]
+    assert "Process 1 of 2 did not answer within 3 s" in out, err[-3000:]
     assert "the newest checkpoint is that of step 1" in out
     assert Checkpointer(tmp_path, read_only=True).verify() == [1]
     assert not list(tmp_path.glob(".tmp*"))

@@ -117,7 +117,7 @@ def test_every_collective_of_a_compiled_program_is_found_with_its_size_and_count
 
 
 @pytest.mark.parametrize("name", ["scan", "gradient of a scan", "nested scan", "while", "fori_loop"])
-def test_turns_that_xla_did_not_note_are_derived_from_the_counter(name):
+def test_trip_counts_that_xla_did_not_note_are_derived_from_the_counter(name):
     program, expected = PROGRAMS[name]
     text = compile_on_cpu(*program).as_text() or ""
     bare = re.sub(r'"known_trip_count":\{"n":"\d+"\}', '"x":0', text)
@@ -125,13 +125,13 @@ def test_turns_that_xla_did_not_note_are_derived_from_the_counter(name):
     assert sorted((c.kind, c.dtype, c.bytes, c.times) for c in collectives(bare)) == expected
 
 
-def test_a_loop_of_unknown_turns_is_said_to_be_unknown():
+def test_a_loop_of_unknown_trip_count_is_reported():
     found = collectives(compile_on_cpu(unbounded, CUT, CUT, SQUARE))
     assert [(c.times, c.times_if_once) for c in found] == [(None, 5)]
     with pytest.raises(ValueError, match="unknown_once=True"):
         found.moved()
     assert found.moved(unknown_once=True).bytes == 5 * PART
-    assert "1 run in loops whose number of turns the program does not fix" in str(found)
+    assert "1 run in loops of unknown trip count" in str(found)
 
 
 def test_a_collective_says_where_it_comes_from():
@@ -155,7 +155,7 @@ def test_the_table_shows_totals_and_says_what_it_assumes():
     table = str(collectives(compile_on_cpu(*PROGRAMS["scan"][0])))
     assert table.splitlines()[1].split() == ["all-gather", "f32", "1", "5", "20,480", "0.08", "0.07"]
     assert "counted" not in table
-    assert "2 lie in a branch of a conditional" in str(collectives(compile_on_cpu(*PROGRAMS["cond"][0])))
+    assert "2 are in a branch of a conditional" in str(collectives(compile_on_cpu(*PROGRAMS["cond"][0])))
     assert str(Collectives()) == "no collectives"
 
 
@@ -378,10 +378,10 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize(("start", "step", "bound", "compare", "turns"), LOOPS)
-def test_turns_of_a_counted_loop(start, step, bound, compare, turns):
+@pytest.mark.parametrize(("start", "step", "bound", "compare", "trips"), LOOPS)
+def test_trip_count_of_a_counted_loop(start, step, bound, compare, trips):
     times = {c.name: c.times for c in collectives(loop(start, step, bound, compare))}
-    assert times == {"in_body": turns, "in_condition": None if turns is None else turns + 1}
+    assert times == {"in_body": trips, "in_condition": None if trips is None else trips + 1}
 
 
 def test_what_is_no_compiled_program_is_refused_with_the_remedy():
@@ -394,7 +394,7 @@ def test_what_is_no_compiled_program_is_refused_with_the_remedy():
         collectives(3)
     with pytest.raises(ValueError, match="no ENTRY computation"):
         collectives(lowered.as_text())
-    with pytest.raises(ValueError, match=r"cut: all-reduce 'c' takes 'gone'"):
+    with pytest.raises(ValueError, match=r"truncated: all-reduce 'c' takes 'gone'"):
         collectives(hlo("%c = f32[8]{0} all-reduce(%gone)"))
 
 
@@ -436,7 +436,7 @@ BETWEEN = {
         "%f = f32[8]{0} while(%p), condition=%condition, body=%product, backend_config=" + TURNS_3,
         6,
     ),
-    "loop of unknown turns": ("%f = f32[8]{0} while(%p), condition=%condition, body=%product", 2),
+    "loop of unknown trip count": ("%f = f32[8]{0} while(%p), condition=%condition, body=%product", 2),
     "branch": ("%f = f32[] conditional(%p, %p, %p), branch_computations={%product, %product}", 2),
     "branch that may have none": (
         "%f = f32[] conditional(%p, %p, %p), true_computation=%product, false_computation=%plain",
@@ -452,7 +452,7 @@ def test_products_between_start_and_done_are_counted(between):
         f"%m0 = f32[] dot(%p, %p)\n{START}\n{body}\n{DONE}\n%m9 = f32[] dot(%p, %p)", ADD, PRODUCT, PLAIN, CONDITION
     )
     found = overlap(text)
-    assert [f.products for f in found.flights] == [products]
+    assert [f.products for f in found.in_flight] == [products]
     assert found.hidden_share == (1.0 if products else 0.0)
 
 
@@ -483,7 +483,7 @@ def test_products_between_start_and_done_are_counted(between):
     ],
 )
 def test_only_what_is_in_flight_hides(body, products):
-    assert [f.products for f in overlap(hlo(body, ADD, WRAPPED)).flights] == [products]
+    assert [f.products for f in overlap(hlo(body, ADD, WRAPPED)).in_flight] == [products]
 
 
 def test_hidden_share_weighs_bytes_by_executions():

@@ -110,13 +110,13 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path):
 
 def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
     export({"w": jnp.ones((2, 3))}, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="is there already and not empty"):
+    with pytest.raises(CheckpointError, match="exists already and is not empty"):
         export({"w": jnp.ones((2, 3))}, tmp_path / "out")
-    with pytest.raises(TypeError, match=r"'key' is key<fry>, which safetensors does not hold"):
+    with pytest.raises(TypeError, match=r"'key' is key<fry>, which safetensors cannot store"):
         export({"key": jax.random.key(0)}, tmp_path / "no")
     with pytest.raises(ValueError, match=r"would have the name 'a\.b'"):
         export({"a.b": jnp.ones(1), "a": {"b": jnp.ones(2)}}, tmp_path / "no")
-    with pytest.raises(ValueError, match=r"has no 'v' \(1 of 2 lack\). It has w"):
+    with pytest.raises(ValueError, match=r"has no 'v' \(1 of 2 missing\). It has w"):
         import_params(tmp_path / "out", {"w": jnp.ones((2, 3)), "v": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"w has the shape \[2, 3\] in the file, and \[3, 2\] is wanted"):
         import_params(tmp_path / "out", {"w": jnp.ones((3, 2))})
@@ -162,7 +162,7 @@ def test_errors_of_the_command_line_are_one_line(saved, tmp_path):
         ("verify", tmp_path / "nowhere"): "There is no checkpoint in",
         ("export", saved, tmp_path / "out", "--step", "4"): "no checkpoint of step 4 in",
         ("export", saved, tmp_path / "out", "--dtype", "float17"): "float17",
-        ("export", saved, saved): "is there already and not empty",
+        ("export", saved, saved): "exists already and is not empty",
     }
     for args, text in cases.items():
         done = command(*args)

@@ -13,11 +13,11 @@ from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
 from zerojax.gpus import topology
 from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, installed
-from zerojax.planning import fit as fitting
+from zerojax.gpus.topology import Topology, abstract_mesh, installed
+from zerojax.planning import candidates
 from zerojax.planning import plan as planner
-from zerojax.planning.estimate import abstract_mesh
-from zerojax.planning.fit import ALIKE, MARGIN, Limits, search
+from zerojax.planning.candidates import COST_RESOLUTION, PEAK_MARGIN, SearchSpace
+from zerojax.planning.fit import search
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -28,8 +28,8 @@ aot = pytest.mark.skipif(
 )
 
 
-class Seen(NamedTuple):
-    """What a compiled gradient would tell."""
+class Cost(NamedTuple):
+    """What a compiled gradient would cost."""
 
     activations: int
     gathered: int
@@ -41,20 +41,20 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass
 class Model:
-    """A loss of which all is known: a line over the rows for activations, one for time."""
+    """A loss of known cost: activations and time are linear in the rows."""
 
     row_bytes: float
     row_seconds: float = 1e-3
     fixed_seconds: float = 1e-3
 
-    def seen(self, config, layout, share):
-        rows = share.shape[0]
+    def cost(self, config, layout, rows):
+        count = rows.shape[0]
         gathered = PARAMS["w"].size * 4 if config.stage == 3 else 0
-        return Seen(int(rows * self.row_bytes), gathered, self.fixed_seconds + rows * self.row_seconds)
+        return Cost(int(count * self.row_bytes), gathered, self.fixed_seconds + count * self.row_seconds)
 
 
-class Checked(NamedTuple):
-    """What a compiled step would tell."""
+class Compiled(NamedTuple):
+    """The plan of a compiled step."""
 
     peak: int
     usable: int
@@ -65,12 +65,12 @@ class Checked(NamedTuple):
         return self.peak <= self.usable
 
 
-def looked_for(
+def searched(
     memory,
     losses=None,
     *,
     counts=(8,),
-    found=lambda candidate: candidate.peak,
+    peak=lambda candidate: candidate.peak,
     stages=(0, 1, 2, 3),
     offloads=(None, HOST),
     rows=None,
@@ -78,140 +78,140 @@ def looked_for(
     """`(fit, candidates that were compiled)`."""
     compiled = []
 
-    def check(candidate):
+    def compile_plan(candidate):
         compiled.append(candidate)
-        return Checked(found(candidate), memory)
+        return Compiled(peak(candidate), memory)
 
     config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
-    limits = Limits("h200", stages, offloads, rows, memory, None, None, None)
+    space = SearchSpace("h200", stages, offloads, rows, memory)
     losses = losses or {"loss": Model(4 * MB)}
-    return search(config, losses, PARAMS, BATCH, limits=limits, counts=counts, check=check), compiled
+    return search(config, losses, PARAMS, BATCH, space=space, counts=counts, compile_plan=compile_plan), compiled
 
 
 @pytest.mark.parametrize("memory", [120 * MB, 200 * MB, 400 * MB, 2000 * MB])
 def test_nothing_that_fits_is_cheaper(memory):
-    fit, _ = looked_for(memory)
+    fit, _ = searched(memory)
     assert fit.plan.fits
     fitting_ones = [c for c in fit.tried if c.peak <= memory]
     assert fit.chosen in fitting_ones
-    assert all(fit.chosen.seconds <= (1 + ALIKE) * c.seconds for c in fitting_ones)
+    assert all(fit.chosen.seconds <= (1 + COST_RESOLUTION) * c.seconds for c in fitting_ones)
 
 
-def test_less_memory_divides_more_and_offloads_at_last():
-    chosen = [looked_for(memory, rows=(8,))[0].chosen for memory in (2000 * MB, 180 * MB, 130 * MB, 100 * MB)]
-    assert [(c.stage, c.where) for c in chosen] == [(3, "device"), (3, "device"), (3, "device"), (3, "host")]
-    below = [looked_for(m, rows=(8,), stages=(0, 1, 2))[0].chosen for m in (2000 * MB, 200 * MB, 145 * MB)]
-    assert [(c.stage, c.where) for c in below] == [(1, "device"), (1, "device"), (1, "host")]
+def test_less_memory_shards_more_and_offloads_at_last():
+    chosen = [searched(memory, rows=(8,))[0].chosen for memory in (2000 * MB, 180 * MB, 130 * MB, 100 * MB)]
+    assert [(c.stage, c.placement) for c in chosen] == [(3, "device"), (3, "device"), (3, "device"), (3, "host")]
+    below = [searched(m, rows=(8,), stages=(0, 1, 2))[0].chosen for m in (2000 * MB, 200 * MB, 145 * MB)]
+    assert [(c.stage, c.placement) for c in below] == [(1, "device"), (1, "device"), (1, "host")]
 
 
 def test_of_equal_cost_the_simplest_is_taken():
-    fit, compiled = looked_for(2000 * MB, counts=(1,), rows=(4,))
-    assert (fit.chosen.stage, fit.chosen.offload, fit.chosen.remat) == (0, None, "loss")
+    fit, compiled = searched(2000 * MB, counts=(1,), rows=(4,))
+    assert (fit.chosen.stage, fit.chosen.offload, fit.chosen.loss) == (0, None, "loss")
     assert len(compiled) == 1
     same = {"first": Model(4 * MB, row_seconds=1.01e-3), "second": Model(2 * MB)}
-    assert looked_for(2000 * MB, same, rows=(8,))[0].chosen.remat == "first"
+    assert searched(2000 * MB, same, rows=(8,))[0].chosen.loss == "first"
     dearer = {"first": Model(4 * MB, row_seconds=1.1e-3), "second": Model(2 * MB)}
-    assert looked_for(2000 * MB, dearer, rows=(8,))[0].chosen.remat == "second"
+    assert searched(2000 * MB, dearer, rows=(8,))[0].chosen.loss == "second"
 
 
 def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
-    fit, _ = looked_for(2000 * MB, rows=(16,))
-    seconds = {(c.stage, c.where): 16 * c.seconds for c in fit.tried}
+    fit, _ = searched(2000 * MB, rows=(16,))
+    seconds = {(c.stage, c.placement): 16 * c.seconds for c in fit.tried}
     device = Device.of(Topology.parse("h200:8"))
     kernels, size = 3e-3, 4 * 4096**2
     rows = estimate(PARAMS, tx=optax.adam(1e-3))
     for stage in range(4):
         sending = (3 if stage == 3 else 2) * size * 7 / 8 / device.links.link
         passes = max(kernels, sending) if stage == 3 else kernels + sending
-        assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].lasting / device.bandwidth)
+        assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].resident / device.bandwidth)
     moments = 2 * size / 8
-    hysteresis_count = 2 * moments / device.bandwidth
+    saved = 2 * moments / device.bandwidth
     for stage in (1, 2, 3):
         offloaded = seconds[stage, "host"] - seconds[stage, "device"]
-        assert offloaded == pytest.approx(moments / fitting.HOST_LINKS["h200"] - hysteresis_count)
+        assert offloaded == pytest.approx(moments / candidates.HOST_LINKS["h200"] - saved)
 
 
 def test_remat_is_chosen_where_it_pays():
     losses = {"plain": Model(100 * MB), "remat": Model(1 * MB, row_seconds=1.3e-3)}
-    assert looked_for(400 * MB, losses, rows=(8,))[0].chosen.remat == "plain"
-    assert looked_for(400 * MB, losses, rows=(64,))[0].chosen.remat == "remat"
+    assert searched(400 * MB, losses, rows=(8,))[0].chosen.loss == "plain"
+    assert searched(400 * MB, losses, rows=(64,))[0].chosen.loss == "remat"
     # a longer batch may pay for what remat costs
-    assert looked_for(400 * MB, losses)[0].chosen.remat == "remat"
+    assert searched(400 * MB, losses)[0].chosen.loss == "remat"
 
 
 def test_doubling_ends_when_nothing_is_gained_or_nothing_fits():
-    rows = lambda **line: {c.rows for c in looked_for(4000 * MB, {"loss": Model(**line)})[0].tried}
+    rows = lambda **line: {c.rows for c in searched(4000 * MB, {"loss": Model(**line)})[0].tried}
     assert rows(row_bytes=1000 * MB) == {8, 16, 32, 64}  # of eight rows on a device nothing fits
     gains = rows(row_bytes=1, row_seconds=1, fixed_seconds=0)
     assert gains == {8, 16}
-    assert max(rows(row_bytes=1, row_seconds=0)) == 8 * fitting.MOST_ROWS
+    assert max(rows(row_bytes=1, row_seconds=0)) == 8 * candidates.MOST_ROWS
 
 
 def test_the_fewest_devices_are_found():
     counts = (1, 2, 4, 8, 16)
-    fit, _ = looked_for(120 * MB, counts=counts, offloads=(None,))
+    fit, _ = searched(120 * MB, counts=counts, offloads=(None,))
     assert fit.chosen.devices == 8
-    alone = looked_for(120 * MB, counts=(8,), offloads=(None,))[0]
+    alone = searched(120 * MB, counts=(8,), offloads=(None,))[0]
     assert alone.chosen == fit.chosen
     with pytest.raises(ValueError, match="Nothing fits 1 to 4 h200"):
-        looked_for(120 * MB, counts=counts[:3], offloads=(None,))
+        searched(120 * MB, counts=counts[:3], offloads=(None,))
 
 
-def test_what_the_compiled_step_says_has_the_last_word():
-    first = looked_for(2000 * MB, rows=(8,))[0].chosen
-    judge = lambda candidate: int(5000 * MB) if candidate.group == first.group else candidate.peak
-    fit, compiled = looked_for(2000 * MB, rows=(8,), found=judge)
-    assert [c.group for c in compiled] == [first.group, fit.chosen.group]
-    assert fit.chosen.group != first.group
+def test_the_compiled_step_decides():
+    first = searched(2000 * MB, rows=(8,))[0].chosen
+    judge = lambda candidate: int(5000 * MB) if candidate.variant == first.variant else candidate.peak
+    fit, compiled = searched(2000 * MB, rows=(8,), peak=judge)
+    assert [c.variant for c in compiled] == [first.variant, fit.chosen.variant]
+    assert fit.chosen.variant != first.variant
     refused = fit.tried[0]
-    assert (refused.group, refused.verdict) == (first.group, "does not fit: 5 GB, compiled")
+    assert (refused.variant, refused.verdict) == (first.variant, "does not fit: 5 GB, compiled")
 
 
 def test_what_is_estimated_a_little_too_large_is_compiled_all_the_same():
-    options = {"rows": (8,), "stages": (3,), "offloads": (None,), "found": lambda candidate: 1}
-    peak = looked_for(2000 * MB, **options)[0].chosen.peak
-    assert looked_for(peak / (1 + MARGIN) + 1, **options)[0].chosen.peak == peak
+    options = {"rows": (8,), "stages": (3,), "offloads": (None,), "peak": lambda candidate: 1}
+    peak = searched(2000 * MB, **options)[0].chosen.peak
+    assert searched(peak / (1 + PEAK_MARGIN) + 1, **options)[0].chosen.peak == peak
     with pytest.raises(ValueError, match="Nothing fits"):
-        looked_for(peak / (1 + MARGIN) - 1, **options)
+        searched(peak / (1 + PEAK_MARGIN) - 1, **options)
 
 
 def test_nothing_is_compiled_for_what_cannot_fit_anyway():
     class Never:
-        def seen(self, config, layout, share):
+        def cost(self, config, layout, rows):
             raise AssertionError
 
     with pytest.raises(ValueError, match=r"nearest is stage 3, .* on the host, .* needs .* MB a device, of wh"):
-        looked_for(5 * MB, {"loss": Never()})
+        searched(5 * MB, {"loss": Never()})
 
 
 def test_batches_that_the_devices_cannot_share_are_no_candidates():
-    assert {c.rows for c in looked_for(2000 * MB, rows=(4, 8, 12, 16))[0].tried} == {8, 16}
+    assert {c.rows for c in searched(2000 * MB, rows=(4, 8, 12, 16))[0].tried} == {8, 16}
     with pytest.raises(ValueError, match="multiple of the devices"):
-        looked_for(2000 * MB, rows=(4,))
+        searched(2000 * MB, rows=(4,))
 
 
-def test_only_ways_that_exist_are_tried():
+def test_only_valid_combinations_are_tried():
     params = Offload(optimizer="host", params="host")
-    fit, _ = looked_for(2000 * MB, offloads=(None, HOST, params), rows=(8,))
-    ways = {(c.stage, c.where) for c in fit.tried}
-    assert ways == {
+    fit, _ = searched(2000 * MB, offloads=(None, HOST, params), rows=(8,))
+    combinations = {(c.stage, c.placement) for c in fit.tried}
+    assert combinations == {
         *((stage, "device") for stage in range(4)),
         *((stage, "host") for stage in (1, 2, 3)),
         (3, "host + params"),
     }
 
 
-def test_it_prints_a_line_for_each_way():
-    fit, _ = looked_for(320 * MB)
+def test_it_prints_a_line_for_each_variant():
+    fit, _ = searched(320 * MB)
     lines = str(fit).splitlines()
     assert lines[0] == f"{fit.chosen} on h200:8"
     assert [line.split()[-1] for line in lines[3:]].count("chosen") == 1
     assert len(lines) == 3 + 4 + 3  # stages; and those that offload
-    assert "does not fit: at least" in str(looked_for(120 * MB)[0])
+    assert "does not fit: at least" in str(searched(120 * MB)[0])
 
 
-def test_columns_stand_apart_whatever_a_loss_is_called():
-    title, *rows = str(looked_for(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]
+def test_columns_are_aligned_whatever_a_loss_is_called():
+    title, *rows = str(searched(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]
     assert title.split()[:4] == ["devices", "stage", "loss", "state"]
     assert all(row[title.index("state") :].startswith(("device", "host")) for row in rows)
 
@@ -229,10 +229,10 @@ LAYERS = {"layers": [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4}
 def test_a_chain_is_fitted_to_absent_gpus():
     batch = jax.ShapeDtypeStruct((8, 64, 512), jnp.float32)
     fit = plan.fit(optax.adam(1e-3), chain, LAYERS, batch, rows=(16,), memory=9 * MB)
-    assert (fit.chosen.stage, fit.chosen.where) == (3, "device")
+    assert (fit.chosen.stage, fit.chosen.placement) == (3, "device")
     assert fit.plan.fits
     assert fit.plan.batch == 16
-    assert fit.chosen.peak == pytest.approx(fit.plan.peak, rel=MARGIN)
+    assert fit.chosen.peak == pytest.approx(fit.plan.peak, rel=PEAK_MARGIN)
     with pytest.raises(ValueError, match=r"Nothing fits 8 h200\. .*more devices, a loss with remat, fewer rows"):
         plan.fit(optax.adam(1e-3), chain, LAYERS, batch, rows=(16,), memory=MB)
 
@@ -268,7 +268,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
         ((8, 64, 512), {"rows": np.float32(8)}, TypeError, "must be an int"),
         ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
         ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),
-        ((), {}, ValueError, "The cheapest batch is looked for in rows"),
+        ((), {}, ValueError, "The cheapest batch is searched in rows"),
     ],
 )
 def test_bad_input_is_refused(batch, options, error, message):
@@ -284,7 +284,9 @@ def test_no_loss_is_refused():
 def test_one_choice_needs_no_sequence(monkeypatch):
     monkeypatch.setattr(planner, "absent_mesh", lambda topology, axes=("data",): abstract_mesh(8, axes))
     monkeypatch.setattr(planner, "PlainGradient", lambda *args: Model(4 * MB))
-    monkeypatch.setattr(planner, "search", lambda config, losses, *args, limits, **others: (limits.ways, [*losses]))
+    monkeypatch.setattr(
+        planner, "search", lambda config, losses, *args, space, **others: (space.combinations, [*losses])
+    )
     fit = lambda loss=chain, **options: plan.fit(optax.adam(1e-3), loss, LAYERS, BATCH, **options)
     assert fit(stages=3, offload=HOST) == ([(3, HOST)], ["loss"])
     assert fit(stages=(2, 3), offload=None) == ([(2, None), (3, None)], ["loss"])

@@ -1,6 +1,7 @@
 """The LoRA example: adapters start as nothing, only they move, and only they have optimizer state."""
 
 import functools
+import os
 import pathlib
 import re
 import subprocess
@@ -22,10 +23,10 @@ NUMBER = r"([\d.,]+)"
 RANK = 2
 
 
-def finetune(*options):
+def finetune(*options, env=None):
     """The numbers that the script prints at its end, in order."""
     command = [sys.executable, str(SCRIPT), *options]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900, env=env).stdout
     pattern = (
         rf"Held out, prose: {NUMBER} bits per byte before, {NUMBER} after\s+"
         rf"Trained: {NUMBER} of {NUMBER} parameters.*\s+"
@@ -40,6 +41,7 @@ def adapters_of(params):
     return {k: x for k, x in flat.items() if "lora" in k}, {k: x for k, x in flat.items() if "lora" not in k}
 
 
+@pytest.mark.slow
 def test_the_script_shows_what_it_claims():
     small = "--devices 2 --steps 20 --base-steps 4 --width 32 --seq 32 --batch 8".split()
     before, after, trained, count, devices, found, everything = finetune(*small)
@@ -49,12 +51,12 @@ def test_the_script_shows_what_it_claims():
     assert everything == pytest.approx(8 * (count - trained) / devices / 1e3, abs=0.3)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_only_adapters_move_and_they_start_as_nothing(stage, mesh):
     model = GPT(width=32, layers=2, heads=2)
     init = functools.partial(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     rng = np.random.default_rng(0)
-    base = jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(x.dtype), init())
+    base = jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(x.dtype), jax.eval_shape(init))
     windows = rng.integers(256, size=(8, 17)).astype(np.int32)
 
     tx = zero_shard(
@@ -68,7 +70,8 @@ def test_only_adapters_move_and_they_start_as_nothing(stage, mesh):
     plain = next_byte_loss(model)
     step = tx.train_step(with_adapters(plain, RANK))
     state, metrics = step(state, windows)
-    assert float(metrics["loss"]) == pytest.approx(float(plain(base, windows)), rel=1e-5)  # float32 sums in two orders
+    expected = float(jax.jit(plain)(base, windows))
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)  # float32 sums in two orders
     state, _ = step(state, windows)  # the first step moves B alone: as it is zero, A has no gradient
     moved, frozen = adapters_of(tx.unshard(state.params))
     for path, x in adapters.items():
@@ -85,6 +88,7 @@ def test_no_paragraph_of_the_prose_is_both_learnt_and_held_out():
 
 @pytest.mark.slow
 def test_the_default_run_learns_prose_through_its_adapters():
-    before, after, trained, count, *_ = finetune()
+    as_a_user = {k: x for k, x in os.environ.items() if k not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
+    before, after, trained, count, *_ = finetune(env=as_a_user)
     assert after < before - 0.2
     assert trained < 0.05 * count

@@ -13,11 +13,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from zerojax.gpus.topology import installed
-
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ["01_zero_in_pictures", "02_fit_a_model"]
-COMPILES = {"02_fit_a_model"} if installed() else set()  # for absent GPUs, which takes a while
+SET_BY_TESTS = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC")
 PYTHON = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 
 
@@ -27,7 +25,7 @@ def path_of(name):
 
 def executed(name, folder):
     """A notebook, run in a folder by a kernel that knows nothing of what the tests set, or the user of Jupyter."""
-    given = {key: x for key, x in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    given = {key: x for key, x in os.environ.items() if key not in SET_BY_TESTS}
     environment = given | {"IPYTHONDIR": str(folder), "PYTHONPATH": str(ROOT)}
     notebook = copy.deepcopy(nbformat.read(path_of(name), as_version=4))
     resources = {"metadata": {"path": str(folder)}}
@@ -46,7 +44,8 @@ def shown(notebook):
     return [("".join(map(text, of_cell)), sum(map(pictures, of_cell))) for of_cell in outputs]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in COMPILES else ()) for n in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_it_runs_from_a_clean_kernel(name, tmp_path):
     """Without an error or a warning; and shows what is stored, where its first cell prints the stored versions."""
     fresh = executed(name, tmp_path)

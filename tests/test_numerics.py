@@ -1,6 +1,7 @@
 """Every numeric feature, at every stage and count, equals a plain loop on one device written with optax alone."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -8,20 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
-from models import awkward_batches, awkward_loss, awkward_params, floats_only
+from conftest import mesh_of, quick_or_slow
+from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import Precision, collectives, report, zero_shard
 from zerojax.testing import assert_parity, train_plain
 
 STEPS = 3
 QUICK = [(0, 2), (1, 8), (2, 3), (3, 8)]
-GRID = [
-    pytest.param(stage, count, marks=() if (stage, count) in QUICK else pytest.mark.slow)
-    for stage in range(4)
-    for count in (1, 2, 3, 8)
-]
-on_the_grid = pytest.mark.parametrize(("stage", "count"), GRID)
+
+
+def on_the_grid(name=None, values=(None,)):
+    """Every stage with every count and value; but for `QUICK`, which takes the values in turn, only in the slow run."""
+    dims = 3 if name else 2
+    quick = [(*place, values[i % len(values)])[:dims] for i, place in enumerate(QUICK)]
+    cases = [case[:dims] for case in itertools.product(range(4), (1, 2, 3, 8), values)]
+    return pytest.mark.parametrize(("stage", "count", name)[:dims], quick_or_slow(cases, quick))
 
 
 def sgd():
@@ -50,8 +53,7 @@ def close(tx, state, expected, atol=2e-6):
 # Accumulation
 
 
-@on_the_grid
-@pytest.mark.parametrize("accumulate", [2, 3])
+@on_the_grid("accumulate", [2, 3])
 def test_microbatches_equal_one_step_on_the_whole_batch(stage, count, accumulate):
     tx = zero(stage, count, floats_only(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))))
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(STEPS, 144), accumulate=accumulate)
@@ -92,18 +94,28 @@ def test_what_microbatches_move(stage, accumulate):
         assert found.moved().sent_elements <= 1.02 * passes * whole * 7 / 8
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@functools.cache
+def multi_steps_reference():
+    return train_plain(optax.MultiSteps(optax.adam(1e-2), 2), awkward_loss, awkward_params(), awkward_batches(4))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_multi_steps_around_a_sharded_transformation(stage, mesh):
     params, batches = awkward_params(), awkward_batches(4)
-    expected, _ = train_plain(optax.MultiSteps(optax.adam(1e-2), 2), awkward_loss, params, batches)
+    expected, _ = multi_steps_reference()
     inner = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=50)
-    around = optax.MultiSteps(inner, 2)
-    stored, grad = inner.shard(params), inner.value_and_grad(awkward_loss)
-    state = around.init(stored)
-    for batch in batches:
+    around, grad = optax.MultiSteps(inner, 2), inner.value_and_grad(awkward_loss)
+
+    @jax.jit
+    def step(stored, state, batch):
         _, grads = grad(stored, batch)
         updates, state = around.update(grads, state, stored)
-        stored = optax.apply_updates(stored, updates)
+        return optax.apply_updates(stored, updates), state
+
+    stored = inner.shard(params)
+    state = around.init(stored)
+    for batch in batches:
+        stored, state = step(stored, state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), inner.unshard(stored), expected)
 
 
@@ -137,8 +149,7 @@ def weighted_reference():
     return train_plain(sgd(), mean_of(weighted_loss), awkward_params(), masked_batches())
 
 
-@on_the_grid
-@pytest.mark.parametrize("accumulate", [1, 2])
+@on_the_grid("accumulate", [1, 2])
 def test_a_weighted_mean_is_exact_over_devices_and_microbatches(stage, count, accumulate):
     tx = zero(stage, count)
     expected, losses = weighted_reference()
@@ -218,8 +229,7 @@ def mixed_reference(name, count):
     return plain_mixed(NARROW[name], awkward_loss, awkward_params(), awkward_batches(STEPS), count=count)
 
 
-@on_the_grid
-@pytest.mark.parametrize("name", NARROW)
+@on_the_grid("name", list(NARROW))
 def test_mixed_precision_moves_master_weights_as_a_plain_loop_does(stage, count, name):
     precision = NARROW[name]
     tx, start = zero(stage, count, precision=precision), awkward_params()
@@ -292,22 +302,34 @@ def test_leaves_that_are_kept_are_seen_in_float32(stage, mesh):
     assert state.params["norm"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["adafactor", "lamb", "clip-adamw", "inject-hyperparams", "multi-steps"])
-def test_any_transformation_keeps_master_weights(stage, name, mesh):
-    from models import OPTIMIZERS
+MASTERED = ["adafactor", "lamb", "clip-adamw", "inject-hyperparams", "multi-steps"]
 
+
+@functools.cache
+def losses_of(name):
+    _, losses = train_plain(OPTIMIZERS[name](), awkward_loss, awkward_params(), awkward_batches(6))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    quick_or_slow(
+        list(itertools.product(MASTERED, (1, 3))), [(name, (3, 1)[i % 2]) for i, name in enumerate(MASTERED)]
+    ),
+)
+def test_any_transformation_keeps_master_weights(name, stage, mesh):
     tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh, persist_below=50, precision=Precision.bf16())
     state, found = run(tx, awkward_loss, awkward_params(), awkward_batches(6))
-    _plain, losses = train_plain(OPTIMIZERS[name](), awkward_loss, awkward_params(), awkward_batches(6))
-    np.testing.assert_allclose([m["loss"] for m in found], losses, rtol=2e-2)  # bfloat16 has 8 bits
+    np.testing.assert_allclose([m["loss"] for m in found], losses_of(name), rtol=2e-2)  # bfloat16 has 8 bits
     if name == "inject-hyperparams":
         own = state.opt_state.inner if stage < 3 else state.opt_state
         assert own.hyperparams["learning_rate"] < 1e-2
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    quick_or_slow(list(itertools.product((0, 2, 3), ("bf16", "fp16"))), [(2, "bf16"), (3, "fp16")]),
+)
 def test_a_loop_of_ones_own_ends_where_the_step_does(stage, name, mesh):
     """`apply_updates` reaches the very narrow numbers that the master weights round to."""
     params, batches = awkward_params(), awkward_batches(STEPS)
@@ -410,7 +432,7 @@ def test_predicates_see_logical_shapes_in_master_types(mesh):
 # Norms
 
 
-@on_the_grid
+@on_the_grid()
 def test_the_norm_is_that_of_the_mean_gradient(stage, count):
     params, (batch,) = awkward_params(), awkward_batches(1)
     grads = jax.grad(awkward_loss, allow_int=True)(params, batch)
@@ -441,8 +463,7 @@ def net_loss(params, stats, batch):
     return jnp.mean(out**2), new["batch_stats"], {"largest": jnp.max(out)}
 
 
-@on_the_grid
-@pytest.mark.parametrize("accumulate", [1, 2])
+@on_the_grid("accumulate", [1, 2])
 def test_batch_statistics_are_updated_and_averaged(stage, count, accumulate):
     """Plainly: each device's microbatches one after the other, then the mean over the devices."""
     batches = [jax.random.normal(jax.random.key(i), (48, 8)) for i in range(2)]
@@ -549,8 +570,7 @@ def frozen_reference():
     return train_plain(tx, lambda p, b: awkward_loss({**p, **fixed}, b), rest, awkward_batches(STEPS))
 
 
-@on_the_grid
-@pytest.mark.parametrize("mask", [False, True], ids=["predicate", "mask"])
+@on_the_grid("mask", [False, True])
 def test_frozen_leaves_stay_and_the_rest_trains_as_alone(stage, count, mask):
     params = awkward_params()
     trainable = lambda path, leaf: path.split("/")[0] not in FROZEN
@@ -588,22 +608,20 @@ def test_frozen_leaves_are_not_reduced_and_are_gathered_all_the_same(stage, mesh
 
 def test_a_frozen_leaf_stays_in_a_loop_of_ones_own(mesh):
     params, (batch,) = awkward_params(), awkward_batches(1)
-    for precision in (None, Precision.bf16()):
-        for stage in (2, 3):
-            tx = zero(stage, 8, trainable=lambda path, leaf: path == "tied", precision=precision)
-            opt_state, stored = tx.init(params), tx.shard(params)
-            _, grads = tx.value_and_grad(awkward_loss)(stored, batch)
-            updates, _ = tx.update(grads, opt_state, stored)
-            moved = optax.apply_updates(stored, updates)
-            for key, x in dict_of(tx.unshard(moved)).items():
-                same = np.array_equal(x, dict_of(tx.unshard(stored))[key])
-                assert same == (key != "['tied']"), key
+    for precision, stage in ((None, 3), (Precision.bf16(), 2)):
+        tx = zero(stage, 8, trainable=lambda path, leaf: path == "tied", precision=precision)
+        opt_state, stored = tx.init(params), tx.shard(params)
+        _, grads = tx.value_and_grad(awkward_loss)(stored, batch)
+        updates, _ = tx.update(grads, opt_state, stored)
+        before, after = (dict_of(tx.unshard(p)) for p in (stored, optax.apply_updates(stored, updates)))
+        for key, x in after.items():
+            assert np.array_equal(x, before[key]) == (key != "['tied']"), key
 
 
 # Everything at once
 
 
-@on_the_grid
+@on_the_grid()
 def test_all_of_it_together(stage, count):
     """bfloat16, microbatches, uneven weights, clipping and a frozen leaf, beside a plain float32 loop."""
     params = awkward_params()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import Offload, Precision, report, zero_shard
@@ -23,7 +23,7 @@ from zerojax.placement.chunking import joined
 from zerojax.streaming import stream as streaming
 from zerojax.testing import assert_parity, train_plain
 
-# Bytes of a piece: the larger leaves of the awkward model take several, the last one shorter.
+# Bytes of a chunk: the larger leaves of the awkward model take several, the last one shorter.
 CHUNK = 64
 CLIPPED = {
     **OPTIMIZERS,
@@ -32,7 +32,12 @@ CLIPPED = {
     ),
 }
 WANTED = ("adamw", "adafactor", "lion", "clip+adamw", "muon")
-QUICK = {("adamw", 3, "device"), ("clip+adamw", 2, "host"), ("muon", 1, "device"), ("adafactor", 3, "host")}
+QUICK = [
+    ("adamw", 3, "device", "disk"),
+    ("clip+adamw", 2, "host", "host"),
+    ("muon", 1, "device", "host"),
+    ("adafactor", 3, "host", "disk"),
+]
 
 
 def offload(tmp_path=None, **changes):
@@ -70,13 +75,9 @@ def trained(tx, batches, **options):
 # The same numbers
 
 
-@pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize(
-    ("name", "stage", "update"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(WANTED, (1, 2, 3), ("device", "host"))
-    ],
+    ("name", "stage", "update", "where"),
+    quick_or_slow(list(itertools.product(WANTED, (1, 2, 3), ("device", "host"), ("host", "disk"))), QUICK),
 )
 def test_every_mode_equals_plain_optax(name, stage, update, where, tmp_path):
     offloaded = offload(tmp_path if where == "disk" else None, update=update)
@@ -100,19 +101,21 @@ def test_every_optimizer_equals_plain_optax(name):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_microbatches_and_master_weights_equal_those_without(stage, update):
-    """The state of stage 2, whose master weights lie in the optimizer's state too, is the reference."""
+    """The state of stage 2, whose master weights are in the optimizer's state too, is the reference."""
     batches, options = awkward_batches(3, 48), {"precision": Precision.bf16()}
     without, _ = trained(zero(floats_only(optax.adamw(1e-2)), 2, **options), batches, accumulate=2)
-    far, _ = trained(
+    offloaded, _ = trained(
         zero(floats_only(optax.adamw(1e-2)), stage, offload=offload(update=update), **options), batches, accumulate=2
     )
-    assert jax.tree.structure(without.opt_state) != jax.tree.structure(far.opt_state)
-    for a, b, leaf in zip(logical(without), logical(far), far.plan.state, strict=True):
+    assert jax.tree.structure(without.opt_state) != jax.tree.structure(offloaded.opt_state)
+    for a, b, leaf in zip(logical(without), logical(offloaded), offloaded.plan.state, strict=True):
         # three steps of 1e-2 in weights that the loss sees in bfloat16: roundings there move Adam by parts of a step
         np.testing.assert_allclose(a.ravel()[: leaf.size], b.ravel()[: leaf.size], atol=2e-3, err_msg=leaf.path)
 
 
-@pytest.mark.parametrize(("where", "update"), [("host", "device"), ("host", "host"), ("disk", "device")])
+@pytest.mark.parametrize(
+    ("where", "update"), [pytest.param("host", "device", marks=pytest.mark.slow), ("host", "host"), ("disk", "device")]
+)
 def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     tx = zero(
         floats_only(optax.adamw(1e-2)),
@@ -123,11 +126,11 @@ def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     step, state = tx.train_step(awkward_loss), tx.create(awkward_params())
     good, other = awkward_batches(2)
     state, _ = step(state, good)
-    held = lambda state: jax.tree.leaves((logical(state), jax.device_get(tx.unshard(state.params))))
-    before = held(state)
+    contents = lambda state: jax.tree.leaves((logical(state), jax.device_get(tx.unshard(state.params))))
+    before = contents(state)
     state, metrics = step(state, jax.tree.map(lambda x: x * jnp.inf, other))
     assert bool(metrics["skipped"])
-    for a, b in zip(jax.tree.leaves(before), held(state), strict=True):
+    for a, b in zip(jax.tree.leaves(before), contents(state), strict=True):
         np.testing.assert_array_equal(a, b)
     state, metrics = step(state, other)
     assert not bool(metrics["skipped"])
@@ -202,13 +205,13 @@ def test_memory_of_the_update_does_not_grow_with_depth():
         sizes = [(m.argument_size_in_bytes, m.temp_size_in_bytes) for m in (p.memory_analysis() for p in programs)]
         found[depth] = sizes
         chunks, leaf = 4 * 512, 64 * 64 * 4 // 8
-        # gradient and parameter of one layer's shard, and pieces of two moments
+        # gradient and parameter of one layer's shard, and chunks of two moments
         assert all(arguments <= 2 * leaf + chunks and temp <= 4 * chunks for arguments, temp in sizes)
     assert found[4] == found[24] == found[96]
 
 
-def test_memory_of_the_update_of_stacked_layers_is_their_pieces():
-    """In one array of all layers, too, the update takes a piece at a time."""
+def test_memory_of_the_update_of_stacked_layers_is_a_few_chunks():
+    """One array of all layers, too, is updated chunk by chunk."""
     temps = {}
     for depth in (4, 96):
         tx = zero(optax.adamw(1e-3), 3, offload=offload(chunk_bytes=2048))
@@ -220,19 +223,19 @@ def test_memory_of_the_update_of_stacked_layers_is_their_pieces():
     assert temps[96] <= temps[4] + 2048
 
 
-def test_few_pieces_are_under_way(monkeypatch):
+def test_few_chunks_are_in_flight(monkeypatch):
     from zerojax.streaming import stores
 
     open_ones, most = set(), []
 
     class Counted(stores.HostStateStore):
-        def fetch(self, task, chunk, kind):
-            open_ones.add((id(task), chunk))
+        def fetch(self, group, chunk, kind):
+            open_ones.add((id(group), chunk))
             most.append(len(open_ones))
-            return super().fetch(task, chunk, kind)
+            return super().fetch(group, chunk, kind)
 
-        def write(self, task, chunk, arrays):
-            return (id(task), chunk), super().write(task, chunk, arrays)
+        def write(self, group, chunk, arrays):
+            return (id(group), chunk), super().write(group, chunk, arrays)
 
         def complete(self, ticket):
             open_ones.discard(ticket[0])
@@ -244,20 +247,20 @@ def test_few_pieces_are_under_way(monkeypatch):
     step(state, awkward_batches(1)[0])
     assert not open_ones
     assert len(most) >= 9
-    assert 2 <= max(most) <= 6  # one updated, two coming, three going
+    assert 2 <= max(most) <= 6  # one updated, two fetched, three written
 
 
-def test_pieces_of_one_device_are_updated_on_several_cores(monkeypatch):
-    """Every update of a piece waits for another one to be under way: in turn they would wait for good."""
+def test_chunks_of_one_device_are_updated_on_several_cores(monkeypatch):
+    """Every update of a chunk waits until another one has begun: one after the other they would never end."""
     monkeypatch.setattr(streaming, "cores", lambda: 2)
-    params = {"a": jnp.arange(32.0), "b": jnp.arange(32.0)}  # two pieces each
+    params = {"a": jnp.arange(32.0), "b": jnp.arange(32.0)}  # two chunks each
     loss = lambda params, batch: sum(jnp.sum(x**2) for x in params.values()) * jnp.mean(batch)
     tx = zero(optax.adam(0.1), count=1, offload=offload(update="host"))
     step, batches = tx.train_step(loss), [jnp.ones(8)] * 2
     meeting, compiled, met = threading.Barrier(2, timeout=60), streaming.StreamedUpdate.compiled, []
 
-    def meets(self, kind, *args):
-        run = compiled(self, kind, *args)
+    def meets(self, key, *args):
+        run = compiled(self, key, *args)
 
         def together(*args):
             met.append(meeting.wait())
@@ -275,7 +278,7 @@ def test_pieces_of_one_device_are_updated_on_several_cores(monkeypatch):
 
 
 def test_what_is_shared_is_computed_once():
-    """The norm of all gradients, the count and the schedule are in the first program, not in the tasks."""
+    """The norm of all gradients, the count and the schedule are in the resident program, not in the groups."""
     tx = zero(CLIPPED["clip+adamw"](), 3, offload=offload())
     plan = tx.create(jax.eval_shape(awkward_params)).plan
     partition = offloaded_update(tx.config, plan)
@@ -285,7 +288,7 @@ def test_what_is_shared_is_computed_once():
     assert len(partition.groups) == 4
 
 
-def test_parameters_that_need_each_others_state_are_one_task():
+def test_parameters_that_need_each_others_state_are_one_group():
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
 
@@ -300,9 +303,9 @@ def test_parameters_that_need_each_others_state_are_one_task():
     loss = lambda p, b: awkward_loss({**p, "count": jnp.arange(4), "empty": jnp.zeros((0, 4))}, b)
     tx = zero(coupled, 3, offload=offload())
     plan = tx.create(jax.eval_shape(lambda: params)).plan
-    (task,) = offloaded_update(tx.config, plan).groups
-    assert task.chunking is None
-    assert len(task.params) == 6
+    (group,) = offloaded_update(tx.config, plan).groups
+    assert group.chunking is None
+    assert len(group.params) == 6
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)
 
 
@@ -310,12 +313,12 @@ def test_parameters_that_need_each_others_state_are_one_task():
 def test_a_fraction_stays_on_the_device(fraction):
     tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction=fraction))
     state = tx.create(awkward_params())
-    far, large = sum(node.leaf.local_bytes for node in chunks(state)), 0
+    offloaded, large = sum(node.leaf.local_bytes for node in chunks(state)), 0
     for leaf in state.plan.state:
         large += leaf.local_bytes if leaf.kind == "sharded" else 0
-    assert far >= fraction * large
+    assert offloaded >= fraction * large
     biggest = max(leaf.local_bytes for leaf in state.plan.state if leaf.kind == "sharded")
-    assert far <= fraction * large + 2 * biggest * (0 < fraction < 1)
+    assert offloaded <= fraction * large + 2 * biggest * (0 < fraction < 1)
     if 0 < fraction < 1:
         assert 0 < len(chunks(state)) < 8
         assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
@@ -324,19 +327,19 @@ def test_a_fraction_stays_on_the_device(fraction):
 def test_a_budget_decides_the_fraction():
     parameters = sum(x.nbytes for x in jax.tree.leaves(awkward_params()))
 
-    def held(budget):
+    def created(budget):
         tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction="auto", budget=budget))
         state = tx.create(awkward_params())
         grads = sum(part.local_bytes for part in state.plan.grads)
         return state, sum(report(state).bytes[part] for part in ("params", "opt_state")) + grads
 
-    roomy, _ = held(10**9)
+    roomy, _ = created(10**9)
     assert not chunks(roomy)
-    some, bytes_there = held(parameters + 1200)
+    some, bytes_there = created(parameters + 1200)
     assert 0 < len(chunks(some)) < 8
     assert bytes_there <= parameters + 1200
     with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes a device already"):
-        held(parameters)
+        created(parameters)
 
 
 def test_patterns_and_predicates_choose_leaves():
@@ -345,7 +348,7 @@ def test_patterns_and_predicates_choose_leaves():
         assert {node.leaf.path for node in chunks(state)} == {"[0].mu['layer']['w']", "[0].nu['layer']['w']"}
 
 
-def test_the_report_says_what_waits_where_and_how_it_is_updated(tmp_path):
+def test_the_report_says_what_is_where_and_how_it_is_updated(tmp_path):
     for where, offloaded in {"host": offload(update="auto"), "disk": offload(tmp_path)}.items():
         state = zero(optax.adamw(1e-2), 2, offload=offloaded).create(awkward_params())
         found = report(state)
@@ -364,7 +367,7 @@ def test_the_faster_way_is_chosen():
     assert measure.choose(measure.Speed(link=50e9, host=30e9), 8.0).update == "device"
 
 
-def test_pieces_are_equal_and_of_one_stretch():
+def test_chunks_are_equal_and_contiguous():
     leaf = Leaf("", (10, 24, 6), np.dtype("float32"), ("data",), 8, "sharded", 1)
     assert chunking_of(leaf, 10**6).extents == (10,)
     assert chunking_of(leaf, 24 * 3).extents == (1,) * 10  # 3 x 6 local elements of 4 bytes, one index of dim 0 each
@@ -414,7 +417,7 @@ def test_a_disk_state_cannot_be_made_or_updated_in_a_program(tmp_path):
         tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt_state, state.params)
 
 
-def test_a_state_held_otherwise_is_refused():
+def test_a_state_offloaded_otherwise_is_refused():
     state = zero(optax.adamw(1e-2), 3).create(awkward_params())
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
     with pytest.raises(ValueError, match=r"on the device, and this transformation has it offloaded in \d+ pieces"):

@@ -26,7 +26,7 @@ ROUNDING = 2 * 2.4e-7
 SIZES = [(1,), (127,), (128,), (129,), (1000,), (4096,), (3, 5, 67), ()]
 
 
-@pytest.fixture(params=[True, False], ids=["loop", "whole"])
+@pytest.fixture(params=[True, False], ids=["loop", "plain"])
 def either_form(request, monkeypatch):
     """Both forms on every version of XLA: what is computed does not depend on which one is faster."""
     monkeypatch.setattr(blocked, "loops_become_kernels", lambda: request.param)
@@ -58,7 +58,7 @@ def scalars():
 @pytest.mark.usefixtures("either_form")
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_numbers_are_those_of_whole_arrays(name, shape):
+def test_the_numbers_are_those_of_full_arrays(name, shape):
     wide, step = operands(shape, OPTIMIZERS[name])
     places = tuple(range(1, len(wide)))
     chunking = jax.jit(lambda wide, scalars: in_blocks(step, wide, scalars, overwrites=places))(wide, scalars())
@@ -68,7 +68,7 @@ def test_the_numbers_are_those_of_whole_arrays(name, shape):
 
 
 @pytest.mark.usefixtures("either_form")
-def test_an_output_of_another_dtype_has_a_buffer_of_its_own():
+def test_an_output_of_another_dtype_has_a_new_buffer():
     wide, step = operands((1000,), OPTIMIZERS["adamw"])
     rounded = lambda wide, scalars: (lambda p, *state: [p.astype(jnp.bfloat16), p, *state])(*step(wide, scalars))
     chunking = jax.jit(lambda wide, s: in_blocks(rounded, wide, s, overwrites=(None, 1, 2, 3)))(wide, scalars())
@@ -87,7 +87,7 @@ def test_the_update_is_in_place_without_room_for_arrays(size, name):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == len(places) * 4 * size
     if name == "lion" and not loops_become_kernels():
-        return  # of plain XLA's own making
+        return  # the kernels of plain XLA
     assert memory.temp_size_in_bytes < 32 << 10  # the first cache
     text = compiled.as_text()
     assert not re.search(rf"f32\[{size}\]\S* copy\(", text)

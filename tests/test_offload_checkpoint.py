@@ -17,7 +17,8 @@ from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export
-from zerojax.checkpoint.canonical import logical, slots_of
+from zerojax.checkpoint.resharding import logical
+from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.chunks import DiskError, DiskStateError
 from zerojax.offload.disk import inspect
@@ -45,7 +46,7 @@ def trained(tx):
 
 def leaves_of(state):
     """Every logical leaf on the host, by name."""
-    arrays = {n: (joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for n, s in slots_of(state).items()}
+    arrays = {n: (joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for n, s in state_leaves(state).items()}
     return {name: np.asarray(logical(x, leaf)) for name, (x, leaf) in arrays.items()}
 
 
@@ -137,17 +138,17 @@ def run(folder, steps, where="disk", kill_after=None):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_a_state_that_is_whole_or_refused_and_goes_on_bit_for_bit(tmp_path):
+def test_a_killed_run_leaves_a_state_that_is_complete_or_refused_and_goes_on_bit_for_bit(tmp_path):
     steps, moments, verdicts = 120, random.Random(0), set()
     for _ in range(20):
         run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
         try:
             found = inspect(tmp_path / "killed" / "state" / "process_0")
             assert found.chunks
-            verdicts.add("whole")
+            verdicts.add("complete")
         except DiskStateError as error:
             verdicts.add("refused" if "chunk_" in str(error) else str(error))
-    assert verdicts <= {"whole", "refused"}
+    assert verdicts <= {"complete", "refused"}
     run(tmp_path / "killed", steps)
     run(tmp_path / "straight", steps)
     for name in ("parameters/model.safetensors", "moments.npy"):

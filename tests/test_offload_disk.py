@@ -149,7 +149,7 @@ def test_the_last_of_two_writes_stays(tmp_path, monkeypatch):
 
 
 def test_the_same_state_gives_the_same_file(tmp_path):
-    """Whatever the buffer held before."""
+    """Whatever was in the buffer before."""
     contents = []
     with DiskStore.create(tmp_path / "store", SPECS, owner="me", write_buffers=1) as store:
         for _ in range(2):
@@ -584,7 +584,7 @@ def survive_kills(path, kills, seed):
         child.communicate()
         labels = [chunks.identify(folder.file_of(path, i)) for i in range(CHUNKS)]
         found = {label.step for label in labels}
-        # a chunk's next state waits for its own last one alone, and the loop for each: two steps at most
+        # a chunk's next state is written after its own last one, and the loop waits for each: two steps at most
         assert max(found) - min(found) <= 2
         assert min(found) > steps[-1] - 1
         for i, label in enumerate(labels):
@@ -603,7 +603,7 @@ def survive_kills(path, kills, seed):
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_run_leaves_whole_chunks(tmp_path, kills):
+def test_a_killed_run_leaves_complete_chunks(tmp_path, kills):
     complete, mixed, steps = survive_kills(tmp_path / "store", kills, seed=kills)
     assert steps == sorted(steps)
     assert steps[-1] > kills

@@ -1,4 +1,4 @@
-"""Stage 3 with `Offload(params="host")`: shards wait in host memory, and travel where they are gathered."""
+"""Stage 3 with `Offload(params="host")`: shards are in host memory, and fetched where they are gathered."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def trained(tx, loss, steps=2, **options):
 
 
 def assert_same(found, wanted):
-    """Bit for bit: where parameters wait changes nothing that is computed."""
+    """Bit for bit: where parameters are changes nothing that is computed."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, have), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(have), np.asarray(want), err_msg=jax.tree_util.keystr(path))
@@ -104,8 +104,8 @@ def kinds(params):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x.sharding.memory_kind for path, x in found}
 
 
-def assert_waiting(params):
-    """All that is cut is in host memory, what persists is not."""
+def assert_on_host(params):
+    """What is sharded is in host memory, what persists is not."""
     small = {path for path in kinds(params) if "bias" in path}
     wanted = {path: "device" if path in small else "pinned_host" for path in kinds(params)}
     assert kinds(params) == wanted
@@ -113,14 +113,14 @@ def assert_waiting(params):
 
 
 def assert_training_is_the_same(loss, steps=2, accumulate=1, offload=BOTH, **options):
-    far, near = sharded(offload, **options), sharded(dataclasses.replace(offload, params=None), **options)
-    have, found = trained(far, loss, steps, accumulate=accumulate)
-    want, wanted = trained(near, loss, steps, accumulate=accumulate)
-    assert_waiting(have.params)
-    assert_same(far.unshard(have.params), near.unshard(want.params))
+    on_host, on_device = sharded(offload, **options), sharded(dataclasses.replace(offload, params=None), **options)
+    have, found = trained(on_host, loss, steps, accumulate=accumulate)
+    want, wanted = trained(on_device, loss, steps, accumulate=accumulate)
+    assert_on_host(have.params)
+    assert_same(on_host.unshard(have.params), on_device.unshard(want.params))
     assert_same(found, wanted)
-    first = far.unshard(far.shard(model_params()))
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), far.unshard(have.params), first)))
+    first = on_host.unshard(on_host.shard(model_params()))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), on_host.unshard(have.params), first)))
 
 
 def test_a_model_trains_as_with_its_parameters_on_the_device():
@@ -140,15 +140,15 @@ def test_every_model_and_precision_trains_the_same(name, precision, devices):
 
 SETTINGS = {
     "microbatches": {"accumulate": 2},
-    "pieces": {"offload": dataclasses.replace(BOTH, chunk_bytes=128)},
+    "chunks": {"offload": dataclasses.replace(BOTH, chunk_bytes=128)},
     "update on the host": {"offload": dataclasses.replace(BOTH, update="host", chunk_bytes=128)},
     "no prefetch": {"prefetch": 0},
-    "far prefetch": {"prefetch": 2},
+    "prefetch 2": {"prefetch": 2},
     "each leaf alone": {"bucket_bytes": 0},
     "kept": {"reshard_after_forward": False},
     "clipped": {"tx": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))},
     "reads parameters": {"tx": optax.lamb(1e-2)},
-    "whole matrices": {"tx": optax.adafactor(1e-2, min_dim_size_to_factor=4)},
+    "full matrices": {"tx": optax.adafactor(1e-2, min_dim_size_to_factor=4)},
     "no state": {"tx": optax.sgd(1e-1)},
 }
 
@@ -166,26 +166,26 @@ def test_part_of_the_state_on_the_device():
     assert_training_is_the_same(scanned, offload=dataclasses.replace(BOTH, fraction=0.4))
 
 
-def test_parameters_wait_in_host_memory_however_they_are_made():
+def test_parameters_are_in_host_memory_however_they_are_made():
     tx, params = sharded(BOTH), model_params()
     for made in (tx.init_params(lambda: params), tx.shard(params), tx.shard(jax.tree.map(np.asarray, params))):
-        assert_waiting(made)
+        assert_on_host(made)
         assert_same(tx.unshard(made), params)
     shapes = jax.eval_shape(lambda: params)
-    assert_waiting(tx.shard(shapes))
-    assert_waiting(tx.create(shapes).params)
+    assert_on_host(tx.shard(shapes))
+    assert_on_host(tx.create(shapes).params)
     where = tx.shardings(params)
     grads = {sharding.memory_kind for sharding in jax.tree.leaves(where.grads)}
     assert where.params["embed"].memory_kind == "pinned_host"
     assert grads <= {None, "device"}
 
 
-def test_state_made_from_parameters_that_wait_is_their_own():
+def test_state_made_from_parameters_on_the_host_is_their_own():
     """The copy shares nothing with what it was made of, and takes another device count's padding too."""
     tx, params = sharded(BOTH, precision=Precision.bf16()), model_params()
     of_three = sharded(BOTH, devices=3).shard(params)
     first = tx.create(of_three)
-    assert_waiting(first.params)
+    assert_on_host(first.params)
     wide = tx.unshard(tx.init_params(lambda: params))
     second = tx.create(tx.init_params(lambda: params))
     assert_same(tx.unshard(first.params), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
@@ -202,11 +202,11 @@ def test_what_is_frozen_stays_where_and_as_it_is():
     frozen = lambda path, _: "w" not in path
     tx = sharded(BOTH, trainable=frozen)
     state, _ = trained(tx, scanned)
-    assert_waiting(state.params)
+    assert_on_host(state.params)
     found, params = tx.unshard(state.params), model_params()
     assert_same(found["layers"]["w"], params["layers"]["w"])
-    near, _ = trained(sharded(STATE, trainable=frozen), scanned)
-    assert_same(found, tx.unshard(near.params))
+    on_device, _ = trained(sharded(STATE, trainable=frozen), scanned)
+    assert_same(found, tx.unshard(on_device.params))
     assert (found["embed"] != params["embed"]).any()
 
 
@@ -216,12 +216,12 @@ def test_a_skipped_step_leaves_parameters_bit_for_bit():
     rows = {**batch_of(), "by": jnp.full((48,), jnp.inf)}
     state, metrics = step(tx.create(model_params()), rows)
     assert metrics["skipped"]
-    assert_waiting(state.params)
+    assert_on_host(state.params)
     assert_same(tx.unshard(state.params), model_params())
 
 
-def test_a_loop_of_ones_own():
-    """`value_and_grad` and `update` take parameters that wait; what they give is on the device."""
+def test_a_loop_written_by_hand():
+    """`value_and_grad` and `update` take parameters in host memory; what they give is on the device."""
 
     def run(tx):
         params, gradient = tx.shard(model_params()), tx.value_and_grad(unrolled)
@@ -234,13 +234,13 @@ def test_a_loop_of_ones_own():
             params = jax.device_put(moved, where)
         return params
 
-    far = run(sharded(BOTH))
-    assert_waiting(far)
-    assert_same(jax.tree.map(np.asarray, far), jax.tree.map(np.asarray, run(sharded(STATE))))
+    on_host = run(sharded(BOTH))
+    assert_on_host(on_host)
+    assert_same(jax.tree.map(np.asarray, on_host), jax.tree.map(np.asarray, run(sharded(STATE))))
 
 
 @pytest.mark.slow
-def test_master_weights_in_a_loop_of_ones_own():
+def test_master_weights_in_a_loop_written_by_hand():
     tx = sharded(BOTH, precision=Precision.bf16())
     state, params = tx.init(model_params()), tx.shard(model_params())
     _, grads = tx.value_and_grad(unrolled)(params, batch_of(0))
@@ -259,14 +259,14 @@ def test_checkpoints_and_exports_go_from_host_memory_to_host_memory(tmp_path):
         saved.save(state, step=1)
         saved.wait()
         same, narrow = (saved.restore(one.create(shapes)).state for one in (tx, other))
-    assert_waiting(same.params)
-    assert_waiting(narrow.params)
+    assert_on_host(same.params)
+    assert_on_host(narrow.params)
     assert_same(same.params, state.params)
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.unshard(state.params))
     assert_same(other.unshard(narrow.params), cast)
     export(state, tmp_path / "exported")
     read = import_params(tmp_path / "exported", tx.shard(shapes))
-    assert_waiting(read)
+    assert_on_host(read)
     assert_same(read, state.params)
 
 
@@ -289,14 +289,14 @@ def gradient_transfers(loss):
     return list(transfers(getattr(closed, "jaxpr", closed)))
 
 
-ROW = (16, 3)  # one device's part of one layer's matrix, cut on its last dim
+ROW = (16, 3)  # one device's shard of one layer's matrix, on its last dim
 
 
-def test_in_a_loop_each_turn_fetches_its_own_layer():
+def test_in_a_loop_each_iteration_fetches_its_own_layer():
     found = gradient_transfers(scanned)
     assert [shape for loops, shape in found if loops] == [ROW, ROW]  # one in each pass' loop
     assert (LAYERS, *ROW) not in [shape for _, shape in found]
-    # both passes have one turn in their loop and two outside, which fetch for themselves
+    # both passes have one iteration in their loop and two peeled ones, which fetch for themselves
     assert [shape for loops, shape in found if not loops].count(ROW) == 4
 
 

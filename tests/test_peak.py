@@ -95,7 +95,7 @@ def test_unrolled_layers_and_those_without_remat(scan, remat):
 
 @NEWEST
 @pytest.mark.parametrize("rows", [1, 8])
-def test_activations_find_no_room_where_gradients_are_divided(rows):
+def test_activations_cannot_use_the_buffers_of_sharded_gradients(rows):
     def loss(params, batch):
         for w in params:
             batch = jnp.tanh(batch @ w)
@@ -106,6 +106,7 @@ def test_activations_find_no_room_where_gradients_are_divided(rows):
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("depth", [pytest.param(depth, marks=AOT) for depth in (4, 24)])
 def test_the_examples_peak_on_absent_gpus(depth):
     model = (*example(depth, width=128), windows(rows=8), 3)
@@ -133,13 +134,13 @@ def test_gathered_are_the_largest_uses_in_a_row(prefetch, matrices):
     assert predicted(*model, prefetch=prefetch, persist_below=1).gathered == matrices * 4 * 64 * 64
 
 
-def test_a_stack_is_gathered_a_turn_at_a_time_and_small_leaves_never():
+def test_a_stack_is_gathered_an_iteration_at_a_time_and_small_leaves_never():
     shapes, loss = example(24)
     row = predicted(shapes, loss, windows(), 3, persist_below=8192)
     layer = 12 * WIDTH**2
     assert row.gathered == 2 * 4 * layer
-    far = predicted(shapes, loss, windows(), 3, prefetch=9)  # a loop is never more than a turn ahead
-    assert far.gathered == 2 * 4 * (layer + 256 * WIDTH)  # and the table is used before and after it
+    ahead = predicted(shapes, loss, windows(), 3, prefetch=9)  # a loop prefetches at most one iteration
+    assert ahead.gathered == 2 * 4 * (layer + 256 * WIDTH)  # and the table is used before and after it
     assert estimate(shapes, tx=optax.adamw(1e-3))[3].gathered == 2 * 4 * 24 * 4 * WIDTH**2  # only paths to go by
 
 
@@ -163,7 +164,7 @@ def test_keys_and_what_a_loss_returns_beside():
     assert row.peak is not None
 
 
-def test_without_a_loss_nothing_is_said_of_the_peak():
+def test_without_a_loss_the_peak_is_unknown():
     plain = estimate(example(4)[0])
     assert plain[3].activations is plain[3].peak is None
     assert "peak" not in str(plain)

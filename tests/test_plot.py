@@ -1,4 +1,4 @@
-"""Pictures: what they draw is what the numbers say."""
+"""Pictures draw the numbers they are made of."""
 
 import dataclasses
 import io
@@ -17,10 +17,10 @@ from test_cli import run
 from zerojax import Offload, collectives, estimate, plot, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
-from zerojax.inspect.timeline import Span, coarser, play
+from zerojax.inspect.timeline import Span, merge_short, simulate
 
 H200 = Device.of(Topology.parse("h200:8"))
-# A loop of five turns around a gather with a product in flight; before it one without, behind which the kernels wait.
+# A loop of five iterations around a gather hidden by a product; before it an exposed one, for which the kernels wait.
 SCHEDULE = """HloModule m, is_scheduled=true, num_partitions=8
 
 %body (state: STATE) -> STATE {
@@ -88,29 +88,29 @@ def test_units_suit_the_sizes():
     assert axes.get_legend().get_texts()[0].get_text() == "a device's 24 MB"
 
 
-def test_holdings_are_those_of_the_arrays(mesh):
-    params = {"cut": jnp.zeros((16, 24)), "whole": jnp.zeros(())}
+def test_shards_are_those_of_the_arrays(mesh):
+    params = {"sharded": jnp.zeros((16, 24)), "replicated": jnp.zeros(())}
     stored = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, persist_below=50).shard(params)
-    held = {name: plot.Held.of((jax.tree_util.DictKey(name),), x) for name, x in stored.items()}
-    assert held["cut"].name == "cut"
-    assert held["cut"].parts == [(i, i / 8, (i + 1) / 8) for i in range(8)]
-    assert not held["cut"].whole
-    assert held["whole"].whole
+    leaves = {name: plot.LeafShards.of((jax.tree_util.DictKey(name),), x) for name, x in stored.items()}
+    assert leaves["sharded"].name == "sharded"
+    assert leaves["sharded"].shards == [(i, i / 8, (i + 1) / 8) for i in range(8)]
+    assert not leaves["sharded"].is_replicated
+    assert leaves["replicated"].is_replicated
 
 
-def test_a_leaf_that_is_whole_on_some_devices_is_not_on_every_one():
+def test_a_leaf_on_some_devices_is_not_replicated_on_all():
     first, second, *_ = jax.devices()
-    texts = lambda state: [text.get_text() for text in plot.holdings(state).axes[0].texts]
-    there = {"a": jax.device_put(jnp.zeros(9), first), "b": jax.device_put(jnp.zeros(9), second)}
-    assert texts(there) == [f"whole on device {first.id}", f"whole on device {second.id}"]
-    assert texts({"a": there["a"]}) == ["whole on every device"]
+    texts = lambda state: [text.get_text() for text in plot.shards(state).axes[0].texts]
+    placed = {"a": jax.device_put(jnp.zeros(9), first), "b": jax.device_put(jnp.zeros(9), second)}
+    assert texts(placed) == [f"on device {first.id}", f"on device {second.id}"]
+    assert texts({"a": placed["a"]}) == ["replicated"]
 
 
 @pytest.mark.parametrize("spec", [("data", "model"), ("data",)])
 def test_no_device_is_drawn_over_another(spec):
     both = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
     leaf = jax.device_put(jnp.zeros((8, 8)), NamedSharding(both, PartitionSpec(*spec)))
-    (axes,) = plot.holdings({"leaf": leaf}).axes
+    (axes,) = plot.shards({"leaf": leaf}).axes
     bars = [bar.get_bbox() for bar in axes.patches if bar.get_width() == 0.25]
     assert len(bars) == 8
     assert sum(bar.width * bar.height for bar in bars) == pytest.approx(0.7)
@@ -120,13 +120,13 @@ def test_no_device_is_drawn_over_another(spec):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("state", [{}, None, jnp.ones(())], ids=["empty", "none", "scalar"])
 def test_nothing_to_draw_is_an_empty_picture(state):
-    assert png(plot.holdings(state)).startswith(b"\x89PNG")
+    assert png(plot.shards(state)).startswith(b"\x89PNG")
 
 
-def test_holdings_of_a_state_that_waits(mesh):
+def test_shards_of_an_offloaded_state(mesh):
     offload = Offload(optimizer="host")
     state = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=50, offload=offload).create(awkward_params())
-    figure = plot.holdings(state)
+    figure = plot.shards(state)
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert "params['tied']" in names
@@ -148,12 +148,12 @@ def test_the_command_draws(tmp_path):
 
 
 def test_a_leaf_without_elements_is_not_drawn():
-    assert plot.Held.of((), np.zeros(3)) is None
-    assert plot.Held.of((), jnp.zeros((0, 3))) is None
+    assert plot.LeafShards.of((), np.zeros(3)) is None
+    assert plot.LeafShards.of((), jnp.zeros((0, 3))) is None
 
 
-def test_a_schedule_is_played_at_peak_rates():
-    played = play(SCHEDULE, H200)
+def test_a_schedule_is_simulated_at_peak_rates():
+    simulated = simulate(SCHEDULE, H200)
     times = {
         ("gather", "exposed"): (0, MOVES, MOVES),
         ("compute", "waiting"): (0, MOVES, MOVES),
@@ -161,31 +161,31 @@ def test_a_schedule_is_played_at_peak_rates():
         ("compute", "forward"): (MOVES, MOVES + MULTIPLIES, MOVES + MULTIPLIES),
         ("compute", "backward"): (2 * MOVES, 2 * MOVES + MULTIPLIES, 2 * MOVES + MULTIPLIES),
     }
-    spans = {(span.lane, span.kind): (span.begin, span.end, span.done) for span in reversed(played.spans)}
+    spans = {(span.lane, span.kind): (span.begin, span.end, span.done) for span in reversed(simulated.spans)}
     assert spans == {key: pytest.approx(found) for key, found in times.items()}
-    (loop,) = played.loops
-    assert (loop.begin, loop.end, loop.turns, loop.depth) == (pytest.approx(MOVES), pytest.approx(2 * MOVES), 5, 0)
-    assert played.hidden_share == pytest.approx(5 / 6)
+    (loop,) = simulated.loops
+    assert (loop.begin, loop.end, loop.trip_count, loop.depth) == (pytest.approx(MOVES), pytest.approx(2 * MOVES), 5, 0)
+    assert simulated.hidden_share == pytest.approx(5 / 6)
 
 
-def test_what_flies_around_a_loop_moves_during_all_of_its_turns():
-    """A gather begun before the loop and awaited behind it: the kernels wait for what five turns did not cover."""
+def test_a_collective_in_flight_around_a_loop_progresses_during_all_iterations():
+    """A gather started before the loop and done after it: the kernels wait for what five iterations did not cover."""
     begun = SCHEDULE.replace("bf16[2048,256] all-gather(%a)", "(bf16[256,256], bf16[2048,256]) all-gather-start(%a)")
     awaited = "  %got.1 = bf16[2048,256] all-gather-done(%first)\n  ROOT %z"
     alone = begun.replace("%zero, %a, %first", "%zero, %a, %a").replace("  ROOT %z", awaited)
     still = "\n".join(line for line in alone.split("\n") if "%ag" not in line).replace("%i, %y, %got", "%i, %y, %y")
-    played = play(still, H200)
-    (waiting,) = (span for span in played.spans if span.kind == "waiting")
+    simulated = simulate(still, H200)
+    (waiting,) = (span for span in simulated.spans if span.kind == "waiting")
     assert waiting.end - waiting.begin == pytest.approx(MOVES - 5 * MULTIPLIES)
-    (gather,) = (span for span in played.spans if span.lane == "gather")
+    (gather,) = (span for span in simulated.spans if span.lane == "gather")
     assert (gather.begin, gather.end, gather.done) == (0, pytest.approx(waiting.end), pytest.approx(waiting.end))
 
 
 def test_collectives_share_one_link():
-    """Of two in flight at once the second moves when the first has moved, and both are waited for."""
+    """Of two in flight at once the second runs when the first is complete, and the kernels wait for both."""
     lines = [line for said in SCHEDULE.split("\n") for line in [said, *([second(said)] if "%ag" in said else [])]]
-    played = play("\n".join(lines), H200)
-    gathers = [(span.begin, span.end) for span in played.spans if span.lane == "gather"]
+    simulated = simulate("\n".join(lines), H200)
+    gathers = [(span.begin, span.end) for span in simulated.spans if span.lane == "gather"]
     assert gathers == [pytest.approx((begin, begin + MOVES)) for begin in (0, MOVES, 2 * MOVES)]
 
 
@@ -216,8 +216,8 @@ ENTRY %main (a: f32[8,64], i: s32[]) -> f32[8,64] {
 """
 
 
-def test_what_a_start_wraps_what_is_called_and_the_longer_branch_are_played():
-    spans = play(BRANCHES, H200).spans
+def test_wrapped_collectives_calls_and_the_longer_branch_are_simulated():
+    spans = simulate(BRANCHES, H200).spans
     assert [(span.lane, span.kind, span.name) for span in spans] == [
         ("reduce-scatter", "exposed", "start"),
         ("compute", "kernel", "twice"),
@@ -243,16 +243,16 @@ def compiled():
     return tx.train_step(loss).lower(tx.create(params), jnp.zeros((64, 16))).compile()
 
 
-def test_every_collective_and_every_kernel_is_played_once(compiled):
-    played = play(compiled, H200)
-    moving = [span for span in played.spans if span.lane != "compute"]
+def test_every_collective_and_every_kernel_is_simulated_once(compiled):
+    simulated = simulate(compiled, H200)
+    moving = [span for span in simulated.spans if span.lane != "compute"]
     assert sorted(span.name for span in moving) == sorted(c.name for c in collectives(compiled))
-    assert {span.kind for span in moving} == {"exposed"}  # on CPUs a collective has no start apart from its done
-    busy = [span for span in played.spans if span.lane == "compute"]
+    assert {span.kind for span in moving} == {"exposed"}  # on CPUs collectives are synchronous
+    busy = [span for span in simulated.spans if span.lane == "compute"]
     assert {span.kind for span in busy} == {"forward", "backward", "kernel", "waiting"}
     assert len({(span.name, span.kind) for span in busy}) == len(busy)
     assert [span.begin for span in busy[1:]] == pytest.approx([span.end for span in busy[:-1]])
-    assert played.loops
+    assert simulated.loops
 
 
 def test_a_timeline_is_drawn_of_a_program_a_text_or_a_plan(compiled):
@@ -269,21 +269,21 @@ def test_a_timeline_is_drawn_of_a_program_a_text_or_a_plan(compiled):
     assert "h200:8" in texts[0][1]
     assert "h100:8" in texts[2][1]
     figure = plot.timeline(SCHEDULE)
-    assert [text.get_text() for text in figure.axes[0].texts] == ["× 5 turns"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["× 5 iterations"]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "gather, hidden" in legend
-    assert "exposed: no product meanwhile" in legend
+    assert "exposed: hidden by no product" in legend
 
 
-def test_many_short_bars_are_drawn_as_few_long_ones():
+def test_short_spans_are_merged():
     short = [Span("compute", "kernel" if i % 3 else "forward", float(i), i + 1.0, i + 1.0, "") for i in range(1000)]
-    seen = coarser(short, 10)
+    seen = merge_short(short, 10)
     assert len(seen) == 100
     assert {bar.kind for bar in seen} == {"kernel"}
     assert [bar.begin for bar in seen] == [10.0 * i for i in range(100)]
-    assert coarser(short, 0.5) == short
+    assert merge_short(short, 0.5) == short
     lonely = dataclasses.replace(short[0], begin=500.0, end=500.0)
-    assert [bar.end for bar in coarser([short[0], lonely], 10)] == [10, 510]
+    assert [bar.end for bar in merge_short([short[0], lonely], 10)] == [10, 510]
 
 
 def test_a_notebook_shows_a_figure_by_itself():

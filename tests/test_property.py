@@ -7,6 +7,7 @@ scan over layers under remat, and a head. Each part maps rows to rows of the sam
 
 import dataclasses
 import functools
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import assert_same
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -430,10 +431,10 @@ def cases(number):
     )
 
 
-def random_check(number, **options):
+def random_check(number, run=check, **options):
     # An example's time is that of compiling it.
     slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-    return settings(print_blob=True, **slow, **options)(given(cases(number))(check))
+    return settings(print_blob=True, **slow, **options)(given(cases(number))(run))
 
 
 NAMES = [f"{kind.__name__} {name}" for kind, name in OUTERMOST]
@@ -443,7 +444,15 @@ NAMES = [f"{kind.__name__} {name}" for kind, name in OUTERMOST]
 def test_random_programs_equal_the_plain_function(number):
     # Not `derandomize`, which would draw the same sizes, dims and options for every number.
     # And without shrinking, which takes minutes for a program that is small as it is; the slow test shrinks.
-    once = random_check(number, max_examples=2, derandomize=False, database=None, phases=[Phase.generate])
+    drawn = itertools.count()
+
+    def check_but_the_first(case):
+        assume(next(drawn))  # the simplest there is, which the slow test has
+        check(case)
+
+    once = random_check(
+        number, check_but_the_first, max_examples=1, derandomize=False, database=None, phases=[Phase.generate]
+    )
     seed(number)(once)()
 
 

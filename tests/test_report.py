@@ -1,4 +1,4 @@
-"""The report finds bytes on live arrays and says why a leaf is not divided."""
+"""The report counts bytes on live arrays and says why a leaf is not sharded."""
 
 import io
 import itertools
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_params
 from rich.console import Console
 
@@ -15,14 +15,14 @@ from zerojax import Offload, Padded, Precision, estimate, report, zero_shard
 from zerojax.inspect.report_tree import lines
 
 
-def test_every_leaf_is_cut_or_has_a_reason(mesh):
+def test_every_leaf_is_sharded_or_has_a_reason(mesh):
     for stage in (0, 1, 3):
         state = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh, persist_below=50).create(awkward_params())
         for row in report(state).rows:
             assert row.note or row.bytes * 8 == row.total, row
 
 
-def test_padding_and_persistence_are_told(mesh):
+def test_padding_and_persistence_are_reported(mesh):
     state = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50).create(awkward_params())
     uneven = line_of("uneven", report(state))
     assert uneven.split()[1] == "52"  # 13 x 8 elements over 8 devices
@@ -33,7 +33,7 @@ def test_padding_and_persistence_are_told(mesh):
 
 
 def line_of(name, found):
-    """The first line of a report whose node has a name."""
+    """The first line of a report with a given label."""
     return next(line for line in str(found).splitlines() if line.split()[:1] == [name])
 
 
@@ -44,26 +44,30 @@ def test_bytes_of_any_pytree():
     assert report(jnp.ones(3)).tree["array"].device == 12
 
 
-def test_layers_on_several_devices_do_not_add_up_to_what_no_device_has():
+def test_layers_on_different_devices_are_not_added_up():
     put = lambda i: jax.device_put(jnp.ones(100), jax.devices()[i])
     found = report({"params": {f"layer_{i}": put(i % 2) for i in range(4)}})
     assert found.total == found.tree.device == found.tree["params"].device == found.bytes["params"] == 800
-    assert [line.count for line in lines(found.tree) if line.depth == 1] == [1] * 4  # not alike: they lie elsewhere
+    assert [line.count for line in lines(found.tree) if line.depth == 1] == [1] * 4  # on other devices: not equal
     assert "layer_3" in str(found)
 
 
-CASES = list(itertools.product(("adamw", "adafactor"), range(4), (1, 2, 3, 8)))
-QUICK = {("adamw", 3, 8), ("adamw", 0, 1), ("adafactor", 2, 3), ("adafactor", 1, 2)}
+PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
+CASES = list(itertools.product(("adamw", "adafactor"), range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host")))
+QUICK = [
+    ("adamw", 3, 8, "fp32", "device"),
+    ("adamw", 3, 8, "bf16", "host"),
+    ("adamw", 0, 1, "fp32", "device"),
+    ("adafactor", 2, 3, "fp32", "host"),
+    ("adafactor", 2, 3, "bf16", "device"),
+    ("adafactor", 1, 2, "bf16", "host"),
+]
 
 
-@pytest.mark.parametrize("offload", [None, Offload(optimizer="host")], ids=["device", "host"])
-@pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("name", "stage", "count"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
-def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, precision, offload):
-    offload = offload if stage else None
+@pytest.mark.parametrize(("name", "stage", "count", "precision", "where"), quick_or_slow(CASES, QUICK))
+def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, precision, where):
+    precision = PRECISIONS[precision]
+    offload = Offload(optimizer="host") if stage and where == "host" else None
     options = {"persist_below": 50, "precision": precision, "offload": offload}
     tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), **options)
     found = report(tx.create(awkward_params()))
@@ -78,7 +82,7 @@ def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, precision, of
 
 
 def assert_sums(node):
-    """Every node holds what its children do."""
+    """Every node is the sum of its children."""
     for place in ("device", "host", "disk"):
         if node.children:
             assert getattr(node, place) == sum(getattr(child, place) for _, child in node.children)
@@ -86,7 +90,7 @@ def assert_sums(node):
         assert_sums(child)
 
 
-def test_what_waits_on_disk_is_counted_there(tmp_path):
+def test_what_is_offloaded_to_disk_is_counted_there(tmp_path):
     options = {"persist_below": 50, "offload": Offload(optimizer="disk", path=tmp_path, update="device")}
     state = zero_shard(optax.adamw(1e-3), stage=2, mesh=mesh_of(2), **options).create(awkward_params())
     predicted = estimate(awkward_params(), tx=optax.adamw(1e-3), devices=2, stages=(2,), **options)
@@ -127,14 +131,14 @@ def test_alike_layers_are_alike_in_every_part(mesh):
     assert len(text.splitlines()) < 40
 
 
-def test_rich_and_plain_text_say_the_same(mesh):
+def test_rich_and_plain_text_agree(mesh):
     state = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=5).create(layers(4, odd=1))
     found, console = report(state), Console(width=200, file=io.StringIO())
     console.print(found)
     drawn = console.file.getvalue()
     for line in lines(found.tree):
         assert line.label in drawn
-        assert line.node.said in drawn
+        assert line.node.text in drawn
         size = f"{line.count} x {line.node.device:,d}" if line.count > 1 else f"  {line.node.device:,d}"
         assert f"{size} bytes" in drawn
         assert size in str(found)

@@ -1,4 +1,4 @@
-"""Transformations that a piecewise update must leave whole, and others that it must not stumble over."""
+"""The partition of an update: what may not be chunked gives the same numbers."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 
@@ -69,7 +69,7 @@ UPDATES = {
     ),
     "a statistic": lambda: by_leaf(statistic, lambda p: jnp.zeros((p.shape[1],) * 2)),
     "integers": lambda: by_leaf(integers, lambda p: jnp.zeros(p.shape, jnp.int32)),
-    "a short last piece": lambda: counted(lambda m, g, count: m * (2.0 if len(g) >= 4 else 3.0)),
+    "a short last chunk": lambda: counted(lambda m, g, count: m * (2.0 if len(g) >= 4 else 3.0)),
 }
 
 
@@ -86,16 +86,16 @@ def trained(tx):
     state, step = tx.create(params()), tx.train_step(loss)
     for i in range(3):
         state, _ = step(state, jax.random.normal(jax.random.key(i), (8, 6)))
-    held = jax.tree.map(lambda x: joined(x) if is_chunked(x) else x, state.opt_state, is_leaf=is_chunked)
-    return jax.device_get((tx.unshard(state.params), held))
+    opt_state = jax.tree.map(lambda x: joined(x) if is_chunked(x) else x, state.opt_state, is_leaf=is_chunked)
+    return jax.device_get((tx.unshard(state.params), opt_state))
 
 
 @pytest.mark.parametrize(("name", "update"), [*((name, "device") for name in UPDATES), ("branches", "host")])
-def test_what_does_not_go_in_pieces_gives_the_same_numbers(name, update):
+def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
     options = {"stage": 3, "mesh": mesh_of(2), "persist_below": 8}
     # a chunk of two of the five rows of each device
-    far = Offload(optimizer="host", update=update, chunk_bytes=80)
-    wanted, found = (trained(zero_shard(UPDATES[name](), offload=offload, **options)) for offload in (None, far))
+    offloaded = Offload(optimizer="host", update=update, chunk_bytes=80)
+    wanted, found = (trained(zero_shard(UPDATES[name](), offload=offload, **options)) for offload in (None, offloaded))
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # float32, three steps, other programs
 
@@ -117,7 +117,7 @@ def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
         raise OSError("torn")
 
     monkeypatch.setattr(arrays, "wait_for", lambda futures: (waited.append(futures), wait_for(futures)))
-    monkeypatch.setattr(checkpointer, "joined", torn)
+    monkeypatch.setattr(arrays, "joined", torn)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state)
         with pytest.raises(CheckpointError, match="torn"):
@@ -125,7 +125,7 @@ def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     assert waited
 
 
-def test_a_transformation_that_wants_the_loss_is_cut_into_pieces_too():
+def test_a_transformation_that_takes_the_loss_is_chunked_too():
     tx = zero_shard(
         optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
         stage=3,

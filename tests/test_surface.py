@@ -92,11 +92,16 @@ def test_a_transformation_that_wants_the_loss_is_given_it(make, mesh):
     params = {k: v for k, v in awkward_params().items() if k not in ("count", "empty")}
     loss = lambda p, b: awkward_loss({**p, "count": jnp.zeros(4), "empty": jnp.zeros((0, 4))}, b)
     inner = make()
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = inner.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
     state, expected = inner.init(params), params
     for batch in awkward_batches(3):
-        value, grads = jax.value_and_grad(loss)(expected, batch)
-        updates, state = inner.update(grads, state, expected, value=value)
-        expected = optax.apply_updates(expected, updates)
+        expected, state = step(expected, state, batch)
     tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=50)
     assert_parity(tx, loss, params, awkward_batches(3), reference=(expected, losses_of(tx, loss, params)))
 
@@ -109,18 +114,33 @@ def losses_of(tx, loss, params):
     return found
 
 
-def test_a_line_search_sees_logical_gradients(mesh):
-    tx, inner = zero_shard(optax.lbfgs(), stage=3, mesh=mesh, persist_below=10), optax.lbfgs()
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)),
+        pytest.param(optax.lbfgs(), marks=pytest.mark.slow),
+    ],
+    ids=["backtracking", "lbfgs"],
+)
+def test_a_line_search_sees_logical_gradients(inner, mesh):
+    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=10)
     value_fn = lambda params: mean_square(params, X)
+
+    def stepped(tx, gradient):
+        def step(params, state):
+            value, grads = gradient(params)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=value_fn)
+            return optax.apply_updates(params, updates), state
+
+        return jax.jit(step)
+
+    plain = stepped(inner, jax.value_and_grad(value_fn))
+    ours = stepped(tx, lambda params: tx.value_and_grad(mean_square)(params, X))
     params, stored = UNEVEN, tx.shard(UNEVEN)
     state, sharded = inner.init(params), tx.init(stored)
     for _ in range(2):
-        value, grads = jax.value_and_grad(value_fn)(params)
-        updates, state = inner.update(grads, state, params, value=value, grad=grads, value_fn=value_fn)
-        params = optax.apply_updates(params, updates)
-        value, grads = tx.value_and_grad(mean_square)(stored, X)
-        updates, sharded = tx.update(grads, sharded, stored, value=value, grad=grads, value_fn=value_fn)
-        stored = optax.apply_updates(stored, updates)
+        params, state = plain(params, state)
+        stored, sharded = ours(stored, sharded)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), tx.unshard(stored), params)
 
 

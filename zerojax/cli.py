@@ -1,4 +1,4 @@
-"""The command `zerojax`: estimate memory, plan a step, look after checkpoints.
+"""The command `zerojax`: estimate memory, plan a step, verify and export checkpoints.
 
 JAX is imported when a command needs it, and runs on the CPU.
 """
@@ -17,7 +17,7 @@ import typer
 
 FAILED = 2
 app = typer.Typer(
-    help="ZeRO for JAX: estimate memory, plan a step, look after checkpoints.",
+    help="ZeRO for JAX: estimate memory, plan a step, verify and export checkpoints.",
     add_completion=False,
 )
 
@@ -35,12 +35,13 @@ def verify(
     """Check every file of the checkpoints in DIRECTORY against its digest."""
 
     def check() -> list[int]:
-        from zerojax.checkpoint.restoring import verify_steps
+        from zerojax.checkpoint.verifying import verify_steps
 
         return verify_steps(directory, step)
 
-    intact = attempted(check)
-    show({"intact": intact} if as_json else "\n".join(f"step {one}: intact" for one in intact), as_json=as_json)
+    intact = run_or_exit(check)
+    text = "\n".join(f"step {number}: intact" for number in intact)
+    print_result({"intact": intact} if as_json else text, as_json=as_json)
 
 
 @app.command()
@@ -60,8 +61,8 @@ def export(
 
         return export_checkpoint(directory, out, step=step, dtype=dtype)
 
-    written = [str(path) for path in attempted(write)]
-    show({"written": written} if as_json else "\n".join(written), as_json=as_json)
+    written = [str(path) for path in run_or_exit(write)]
+    print_result({"written": written} if as_json else "\n".join(written), as_json=as_json)
 
 
 @app.command()
@@ -69,47 +70,49 @@ def estimate(
     model: Annotated[
         str,
         typer.Argument(
-            help="A number of parameters, as 7.5e9; or FILE.py:NAME, a function that gives parameters (it is not run, "
-            "only traced), or a Flax module and the inputs of its init.",
+            help="A number of parameters, as 7.5e9; or FILE.py:NAME, a function that returns parameters (it is only "
+            "traced), or a Flax module and the inputs of its init.",
             show_default=False,
         ),
     ],
-    devices: Annotated[list[int] | None, typer.Option(help="How many; may be repeated.", show_default="8")] = None,
-    stage: Annotated[list[int] | None, typer.Option(help="Which; may be repeated.", show_default="all")] = None,
+    devices: Annotated[
+        list[int] | None, typer.Option(help="Number of devices; may be repeated.", show_default="8")
+    ] = None,
+    stage: Annotated[list[int] | None, typer.Option(help="ZeRO stage; may be repeated.", show_default="all")] = None,
     optimizer: Annotated[str, typer.Option(help="Of optax, by name, or FILE.py:NAME, a transformation.")] = "adamw",
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="bf16 for a number, else as the model is")
     ] = None,
     offload: Annotated[
-        str | None, typer.Option(help="host or disk: where optimizer state waits.", show_default="the device")
+        str | None, typer.Option(help="Offload optimizer state to host or disk.", show_default="the device")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw it too, into this file.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw it, to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Bytes per device and bytes sent per step, for every stage, before anything is built."""
 
-    def found() -> Any:
+    def compute() -> Any:
         from zerojax import user_code
         from zerojax.planning import estimate as estimates
 
         check_png(png)
         return estimates.estimate(
-            user_code.model(model),
-            tx=user_code.transformation(optimizer),
+            user_code.load_model(model),
+            tx=user_code.load_transformation(optimizer),
             devices=tuple(devices or (8,)),
             stages=tuple(stage or range(4)),
-            precision=user_code.precision(precision),
-            offload=user_code.offload(offload),
+            precision=user_code.parse_precision(precision),
+            offload=user_code.parse_offload(offload),
         )
 
-    estimated = attempted(found)
+    estimated = run_or_exit(compute)
     if png is not None:
-        attempted(lambda: drawn("memory", estimated, png))
+        run_or_exit(lambda: save_plot("memory", estimated, png))
     if as_json:
         totals = [{**dataclasses.asdict(row), "total": row.total} for row in estimated.rows]
-        show({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
+        print_result({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
     else:
-        show(estimated)
+        print_result(estimated)
 
 
 @app.command()
@@ -123,30 +126,31 @@ def plan(
         ),
     ],
     options: Annotated[
-        list[str] | None, typer.Argument(help="After --: options of the file itself.", show_default=False)
+        list[str] | None, typer.Argument(help="After --: arguments of the file itself.", show_default=False)
     ] = None,
     topology: Annotated[str, typer.Option(help="Absent GPUs: h200:8, h100:64, a100-80:16, b200:8x8.")] = "h200:8",
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.", show_default="as in FILE")] = None,
     largest_batch: Annotated[
-        bool, typer.Option("--largest-batch", help="Look for the largest that fits; takes some compilations more.")
+        bool, typer.Option("--largest-batch", help="Find the largest that fits; takes some more compilations.")
     ] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw its timeline, into this file.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw its timeline, to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits."""
     # XLA warns of every program that does not fit; the plan says so itself.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-    def found() -> Any:
+    def compute() -> Any:
         from zerojax import user_code
         from zerojax.gpus.topology import Topology
-        from zerojax.planning.plan import plan, rows_of, with_rows
+        from zerojax.planning.plan import plan
+        from zerojax.planning.shapes import rows_of, with_rows
 
-        Topology.parse(topology)  # before the file is run
+        Topology.parse(topology)  # fails before the file is run
         check_png(png)
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
-        step, state, rows, *args = user_code.program(file, options or ())
+        step, state, rows, *args = user_code.load_program(file, options or ())
         if batch is not None and rows_of(rows) is None:
             raise ValueError(
                 f"--batch {batch}: the leaves of the batch that {file} gives have different numbers of rows on dim 0, "
@@ -154,27 +158,27 @@ def plan(
             )
         rows = rows if batch is None else with_rows(rows, batch)
         try:
-            with user_code.beside(user_code.place_of(file)[0]):  # tracing runs its code, too
+            with user_code.running(user_code.split_reference(file)[0]):  # tracing runs its code
                 return plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
         except (ValueError, ModuleNotFoundError):
             raise
         except Exception as error:
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
 
-    made = attempted(found)
+    compiled = run_or_exit(compute)
     if png is not None:
-        attempted(lambda: drawn("timeline", made, png))
-    show(made.to_dict() if as_json else made, as_json=as_json)
+        run_or_exit(lambda: save_plot("timeline", compiled, png))
+    print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
 
 
 @app.command()
 def doctor(
-    path: Annotated[Path, typer.Option(help="A folder on the disk whose speed is wanted.")] = Path(),
+    path: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Look at versions, devices, bandwidths, and whether offloading gives right numbers here; status 1 if not."""
+    """Check versions, devices, bandwidths, and whether offloading is correct here; exit status 1 if not."""
 
-    def found() -> list:
+    def check() -> list:
         from zerojax.doctor import examine
 
         findings = []
@@ -182,66 +186,67 @@ def doctor(
             findings.append(finding)
             if not as_json:
                 verdict = ("ok ", "green") if finding.ok else ("BAD", "bold red")
-                show(f"  {finding.name:24s} {finding.found}", verdict)
+                print_result(f"  {finding.name:24s} {finding.result}", verdict)
         return findings
 
-    findings = attempted(found, on_cpu=False)
+    findings = run_or_exit(check, on_cpu=False)
     if as_json:
-        show([dataclasses.asdict(finding) for finding in findings], as_json=True)
+        print_result([dataclasses.asdict(finding) for finding in findings], as_json=True)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
 
 
-def show(found: Any, *before: tuple[str, str], as_json: bool = False) -> None:
-    """Print what was found, in colours where that is a terminal; no line is broken.
+def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -> None:
+    """Print a result, in colours on a terminal; lines are not wrapped.
 
     Args:
-        found: As its `str` has it; for JSON, what that is made of.
-        before: Words in front of it, each with its style.
+        result: To print as its `str`, or as JSON.
+        before: Words to print before it, each with its style.
         as_json: Whether to print JSON.
     """
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(result, indent=2))
         return
     from rich.console import Console
     from rich.highlighter import ReprHighlighter
     from rich.text import Text
 
-    Console(soft_wrap=True).print(Text.assemble(*before, ReprHighlighter()(str(found))))
+    Console(soft_wrap=True).print(Text.assemble(*before, ReprHighlighter()(str(result))))
 
 
 def check_png(png: Path | None) -> None:
-    """Refuse a picture's file before the work that it would be drawn of."""
+    """Refuse a picture's path before any work is done."""
     if png is not None and not png.parent.is_dir():
         raise ValueError(f"--png {png}: there is no folder {png.parent}. Make it first.")
 
 
-def drawn(picture: str, of: Any, png: Path) -> None:
-    """Write a picture of `plot` into a file."""
+def save_plot(name: str, data: Any, png: Path) -> None:
+    """Write a picture of the module `plot` to a file."""
     from zerojax import plot
 
-    getattr(plot, picture)(of).savefig(png, dpi=150)
+    getattr(plot, name)(data).savefig(png, dpi=150)
 
 
-def attempted(work: Callable[[], Any], *, on_cpu: bool = True) -> Any:
-    """Do something, without an accelerator unless it is looked for; an error is one line and exit status 2."""
+def run_or_exit(command: Callable[[], Any], *, on_cpu: bool = True) -> Any:
+    """Run a command, on the CPU unless told otherwise; an error is one line and exit status 2."""
     if on_cpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
-        return work()
+        return command()
     except Exception as error:
         print(f"zerojax: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
 
 
 def main() -> None:
-    """Run the command line; when it is used wrongly, that is one line and exit status 2, too."""
+    """Run the command line; wrong usage is one line and exit status 2, too."""
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except Exception as error:
-        said = getattr(error, "format_message", None)  # what typer's own errors have
-        if said is None:
+        message = getattr(error, "format_message", None)  # typer's own errors have it
+        if message is None:
             raise
-        print(f"zerojax: {' '.join(said().split()).rstrip('.')}. See zerojax --help.", file=sys.stderr)
+        print(f"zerojax: {' '.join(message().split()).rstrip('.')}. See zerojax --help.", file=sys.stderr)
         status = FAILED
+
     sys.exit(status)

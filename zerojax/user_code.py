@@ -1,4 +1,4 @@
-"""What the command line names: numbers, words, and objects in the user's own files."""
+"""Arguments of the command line: numbers, names, and objects in the user's own files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import optax
 
 from zerojax.config import Offload, Precision
 
-FORM = re.compile(r"(.+\.py):(\w+)")
-NAMED = 8
+REFERENCE = re.compile(r"(.+\.py):(\w+)")
+MOST_NAMES = 8
 MAKE_STEP = "make_step"
 
 
-def loaded(text: str) -> Any:
+def load_object(text: str) -> Any:
     """An object in a file: `"model.py:make_model"`.
 
     Args:
@@ -30,16 +30,15 @@ def loaded(text: str) -> Any:
     Raises:
         ValueError: If there is no such file or name, or the file cannot be run.
     """
-    found = FORM.fullmatch(text)
-    if not found:
+    if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
-    path, name = Path(found.group(1)), found.group(2)
-    with beside(path):
-        return named_in(path, name)
+    path, name = split_reference(text)
+    with running(path):
+        return load_from_file(path, name)
 
 
-def named_in(path: Path, name: str) -> Any:
-    """An object in a file, which is run.
+def load_from_file(path: Path, name: str) -> Any:
+    """Run a file and return an object that it defines.
 
     Raises:
         ValueError: If there is no such file or name, or the file cannot be run.
@@ -49,7 +48,7 @@ def named_in(path: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"zerojax user file {path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file. Give FILE.py or FILE.py:NAME.")
-    # Dataclasses, and so Linen modules, look their module up here; under a name that hides no other module.
+    # Dataclasses, and so Linen modules, look their module up here; the name shadows no other module.
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -57,40 +56,38 @@ def named_in(path: Path, name: str) -> Any:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == spec.name]
-        more = f"; it defines {', '.join(own[:NAMED])}" if own else ""
-        raise ValueError(f"{path} does not define {name}{more}.")
+        known = f"; it defines {', '.join(own[:MOST_NAMES])}" if own else ""
+        raise ValueError(f"{path} does not define {name}{known}.")
     return getattr(module, name)
 
 
 @contextlib.contextmanager
-def beside(path: Path) -> Iterator[None]:
-    """While a file's code runs: its own imports are found, and what it prints or exits with is kept back.
-
-    Its output would mix with what is asked for.
+def running(path: Path) -> Iterator[None]:
+    """Context in which a file's code runs: imports from its folder work, and its output is captured.
 
     Raises:
         ValueError: If it exits.
     """
-    said = io.StringIO()
+    output = io.StringIO()
     sys.path.insert(0, str(path.parent))
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             yield
-    except SystemExit as error:  # of argparse, which has said why
-        why = said.getvalue().strip().split("\n")[-1] or f"it exits with {error.code}"
-        raise ValueError(f"{path} cannot be used: {why}") from error
+    except SystemExit as error:  # argparse prints the reason last
+        reason = output.getvalue().strip().split("\n")[-1] or f"it exits with {error.code}"
+        raise ValueError(f"{path} cannot be used: {reason}") from error
     finally:
         sys.path.remove(str(path.parent))
 
 
-def place_of(text: str) -> tuple[Path, str]:
-    """The file and the name in `"train.py"` or `"train.py:make_step"`."""
-    found = FORM.fullmatch(text)
-    return (Path(found[1]), found[2]) if found else (Path(text), MAKE_STEP)
+def split_reference(text: str) -> tuple[Path, str]:
+    """The file and the name in `"train.py:make_step"`; without a name, `MAKE_STEP`."""
+    match = REFERENCE.fullmatch(text)
+    return (Path(match[1]), match[2]) if match else (Path(text), MAKE_STEP)
 
 
-def called(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
-    """What a user's function gives.
+def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
+    """Call a function of the user's.
 
     Raises:
         ValueError: If it raises anything.
@@ -101,37 +98,37 @@ def called(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
         raise ValueError(f"{what} {how}: {type(error).__name__}: {error}") from error
 
 
-def program(text: str, options: Sequence[str]) -> tuple:
-    """What a function in a file gives: a step, its state, a batch and further arguments.
+def load_program(text: str, options: Sequence[str]) -> tuple:
+    """Call a function in a file that returns a step, its state, a batch and further arguments.
 
     Args:
         text: `"train.py"` or `"train.py:make_step"`; the name is `MAKE_STEP` unless given.
-        options: What the file finds in `sys.argv` after its own name, while it runs.
+        options: The file's own `sys.argv[1:]`, while it runs.
 
     Raises:
-        ValueError: If there is no such file or name, it fails or exits, or gives something else.
+        ValueError: If there is no such file or name, it fails or exits, or returns something else.
     """
-    path, name = place_of(text)
+    path, name = split_reference(text)
     before = sys.argv
     sys.argv = [str(path), *options]
     try:
-        with beside(path):
-            made = called(named_in(path, name), f"{name} of {path}")
+        with running(path):
+            made = call(load_from_file(path, name), f"{name} of {path}")
     finally:
         sys.argv = before
     if not isinstance(made, tuple) or len(made) < 3:
         raise ValueError(
-            f"{name} of {path} gives {type(made).__name__}, not (step, state, batch, *args): what plan takes, of which "
-            f"shapes are enough but for the step."
+            f"{name} of {path} gives {type(made).__name__}, not (step, state, batch, *args), the arguments of plan. "
+            f"Shapes are enough for all but the step."
         )
     return made
 
 
-def model(text: str) -> Any:
-    """A number of parameters, or the shapes of those that a function gives.
+def load_model(text: str) -> Any:
+    """A number of parameters, or the shapes of those that a function returns.
 
-    The function is traced, not run. It returns parameters or an nnx module; or, and then it
-    is run, a Linen module and the inputs of its `init`.
+    A function that returns parameters or an nnx module is traced, not run. One that returns
+    a Linen module and the inputs of its `init` is run.
 
     Args:
         text: `"7.5e9"` or `"model.py:make_model"`.
@@ -143,25 +140,25 @@ def model(text: str) -> Any:
         return float(text)
     except ValueError:
         pass
-    if not FORM.fullmatch(text):
+    if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is no number of parameters, such as 7.5e9, and no FILE.py:NAME.")
-    given = loaded(text)
-    if not callable(given):
-        return given
-    with beside(place_of(text)[0]):
-        return called(lambda: traced(given), text, "cannot be traced")
+    make = load_object(text)
+    if not callable(make):
+        return make
+    with running(split_reference(text)[0]):
+        return call(lambda: trace_params(make), text, "cannot be traced")
 
 
-def traced(make: Any) -> Any:
-    """The shapes of the parameters that a function without arguments makes, or of those of the module it makes."""
+def trace_params(make: Any) -> Any:
+    """The shapes of the parameters that a function without arguments returns, or of its module's."""
     try:
         return jax.eval_shape(make)
-    except TypeError:  # what it makes is no tree of arrays
+    except TypeError:  # it returns no tree of arrays
         module, *inputs = made if isinstance(made := make(), tuple) else (made,)
         return jax.eval_shape(module.init, jax.random.key(0), *inputs)
 
 
-def transformation(text: str) -> optax.GradientTransformation:
+def load_transformation(text: str) -> optax.GradientTransformation:
     """An optimizer of optax by its name, or an object in a file; the learning rate does not change its state.
 
     Args:
@@ -170,12 +167,12 @@ def transformation(text: str) -> optax.GradientTransformation:
     Raises:
         ValueError: If there is no such optimizer.
     """
-    if FORM.fullmatch(text):
-        found: Any = loaded(text)
-        if hasattr(found, "update"):
-            return found
-        with beside(place_of(text)[0]):
-            return called(found, text)
+    if REFERENCE.fullmatch(text):
+        given: Any = load_object(text)
+        if hasattr(given, "update"):
+            return given
+        with running(split_reference(text)[0]):
+            return call(given, text)
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
     if not callable(make):
         raise ValueError(
@@ -190,7 +187,7 @@ def transformation(text: str) -> optax.GradientTransformation:
     return made
 
 
-def precision(text: str | None) -> Precision | None:
+def parse_precision(text: str | None) -> Precision | None:
     """A preset of `Precision` by its name.
 
     Args:
@@ -207,8 +204,8 @@ def precision(text: str | None) -> Precision | None:
     return presets[text]()
 
 
-def offload(text: str | None) -> Offload | None:
-    """Where optimizer state waits.
+def parse_offload(text: str | None) -> Offload | None:
+    """The memory that optimizer state is offloaded to.
 
     Args:
         text: `"host"` or `"disk"`; None for the device.

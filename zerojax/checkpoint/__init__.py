@@ -2,7 +2,8 @@
 
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
-from zerojax.checkpoint.export import export, export_checkpoint, import_params
+from zerojax.checkpoint.export import export, export_checkpoint
+from zerojax.checkpoint.importing import import_params
 from zerojax.checkpoint.preemption import Preemption, on_preemption
 from zerojax.checkpoint.restoring import Restored
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("zerojax.checkpoint")
+MAX_LENGTH = 1000
+
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or there is none; the run's state is as it was."""
+    """A checkpoint could not be written, or there is none; the run's state is unchanged."""
 
 
 class DamagedError(CheckpointError):
@@ -12,13 +19,29 @@ class DamagedError(CheckpointError):
 
     Attributes:
         step: Its step.
-        damage: What is wrong: one `(leaf, file, what)` a file, the leaf empty where the file
+        damage: `(leaf, file, what)` for each damaged file; the leaf is empty where the file
             belongs to none.
-        intact: The newest older or newer step that was looked for and found intact; None if
-            none was looked for or found.
+        intact: The newest other step that was verified; None if none was looked for, or none
+            is intact.
     """
 
     def __init__(self, message: str, *, step: int, damage: tuple = (), intact: int | None = None):
         """Keep the facts beside the message."""
         super().__init__(message)
         self.step, self.damage, self.intact = step, damage, intact
+
+
+def attempt(work: Callable[..., Any], *args: Any) -> str:
+    """Call a function; its error in one line, empty if there was none."""
+    try:
+        work(*args)
+    except Exception as error:
+        log.debug("", exc_info=True)
+        return in_one_line(error)
+    return ""
+
+
+def in_one_line(error: Exception) -> str:
+    """An error's type and text."""
+    text = " ".join(str(error).split())[:MAX_LENGTH]
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Leaving in time: a signal lets the training loop save and end."""
+"""Preemption: a signal lets the training loop save and end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Preemption:
     def reached(self, step: int) -> bool:
         """Whether to save and leave after this step.
 
-        With several processes all of them are told so at the same step, though one alone got
-        the signal: jax's own preemption service agrees on it. Call it once a step.
+        All processes return True at the same step, though only one got the signal: they agree
+        through jax's preemption service. Call it once a step.
 
         Args:
             step: The number of the step just done, the same on all processes.
@@ -46,9 +46,9 @@ class Preemption:
 def on_preemption(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[Preemption]:
     """Let the loop inside finish its step, save and leave when a signal comes.
 
-    The first signal is only noted; a second one of the same kind does what it always did, so
+    The first signal is only recorded; a second one of the same kind has its usual effect, so
     that Ctrl-C twice stops at once. With several processes SIGTERM is left to jax's preemption
-    service, and no other signal is noted, since the processes could not agree on it.
+    service, and other signals are not handled, since the processes could not agree on them.
 
     Args:
         signals: Which signals ask the run to end.

@@ -1,7 +1,7 @@
-"""Files of safetensors: written leaf by leaf, read part by part.
+"""Files of safetensors: written leaf by leaf, read slice by slice.
 
-The library writes only what is in memory all at once, so the writing is done here: a length,
-a JSON header, the arrays one after the other. It reads slices, and does so here.
+The library writes only arrays that are all in memory at once, so the writing is done here: a
+length, a JSON header, the arrays one after the other. Reading is the library's.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
         name: Its name in the file.
         shape: Its shape.
         dtype: Its type.
-        fetch: Gives it; called once, when its turn comes.
+        fetch: Returns it; called when it is written.
     """
 
     name: str
@@ -51,54 +51,43 @@ def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], 
     """Write files of at most `limit` bytes of arrays, with an index if there are several.
 
     Args:
-        directory: There, and empty.
+        directory: Exists, and is empty.
         tensors: In the order they are written.
         metadata: Goes into every file.
-        limit: In bytes; an array that is larger has a file of its own.
+        limit: In bytes; a larger array has a file to itself.
 
     Returns:
         The names of the files with arrays.
     """
-    parts = divided(tensors, limit)
-    names = [
-        f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else "model.safetensors"
-        for i in range(len(parts))
-    ]
-    for name, part in zip(names, parts, strict=True):
-        write_file(directory / name, part, metadata)
-    if len(parts) > 1:
-        where = {tensor.name: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        total = sum(tensor.bytes for tensor in tensors)
-        index = {"metadata": {"total_size": total, **metadata}, "weight_map": where}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return names
-
-
-def divided(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
-    """Consecutive tensors, as many together as the limit allows."""
-    parts: list[list[Tensor]] = [[]]
+    groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if parts[-1] and size + tensor.bytes > limit:
-            parts.append([])
+        if groups[-1] and size + tensor.bytes > limit:
+            groups.append([])
             size = 0
-        parts[-1].append(tensor)
+        groups[-1].append(tensor)
         size += tensor.bytes
-    return parts
+    count = len(groups)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    for name, group in zip(names, groups, strict=True):
+        write_file(directory / name, group, metadata)
+    if count > 1:
+        weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        total = sum(tensor.bytes for tensor in tensors)
+        index = {"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return names
 
 
 def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> None:
     """Write one file, fetching one array at a time."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
+    end = 0
     for tensor in tensors:
-        offsets = [at, at + tensor.bytes]
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        at += tensor.bytes
+        start, end = end, end + tensor.bytes
+        dtype = NAMES[tensor.dtype.name]
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -133,16 +122,15 @@ class Files:
             raise FileNotFoundError(f"There are no files of safetensors at {path}.")
         opened = [safe_open(folder / name, framework="numpy") for name in sorted(names)]
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        metadata = [file.metadata() or {} for file in opened]
         self.tied = {
             name: other
-            for found in metadata
-            for name, other in found.items()
+            for file in opened
+            for name, other in (file.metadata() or {}).items()
             if name not in self._files and other in self._files
         }
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor, be it tied to another."""
+        """Whether there is such a tensor, tied to another or not."""
         return name in self._files or name in self.tied
 
     def names(self) -> set[str]:
@@ -151,17 +139,18 @@ class Files:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._at(name).get_shape())
+        return tuple(self._slices(name).get_shape())
 
-    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, without reading the rest."""
-        found = self._at(name)
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor, without reading the rest."""
         if not index:
-            return self._files[self.tied.get(name, name)].get_tensor(self.tied.get(name, name))
+            name = self.tied.get(name, name)
+            return self._files[name].get_tensor(name)
+        tensor = self._slices(name)
         if any(one.start >= one.stop for one in index):  # the library refuses empty slices
-            return np.zeros([one.stop - one.start for one in index], jnp.dtype(DTYPES[found.get_dtype()]))
-        return found[index]
+            return np.zeros([one.stop - one.start for one in index], jnp.dtype(DTYPES[tensor.get_dtype()]))
+        return tensor[index]
 
-    def _at(self, name: str):
+    def _slices(self, name: str):
         name = self.tied.get(name, name)
         return self._files[name].get_slice(name)

@@ -144,6 +144,10 @@ class ManualCollectives:
         """The sum over all data-parallel workers."""
         return lax.psum(tree, self.axes)
 
+    def pmean(self, tree: PyTree) -> PyTree:
+        """The mean over all data-parallel workers."""
+        return lax.pmean(tree, self.axes)
+
     def _limit(self, exposed: bool) -> int:
         """Exposed collectives can only hide behind the block they belong to, which begins on its first leaves."""
         return self.bucket_bytes // 4 if exposed else self.bucket_bytes

@@ -1,10 +1,10 @@
-"""What a GPU can do, in figures: of its memory and arithmetic from XLA's description, of its links from here."""
+"""Memory, peak rates and link bandwidths of a GPU: the first two from XLA's description, the links from data sheets."""
 
 import dataclasses
 import re
 from typing import NamedTuple
 
-from zerojax.gpus.topology import Topology, target
+from zerojax.gpus.topology import Topology, target_config
 
 # XLA's numbers of element types (xla_data.proto) that matrix units have rates for.
 TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf16", "19": "f8e5m2", "20": "f8e4m3fn"}
@@ -13,11 +13,11 @@ USABLE = 0.95
 
 
 class Links(NamedTuple):
-    """Bytes per second that one GPU sends, each way, at most.
+    """Peak bytes per second that one GPU sends, each way.
 
     Attributes:
-        link: To the GPUs of its machine.
-        network: To other machines: its share of the machine's adapters.
+        link: To the GPUs of its host.
+        network: To other hosts: its share of the host's network adapters.
     """
 
     link: float
@@ -41,11 +41,11 @@ class Device:
     Attributes:
         memory: Bytes.
         bandwidth: Bytes per second of its memory.
-        rates: Dense operations per second of its matrix units by the HLO type of the
-            operands; `"f32"` is TF32, which XLA uses unless the precision is `HIGHEST`.
-        scalar: Operations per second in float32 without matrix units.
-        links: How fast it sends.
-        in_a_host: GPUs in its machine.
+        rates: Dense FLOP/s of its matrix units by the HLO type of the operands; `"f32"` is
+            TF32, which XLA uses unless the precision is `HIGHEST`.
+        scalar: FLOP/s in float32 without matrix units.
+        links: Its link bandwidths.
+        per_host: GPUs in its host.
     """
 
     memory: int
@@ -53,11 +53,11 @@ class Device:
     rates: dict[str, float]
     scalar: float
     links: Links
-    in_a_host: int
+    per_host: int
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
-        """The GPU of a topology; `link` and `network` in place of the table's, in bytes per second.
+        """The GPU of a topology; `link` and `network` override the table, in bytes per second.
 
         Raises:
             ValueError: If one of these is not above 0.
@@ -65,7 +65,7 @@ class Device:
         for name, given in (("link", link), ("network", network)):
             if given is not None and not given > 0:
                 raise ValueError(f"{name} is what a GPU sends, in bytes per second, and must be above 0, not {given}.")
-        text, usual = target(topology.kind), LINKS[topology.kind]
+        text, usual = target_config(topology.kind), LINKS[topology.kind]
         figure = lambda name: float(re.search(rf"\b{name}: ([\d.]+)", text)[1])  # pyright: ignore[reportOptionalSubscript]
         cores = figure("core_count")
         units = text[text.index("matrix_unit_description") :]
@@ -73,26 +73,26 @@ class Device:
         return cls(
             memory=int(figure("device_memory_size")),
             bandwidth=figure("memory_bandwidth"),
-            rates={  # one unit's operation is a multiplication and an addition
+            rates={  # an operation of a unit is a fused multiply-add: two FLOPs
                 TYPES[key]: 2e9 * float(clock) * int(per_core) * int(per_clock) * cores
                 for key, clock, per_core, per_clock in re.findall(rate, units)
                 if key in TYPES
             },
             scalar=2e9 * figure("clock_rate_ghz") * figure("fpus_per_core") * cores,
             links=Links(link or usual.link, network or usual.network),
-            in_a_host=topology.devices,
+            per_host=topology.per_host,
         )
 
     def rate(self, dtype: str) -> float:
-        """Operations per second of a product of operands of an HLO type, in float32 for a type it has no units for."""
+        """FLOP/s of a product of operands of an HLO type; that of float32 for a type without matrix units."""
         return self.rates.get(dtype, self.scalar)
 
-    def sends(self, group: int) -> float:
-        """Bytes per second that each of a group sends over a ring.
+    def ring_bandwidth(self, group: int) -> float:
+        """Bytes per second that each device of a group sends over a ring.
 
-        The ring enters and leaves each machine once for every adapter, so that all of its
-        adapters are used. A group no larger than a machine is taken to lie in one.
+        The ring enters and leaves each host once for every network adapter, so that all
+        adapters are used. A group no larger than a host is taken to be within one.
         """
-        if group <= self.in_a_host:
+        if group <= self.per_host:
             return self.links.link
-        return min(self.links.link, self.links.network * self.in_a_host)
+        return min(self.links.link, self.links.network * self.per_host)

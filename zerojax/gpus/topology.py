@@ -1,4 +1,4 @@
-"""GPUs that are not there: a mesh to compile for on a machine without any.
+"""Absent GPUs: a mesh to compile for on a machine without any.
 
 Needs the extra `aot`: the CUDA compiler plugin, of jaxlib's version, and no driver.
 """
@@ -9,34 +9,35 @@ import importlib.resources
 import importlib.util
 import math
 import re
+from typing import Any
 
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 KINDS = ("a100-80", "b200", "h100", "h200")
-IN_A_HOST = 8
+GPUS_PER_HOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Absent GPUs: `hosts` machines of `devices` each.
+    """Absent GPUs, the same number in each host.
 
     Attributes:
         kind: One of `KINDS`.
-        hosts: Number of machines.
-        devices: GPUs in each.
+        hosts: Number of hosts.
+        per_host: GPUs in each.
     """
 
     kind: str
     hosts: int
-    devices: int
+    per_host: int
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Read `"h200:8"` (one machine of eight), `"h200:64"` or `"h200:8x8"` (eight machines of eight).
+        """Read `"h200:8"` (one host of eight), `"h200:64"` or `"h200:8x8"` (eight hosts of eight).
 
-        A machine has eight, so a multiple of eight is as many machines; any other number is one machine.
+        A host has eight, so a multiple of eight is that many hosts; any other number is one host.
 
         Args:
             text: The GPU's name, a colon, and how many; hosts before devices.
@@ -47,21 +48,21 @@ class Topology:
         Raises:
             ValueError: If the text is not of this form or the GPU is unknown.
         """
-        found = re.fullmatch(r"([\w\-]+):(?:(\d+)x)?(\d+)", text)
-        if not found or found.group(1) not in KINDS or 0 in (int(n) for n in found.groups()[1:] if n):
+        match = re.fullmatch(r"([\w\-]+):(?:(\d+)x)?(\d+)", text)
+        if not match or match.group(1) not in KINDS or 0 in (int(n) for n in match.groups()[1:] if n):
             raise ValueError(
-                f"Unknown topology {text!r}. Give a GPU and how many, like 'h200:8' for one machine, 'h200:64' or "
-                f"'h200:8x8' for eight machines of eight; the GPUs known are {', '.join(KINDS)}."
+                f"Unknown topology {text!r}. Give a GPU and how many, like 'h200:8' for one host, 'h200:64' or "
+                f"'h200:8x8' for eight hosts of eight; the GPUs known are {', '.join(KINDS)}."
             )
-        kind, hosts, devices = found.group(1), found.group(2), int(found.group(3))
-        if hosts is None and devices % IN_A_HOST == 0:
-            hosts, devices = devices // IN_A_HOST, IN_A_HOST
+        kind, hosts, devices = match.group(1), match.group(2), int(match.group(3))
+        if hosts is None and devices % GPUS_PER_HOST == 0:
+            hosts, devices = devices // GPUS_PER_HOST, GPUS_PER_HOST
         return cls(kind, int(hosts or 1), devices)
 
     @property
     def size(self) -> int:
         """GPUs in all."""
-        return self.hosts * self.devices
+        return self.hosts * self.per_host
 
 
 def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
@@ -69,7 +70,7 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 
     Args:
         topology: As `Topology.parse` reads it.
-        axes: One axis for all GPUs, or two: the machines, and the GPUs of a machine.
+        axes: One axis for all GPUs, or two: the hosts, and the GPUs of a host.
 
     Returns:
         A mesh with Auto axes. Programs can be compiled for it, not run.
@@ -85,31 +86,35 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
             'Install it with pip install "zerojax[aot]"; no driver and no other CUDA package is needed.'
         )
     if len(axes) > 2:
-        raise ValueError(f"{topology!r} has two levels, machines and GPUs, and the axes are {axes}. Name one or two.")
-    shape = (parsed.size,) if len(axes) == 1 else (parsed.hosts, parsed.devices)
+        raise ValueError(f"{topology!r} has two levels, hosts and GPUs, and the axes are {axes}. Name one or two.")
+    shape = (parsed.size,) if len(axes) == 1 else (parsed.hosts, parsed.per_host)
     return Mesh(np.array(_devices(parsed)).reshape(shape), axes)
 
 
-def absent_like(mesh: Mesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
+def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
     """A mesh of absent GPUs with the axes of another mesh.
 
     Args:
-        mesh: Whose axes, and types of axes, are wanted.
+        mesh: Gives the axes and their types.
         topology: As `Topology.parse` reads it.
-        axes: The data axes, of which the first grows or shrinks to the number of GPUs; the
-            others keep their sizes. Empty: none does.
+        axes: The data axes, which are resized to the number of GPUs: of two the first to the
+            hosts, the second to the GPUs of a host; of another number the first alone. All
+            other axes keep their sizes, within a host.
 
     Raises:
         ValueError: If the topology is unknown, or the axes do not multiply to its GPUs.
         ModuleNotFoundError: If the extra `aot` is not installed.
     """
     devices = absent_mesh(topology).devices.flatten()
-    sizes = dict(mesh.shape)
-    if axes:
-        fixed = mesh.size // sizes[axes[0]]
-        sizes[axes[0]] = max(1, devices.size // fixed)
+    sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]
+    fixed = math.prod(size for name, size in sizes.items() if name not in resized)
+    if len(resized) == 2:
+        parsed = Topology.parse(topology)
+        sizes |= {resized[0]: parsed.hosts, resized[1]: max(1, parsed.per_host // fixed)}
+    elif resized:
+        sizes[resized[0]] = max(1, devices.size // fixed)
     if math.prod(sizes.values()) != devices.size:
-        grows = f"axis {axes[0]!r} can grow, the others stay" if axes else "no axis is known to grow"
+        grows = f"only {' and '.join(map(repr, resized))} can grow" if resized else "no axis is known to grow"
         raise ValueError(
             f"The mesh {dict(mesh.shape)} does not fit {topology!r}, which has {devices.size} devices: {grows}. "
             f"Give as many devices as the axes multiply to."
@@ -117,25 +122,31 @@ def absent_like(mesh: Mesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
     return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",)) -> Any:
+    """A mesh of a number of devices of no kind, to lay out for; all of them on the last axis."""
+    sizes = (1,) * (len(axes) - 1) + (count,)
+    return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
 def installed() -> bool:
-    """Whether the compiler plugin is there."""
+    """Whether the compiler plugin is installed."""
     return importlib.util.find_spec("jax_plugins") is not None and any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None for version in (13, 12)
     )
 
 
-def target(kind: str) -> str:
+def target_config(kind: str) -> str:
     """XLA's description of a GPU, as text."""
     return importlib.resources.files("zerojax.gpus").joinpath("targets", f"{kind}.txtpb").read_text()
 
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Descriptions of the devices; making them twice would make them differ."""
-    described = topologies.get_topology_desc(
+    """Descriptions of the devices; cached, as those of two calls are not equal."""
+    description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,
-        topology=f"1x{topology.hosts}x{topology.devices}",
-        target_config=target(topology.kind),
+        topology=f"1x{topology.hosts}x{topology.per_host}",
+        target_config=target_config(topology.kind),
     )
-    return list(described.devices)
+    return list(description.devices)

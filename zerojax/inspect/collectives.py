@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what moves, how much, how often."""
+"""The collectives of a compiled program: kinds, arrays, bytes, and how often each executes."""
 
 import math
 import re
@@ -24,7 +24,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 @dataclass(frozen=True)
 class Array:
-    """One array that a collective moves: its dtype, and its shape before it is cut or after it is gathered."""
+    """One array that a collective moves: HLO dtype, and the full shape, before a scatter or after a gather."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,11 +56,11 @@ class Collective:
         kind: One of `KINDS`; a start and its done are one collective.
         arrays: What it moves, several where XLA combined several tensors into one launch.
         group_size: Devices that take part together (for a permute: devices named in its pairs).
-        times: Executions in one run of the program, or None where a loop around it has a number
-            of turns that the program does not fix.
-        times_if_once: The same, with each such loop taken as one turn.
-        conditional: It lies in a branch of a conditional; the count takes the branch as executed.
-        computation: The HLO computation it stands in.
+        times: Executions in one run of the program, or None where the program does not fix the
+            trip count of a loop around it.
+        times_if_once: The same, with each such loop taken as one iteration.
+        conditional: Whether it is in a branch of a conditional; the branch counts as executed.
+        computation: The HLO computation that contains it.
         name: Its HLO instruction.
         op_name: The JAX operation it came from, or "".
         frames: The Python stack that traced it, innermost first, as "file:line in function".
@@ -95,21 +95,21 @@ class Collective:
     @property
     def sent(self) -> int:
         """Bytes that one device sends in one execution over a ring: x(n-1)/n, twice that for an all-reduce."""
-        return self._on_a_ring(self.bytes)
+        return self._ring(self.bytes)
 
     @property
     def sent_elements(self) -> int:
         """Elements that one device sends in one execution over a ring."""
-        return self._on_a_ring(self.elements)
+        return self._ring(self.elements)
 
-    def _on_a_ring(self, size: int) -> int:
+    def _ring(self, size: int) -> int:
         hops, devices = self.group_size - 1, max(self.group_size, 1)
         if self.kind in ("collective-permute", "collective-broadcast"):
             return size if hops > 0 else 0
         return -(-size * hops * (2 if self.kind == "all-reduce" else 1) // devices)
 
 
-class Moved(NamedTuple):
+class Volume(NamedTuple):
     """What collectives move in one run of the program: full tensors, and what one device sends over a ring."""
 
     elements: int
@@ -139,12 +139,12 @@ class Collectives(tuple[Collective, ...]):
             raise ValueError(f"No kind of collective is called {unknown[0]!r}. The kinds are {', '.join(KINDS)}.")
         return Collectives(c for c in self if not kinds or c.kind in kinds)
 
-    def moved(self, *kinds: str, unknown_once: bool = False) -> Moved:
-        """Total of the given kinds, executions multiplied in; all kinds when none is given.
+    def moved(self, *kinds: str, unknown_once: bool = False) -> Volume:
+        """Total of the given kinds, times their executions; all kinds when none is given.
 
         Args:
             kinds: Some of `KINDS`.
-            unknown_once: Take a loop whose number of turns the program does not fix as one turn.
+            unknown_once: Whether to take a loop of unknown trip count as one iteration.
 
         Returns:
             Elements and bytes of the full tensors, and bytes and elements sent by one device.
@@ -157,10 +157,10 @@ class Collectives(tuple[Collective, ...]):
         for c in chosen:
             if c.times is None and not unknown_once:
                 raise ValueError(
-                    f"Cannot total {c.kind} {c.name!r} ({c.op_name or 'no op_name'}): it runs in a loop whose number "
-                    "of turns the program does not fix. Pass unknown_once=True to count such a loop as one turn."
+                    f"Cannot total {c.kind} {c.name!r} ({c.op_name or 'no op_name'}): it runs in a loop whose trip "
+                    "count the program does not fix. Pass unknown_once=True to count such a loop as one iteration."
                 )
-        return Moved(
+        return Volume(
             elements=sum(c.times_if_once * c.elements for c in chosen),
             bytes=sum(c.times_if_once * c.bytes for c in chosen),
             sent=sum(c.times_if_once * c.sent for c in chosen),
@@ -181,9 +181,9 @@ class Collectives(tuple[Collective, ...]):
                 f"{total.bytes / 2**20:11.2f} {total.sent / 2**20:11.2f}"
             )
         if unknown := sum(c.times is None for c in self):
-            lines.append(f"{unknown} run in loops whose number of turns the program does not fix: counted as one turn")
+            lines.append(f"{unknown} run in loops of unknown trip count: counted as one iteration")
         if conditional := sum(c.conditional for c in self):
-            lines.append(f"{conditional} lie in a branch of a conditional: counted as executed")
+            lines.append(f"{conditional} are in a branch of a conditional: counted as executed")
         return "\n".join(lines)
 
 
@@ -191,8 +191,8 @@ def collectives(compiled: Any) -> Collectives:
     """List every collective of a compiled program, with what it moves and how often it executes.
 
     Executions are followed from the entry through loops, calls, fusions and asynchronous
-    computations. A loop's turns are those XLA has noted, else those of a counter that starts at a
-    constant, steps by a constant and is compared with one, else unknown. Every branch of a
+    computations. A loop's trip count is the one XLA has noted, else that of a counter which starts
+    at a constant, steps by a constant and is compared with one, else unknown. Every branch of a
     conditional counts as executed. Dtypes are the program's own: XLA:CPU widens bf16 to f32.
     Point-to-point sends that XLA makes out of a permute are not listed.
 
@@ -204,23 +204,23 @@ def collectives(compiled: Any) -> Collectives:
 
     Raises:
         TypeError: If `compiled` is no compiled program.
-        ValueError: If the text is not HLO, or is cut.
+        ValueError: If the text is not HLO, or is truncated.
     """
-    return find(read(compiled))
+    return collectives_of(read(compiled))
 
 
-def find(module: Module) -> Collectives:
+def collectives_of(module: Module) -> Collectives:
     """The collectives of a parsed program."""
-    frames, found = _frame_reader(module.text), []
+    frames, listed = _frame_reader(module.text), []
     for name in module.callers_first:
         computation, count = module.computations[name], module.executions[name]
         for i in computation.instructions:
             kind = i.opcode.removesuffix("-start")
-            # A start that calls a computation wraps the collective that stands there.
+            # A start that calls a computation wraps a collective there, which is listed instead.
             if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
                 continue
             op_name = re.search(r'op_name="([^"]*)"', i.rest)
-            found.append(
+            listed.append(
                 Collective(
                     kind=kind,
                     arrays=_full_arrays(kind, computation, i),
@@ -234,7 +234,7 @@ def find(module: Module) -> Collectives:
                     frames=frames(i),
                 )
             )
-    return Collectives(found)
+    return Collectives(listed)
 
 
 def arrays_of(shape: str) -> list[Array]:
@@ -252,7 +252,10 @@ def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[A
         # The shape of a start lists operands, results and context, nested in more than one way.
         return tuple(arrays if i.opcode == kind else arrays[len(operands) : 2 * len(operands)])
     if missing := [name for name in operands if name not in computation.by_name]:
-        raise ValueError(f"The HLO text is cut: {kind} {i.name!r} takes {missing[0]!r}, which it does not define.")
+        raise ValueError(
+            f"The HLO text is truncated: {kind} {i.name!r} takes {missing[0]!r}, which it does not define. "
+            "Give all of as_text()."
+        )
     return tuple(array for name in operands for array in arrays_of(computation.by_name[name].shape))
 
 
@@ -264,11 +267,11 @@ def _group_size(module: Module, i: Instruction) -> int:
         return int(iota[1])
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
-        # An axis may be used in part, written 'name':(size before)size.
-        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
+        # A sub-axis is written 'name':(size before)size.
+        return math.prod(int(own or sizes[axis]) for axis, own in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
     if listed := re.search(r"replica_groups=\{\{([^}]*)\}", text):
         return len(listed[1].split(","))
-    header = module.text.partition("\n")[0]  # no groups: everyone
+    header = module.text.partition("\n")[0]  # no groups: all devices
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
 
 
@@ -279,26 +282,26 @@ def _frame_reader(text: str) -> Callable[[Instruction], tuple[str, ...]]:
         title, _, body = block.strip().partition("\n")
         tables[title] = body
     files, names = (dict(re.findall(r'(\d+) "(.*)"', tables.get(t, ""))) for t in ("FileNames", "FunctionNames"))
-    place = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-    places = {
-        at: f"{files.get(file, '?')}:{line} in {names.get(name, '?')}"
-        for at, file, name, line in place.findall(tables.get("FileLocations", ""))
+    location = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+    locations = {
+        number: f"{files.get(file, '?')}:{line} in {names.get(name, '?')}"
+        for number, file, name, line in location.findall(tables.get("FileLocations", ""))
     }
     linked = re.findall(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", tables.get("StackFrames", ""))
     # jax 0.10 to 0.12 print the parent's number plus one, so that the first frame names itself.
     shift = 1 if linked and linked[0][2] == "1" else 0
-    stack = {int(frame): (places.get(at, "?"), int(parent or 0) - shift) for frame, at, parent in linked}
+    stack = {int(frame): (locations.get(number, "?"), int(parent or 0) - shift) for frame, number, parent in linked}
 
     def frames(i: Instruction) -> tuple[str, ...]:
         if own := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
             return (f"{own[1]}:{own[2]}",)
-        found = re.search(r"stack_frame_id=(\d+)", i.rest)
-        at, lines = int(found[1]) if found else 0, []
-        while at in stack:
-            line, parent = stack[at]
+        match = re.search(r"stack_frame_id=(\d+)", i.rest)
+        frame, lines = int(match[1]) if match else 0, []
+        while frame in stack:
+            line, parent = stack[frame]
             if lines[-1:] != [line]:
                 lines.append(line)
-            at = parent if parent < at else 0
+            frame = parent if parent < frame else 0
         return tuple(lines)
 
     return frames

@@ -1,6 +1,6 @@
 """A compiled program's HLO text, parsed: computations in schedule order, and how often each executes.
 
-Text is read in one pass over its lines, and only the few lines that matter are taken apart.
+The text is read in one pass over its lines; operands and attributes are parsed only where asked for.
 """
 
 import re
@@ -17,13 +17,13 @@ _CALLEES = re.compile(
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
-_TURNS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
-_FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_DEPTH = 12  # how far a loop counter is traced back; bounds the work on a text that is no counter
+_TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+_DEPTH = 12  # how far a loop counter is traced back, which bounds the work on values that are no counters
 
 
 class Instruction(NamedTuple):
-    """One line of HLO; `rest` is the line from the operands on, taken apart only where needed."""
+    """One line of HLO; `rest` is the unparsed line from the operands on."""
 
     name: str
     opcode: str
@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """What stands between the brackets."""
+        """The text between the parentheses: operands, or a constant's value."""
         depth = 1
         for bracket in re.finditer(r"[()]", self.rest):
             depth += 1 if bracket.group() == "(" else -1
@@ -51,12 +51,12 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """What follows the operands, without metadata and backend config: their free text could mislead."""
+        """What follows the operands, without metadata and backend config, whose free text could match anything."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property
-    def synchronous(self) -> bool:
-        """True without a start; XLA:GPU also marks some start and done pairs as run in place."""
+    def is_synchronous(self) -> bool:
+        """True without a start; XLA:GPU also marks some start and done pairs as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
@@ -69,16 +69,16 @@ class Computation(NamedTuple):
 
     @property
     def root(self) -> str:
-        """Name of the instruction whose value is the computation's."""
+        """Name of the instruction whose value the computation returns."""
         return next((i.name for i in reversed(self.instructions) if i.root), "")
 
 
 class Call(NamedTuple):
-    """An instruction runs a computation `turns` times, None if the program does not fix it."""
+    """An instruction that runs a computation `trip_count` times; None where the program does not fix the number."""
 
     instruction: Instruction
     callee: str
-    turns: int | None
+    trip_count: int | None
 
 
 @dataclass(frozen=True)
@@ -91,58 +91,64 @@ class Module:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        """By caller, which computations it runs and how often, in schedule order."""
+        """For each computation, those it runs and how often, in schedule order."""
         return {
             c.name: [call for i in c.instructions for call in self._calls(c, i)] for c in self.computations.values()
         }
 
     def _calls(self, caller: Computation, instruction: Instruction) -> Iterator[Call]:
-        opcode, turns = instruction.opcode, 1
+        opcode, trips = instruction.opcode, 1
         if opcode not in _CALLERS and not opcode.endswith("-start"):
             return
         attributes = _CALLEES.findall(instruction.attributes)
-        found = [(key, name) for key, names in attributes for name in re.findall(r"[\w.\-]+", names)]
+        callees = [(key, name) for key, names in attributes for name in re.findall(r"[\w.\-]+", names)]
         if opcode == "while":
-            known = _TURNS.search(instruction.rest)
-            turns = int(known.group(1)) if known else _turns(self, caller, instruction, dict(found))
-        for key, name in found:
+            known = _TRIP_COUNT.search(instruction.rest)
+            trips = int(known.group(1)) if known else _trip_count(self, caller, instruction, dict(callees))
+        for key, name in callees:
             if name in self.computations:
-                # The condition is asked once more than the body runs.
-                yield Call(instruction, name, None if turns is None else turns + (key == "condition"))
+                # The condition runs once more than the body.
+                yield Call(instruction, name, None if trips is None else trips + (key == "condition"))
 
     @cached_property
     def callers_first(self) -> tuple[str, ...]:
         """Every computation that the entry reaches, each after all of its callers."""
-        order, waiting, seen = TopologicalSorter[str](), list(self.entries), set(self.entries)
-        while waiting:
-            name = waiting.pop()
+        order, pending, seen = TopologicalSorter[str](), list(self.entries), set(self.entries)
+        while pending:
+            name = pending.pop()
             order.add(name)
             for call in self.calls[name]:
                 order.add(call.callee, name)
                 if call.callee not in seen:
                     seen.add(call.callee)
-                    waiting.append(call.callee)
+                    pending.append(call.callee)
         return tuple(order.static_order())
 
     @cached_property
-    def executions(self) -> dict[str, "Count"]:
+    def executions(self) -> dict[str, "Executions"]:
         """How often each computation that the entry reaches executes in one run."""
-        counts = dict.fromkeys(self.callers_first, Count(0, True, False))
-        counts |= dict.fromkeys(self.entries, Count(1, True, False))
+        counts = dict.fromkeys(self.callers_first, Executions(0, True, False))
+        counts |= dict.fromkeys(self.entries, Executions(1, True, False))
         for caller in self.callers_first:
-            here = counts[caller]
+            outer = counts[caller]
             for call in self.calls[caller]:
-                was, turns = counts[call.callee], 1 if call.turns is None else call.turns
-                counts[call.callee] = Count(
-                    was.times_if_once + here.times_if_once * turns,
-                    was.known and here.known and call.turns is not None,
-                    was.conditional or here.conditional or call.instruction.opcode == "conditional",
+                earlier, trips = counts[call.callee], 1 if call.trip_count is None else call.trip_count
+                counts[call.callee] = Executions(
+                    earlier.times_if_once + outer.times_if_once * trips,
+                    earlier.known and outer.known and call.trip_count is not None,
+                    earlier.conditional or outer.conditional or call.instruction.opcode == "conditional",
                 )
         return counts
 
 
-class Count(NamedTuple):
-    """Executions of a computation in one run of the program; see `Collective` for the words."""
+class Executions(NamedTuple):
+    """Executions of a computation in one run of the program.
+
+    Attributes:
+        times_if_once: How many, each loop of unknown trip count taken as one iteration.
+        known: Whether every trip count around it is known.
+        conditional: Whether it is in a branch of a conditional.
+    """
 
     times_if_once: int
     known: bool
@@ -168,7 +174,8 @@ def read(compiled: Any) -> Module:
             remedy = "It is lowered, not compiled: call .compile() on it first"
         elif hasattr(compiled, "lower"):
             remedy = "It is a function: give what its .lower(...).compile() returns"
-        raise TypeError(f"Cannot read collectives from a {type(compiled).__name__}. {remedy}.")
+        raise TypeError(f"Cannot read a compiled program from a {type(compiled).__name__}. {remedy}.")
+
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     computations: dict[str, Computation] = {}
     entries, current = [], None
@@ -180,9 +187,9 @@ def read(compiled: Any) -> Module:
                 current = computations[header[2]] = Computation(header[2], [], {})
                 if header[1]:
                     entries.append(header[2])
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            root, name, shape, opcode = found.groups()
-            instruction = Instruction(name, opcode, shape, line[found.end() :], root is not None)
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            root, name, shape, opcode = match.groups()
+            instruction = Instruction(name, opcode, shape, line[match.end() :], root is not None)
             current.instructions.append(instruction)
             current.by_name[name] = instruction
     if not entries:
@@ -194,12 +201,12 @@ def read(compiled: Any) -> Module:
 
 
 def _callee(i: Instruction) -> str:
-    found = _CALLEES.search(i.attributes)
-    return found[2].strip("%") if found else ""
+    match = _CALLEES.search(i.attributes)
+    return match[2].strip("%") if match else ""
 
 
-class _Counter(NamedTuple):
-    """A value in a loop: number `element` of the loop's state plus `offset`, or just `offset` where that is None."""
+class _Affine(NamedTuple):
+    """An integer in a loop: element number `element` of the carry plus `offset`; a constant where that is None."""
 
     element: int | None
     offset: int
@@ -210,19 +217,20 @@ def _trace(
     c: Computation,
     name: str,
     element: int | None = None,
-    given: list["_Counter | None"] | None = None,
+    arguments: list["_Affine | None"] | None = None,
     depth: int = _DEPTH,
-) -> _Counter | None:
-    """Trace a value back to a constant or to the loop's state; `given` are the arguments of a fusion or call."""
+) -> _Affine | None:
+    """Trace a value back to a constant or to the loop's carry; `arguments` are those of a fusion or call."""
     i = c.by_name.get(name)
-    # A counter is an integer scalar, alone or in a tuple; anything else could fan out without end.
+    # A counter is an integer scalar, alone or in a tuple; tracing anything else could fan out without end.
     if i is None or depth == 0 or not re.match(r"[su]\d+\[\]|\(", i.shape):
         return None
-    operands, follow = i.operands, lambda name, at=None: _trace(module, c, name, at, given, depth - 1)
+    operands, follow = i.operands, lambda name, at=None: _trace(module, c, name, at, arguments, depth - 1)
     if i.opcode == "constant" and re.fullmatch(r"-?\d+", i.literal):
-        return _Counter(None, int(i.literal))
+        return _Affine(None, int(i.literal))
     if i.opcode == "parameter":
-        return given[int(i.literal)] if given is not None else None if element is None else _Counter(element, 0)
+        carry = None if element is None else _Affine(element, 0)
+        return carry if arguments is None else arguments[int(i.literal)]
     if i.opcode in ("copy", "convert", "bitcast", "reshape"):
         return follow(operands[0], element)
     if i.opcode == "tuple" and element is not None:
@@ -231,46 +239,52 @@ def _trace(
         return follow(operands[0], int(i.attributes.partition("index=")[2].partition(",")[0]))
     if i.opcode in ("fusion", "call"):
         inner = module.computations.get(_callee(i))
-        arguments = [follow(o) for o in operands]
-        return _trace(module, inner, inner.root, element, arguments, depth - 1) if inner else None
+        passed = [follow(o) for o in operands]
+        return _trace(module, inner, inner.root, element, passed, depth - 1) if inner else None
     if i.opcode in ("add", "subtract"):
         left, right = follow(operands[0]), follow(operands[1])
         if i.opcode == "subtract" and right is not None:
-            right = _Counter(right.element, -right.offset) if right.element is None else None
+            right = _Affine(right.element, -right.offset) if right.element is None else None
         if left and right and None in (left.element, right.element):
-            return _Counter(left.element if right.element is None else right.element, left.offset + right.offset)
+            return _Affine(left.element if right.element is None else right.element, left.offset + right.offset)
     return None
 
 
-def _compared(module: Module, c: Computation, name: str, given: list[_Counter | None] | None = None) -> tuple | None:
-    """The two sides and the direction of the compare that decides a loop."""
+def _comparison(
+    module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
+) -> tuple | None:
+    """`(left, right, direction)` of the compare that ends a loop; None where the condition is no single compare."""
     i = c.by_name.get(name)
-    if i is not None and i.opcode == "compare":
+    if i is None or i.opcode not in ("compare", "fusion", "call"):
+        return None
+    operands = [_trace(module, c, operand, arguments=arguments) for operand in i.operands]
+    if i.opcode == "compare":
         direction = re.search(r"direction=(\w+)", i.attributes)
-        return *(_trace(module, c, o, given=given) for o in i.operands), direction and direction[1]
-    if i is not None and i.opcode in ("fusion", "call"):
-        inner = module.computations.get(_callee(i))
-        return inner and _compared(module, inner, inner.root, [_trace(module, c, o, given=given) for o in i.operands])
-    return None
+        return *operands, direction and direction[1]
+    inner = module.computations.get(_callee(i))
+    return inner and _comparison(module, inner, inner.root, operands)
 
 
-def _turns(module: Module, caller: Computation, loop: Instruction, parts: dict[str, str]) -> int | None:
-    """Turns of a loop that counts from a constant by a constant to a constant; None for any other."""
-    condition, body = (module.computations.get(parts.get(key, "")) for key in ("condition", "body"))
-    compared = condition and _compared(module, condition, condition.root)
-    if not compared or not body or compared[0] is None or compared[1] is None or compared[2] not in _FLIPPED:
+def _trip_count(module: Module, caller: Computation, loop: Instruction, callees: dict[str, str]) -> int | None:
+    """Iterations of a loop whose counter has a constant start, step and bound; None for any other."""
+    condition, body = (module.computations.get(callees.get(key, "")) for key in ("condition", "body"))
+    compared = condition and _comparison(module, condition, condition.root)
+    if not compared or not body or compared[0] is None or compared[1] is None or compared[2] not in _MIRRORED:
         return None
     counter, bound, direction = compared
     if counter.element is None:
-        counter, bound, direction = bound, counter, _FLIPPED[direction]
+        counter, bound, direction = bound, counter, _MIRRORED[direction]
     if counter.element is None or bound.element is not None:
         return None
     start = _trace(module, caller, loop.operands[0], counter.element)
-    after = _trace(module, body, body.root, counter.element)
-    if not start or not after or start.element is not None or after.element != counter.element or after.offset == 0:
+    following = _trace(module, body, body.root, counter.element)
+    if not start or not following or start.element is not None or following.element != counter.element:
         return None
-    way = -1 if direction in ("GT", "GE") else 1
-    step, distance = after.offset * way, (bound.offset - start.offset - counter.offset) * way
+    if following.offset == 0:
+        return None
+    sign = -1 if direction in ("GT", "GE") else 1
+    step, distance = following.offset * sign, (bound.offset - start.offset - counter.offset) * sign
+
     if direction == "NE":
         return distance // step if distance * step >= 0 and distance % step == 0 else None
     distance += direction in ("LE", "GE")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.inspect.collectives import Collective, find
+from zerojax.inspect.collectives import Collective, collectives_of
 from zerojax.inspect.hlo import Module, read
 
 _PRODUCTS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
@@ -13,37 +13,37 @@ _LIBRARY = re.compile(r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\
 
 
 @dataclass(frozen=True)
-class Flight:
-    """One collective, and the matrix products that execute between its start and its done, each time it runs."""
+class InFlight:
+    """One collective, and the matrix products that execute between its start and its done, in each execution."""
 
     collective: Collective
     products: int
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full tensor, executions multiplied in; a loop of unknown turns counts as one turn."""
+        """Bytes of the full tensor times executions; a loop of unknown trip count counts as one iteration."""
         return self.collective.bytes * self.collective.times_if_once
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives of one program with what hides each; print it for a table."""
+    """The collectives of one program with the products that hide each; print it for a table."""
 
-    flights: tuple[Flight, ...]
+    in_flight: tuple[InFlight, ...]
 
     def of(self, *kinds: str) -> "Overlap":
-        """Those of the given kinds of collective alone."""
-        return Overlap(tuple(f for f in self.flights if f.collective.kind in kinds))
+        """The collectives of the given kinds alone."""
+        return Overlap(tuple(f for f in self.in_flight if f.collective.kind in kinds))
 
     @property
     def bytes(self) -> int:
-        """Bytes of all collectives, full tensors, executions multiplied in."""
-        return sum(f.bytes for f in self.flights)
+        """Bytes of all collectives: full tensors times executions."""
+        return sum(f.bytes for f in self.in_flight)
 
     @property
     def hidden_bytes(self) -> int:
-        """Of these, the bytes with at least one product in flight."""
-        return sum(f.bytes for f in self.flights if f.products)
+        """Of these, the bytes of collectives during which at least one product executes."""
+        return sum(f.bytes for f in self.in_flight if f.products)
 
     @property
     def hidden_share(self) -> float:
@@ -51,31 +51,31 @@ class Overlap:
         return self.hidden_bytes / self.bytes if self.bytes else 1.0
 
     @property
-    def exposed(self) -> tuple[Flight, ...]:
-        """What hides behind nothing, most bytes first."""
-        return tuple(sorted((f for f in self.flights if not f.products), key=lambda f: -f.bytes))
+    def exposed(self) -> tuple[InFlight, ...]:
+        """Collectives hidden by no product, most bytes first."""
+        return tuple(sorted((f for f in self.in_flight if not f.products), key=lambda f: -f.bytes))
 
     def __str__(self) -> str:
-        groups = dict.fromkeys((f.collective.computation, f.collective.kind) for f in self.flights)
+        groups = dict.fromkeys((f.collective.computation, f.collective.kind) for f in self.in_flight)
         lines = [f"{'computation':32} {'kind':20} {'in text':>8} {'MiB':>11} {'hidden':>7}"]
         for computation, kind in groups:
-            group = Overlap(tuple(f for f in self.of(kind).flights if f.collective.computation == computation))
+            group = Overlap(tuple(f for f in self.of(kind).in_flight if f.collective.computation == computation))
             lines.append(
-                f"{computation[:32]:32} {kind:20} {len(group.flights):8} {group.bytes / 2**20:11.2f} "
+                f"{computation[:32]:32} {kind:20} {len(group.in_flight):8} {group.bytes / 2**20:11.2f} "
                 f"{group.hidden_share:7.1%}"
             )
-        lines.append(f"{'all':53} {len(self.flights):8} {self.bytes / 2**20:11.2f} {self.hidden_share:7.1%}")
+        lines.append(f"{'all':53} {len(self.in_flight):8} {self.bytes / 2**20:11.2f} {self.hidden_share:7.1%}")
         return "\n".join(lines)
 
 
 def overlap(compiled: Any) -> Overlap:
     """Find, for every collective, the matrix products that execute while it is in flight.
 
-    A product is a dot or convolution, a library call that is one, or a fusion that holds one. A
-    loop between start and done counts its products times its turns (once if the turns are
-    unknown), a conditional those of its branch with fewest. A collective that is synchronous has
-    none; one whose done stands in another computation is taken to fly to the end of its own. It is
-    a count, not a time: one small product makes a large collective count as hidden.
+    A product is a dot or convolution, a library call that is one, or a fusion that contains one. A
+    loop between start and done counts its products times its trip count (once if that is unknown),
+    a conditional those of its branch with fewest. A synchronous collective has none; one whose done
+    is in another computation is taken to be in flight until the end of its own. It is a count, not
+    a time: one small product makes a large collective count as hidden.
 
     Args:
         compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
@@ -85,7 +85,7 @@ def overlap(compiled: Any) -> Overlap:
 
     Raises:
         TypeError: If `compiled` is no compiled program.
-        ValueError: If the text is not HLO, is cut, or is not scheduled.
+        ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
     module = read(compiled)
     if "is_scheduled=true" not in module.text.partition("\n")[0]:
@@ -93,19 +93,19 @@ def overlap(compiled: Any) -> Overlap:
             "Cannot read overlap from HLO that is not scheduled: the order of its lines means nothing. "
             "Give the text of compile(), not that of lower()."
         )
-    windows, flying = _windows(module), dict.fromkeys(module.entries, 0)
+    windows, outer = _windows(module), dict.fromkeys(module.entries, 0)
     for caller in module.callers_first:
         for call in module.calls[caller]:
-            # What an asynchronous start wraps is in flight as long as the wrapper. Of several callers the worst counts.
-            products = flying[caller] + windows[caller].get(call.instruction.name, 0)
-            flying[call.callee] = min(products, flying.get(call.callee, products))
+            # A wrapped collective is in flight as long as its wrapper. Of several callers the one with fewest counts.
+            products = outer[caller] + windows[caller].get(call.instruction.name, 0)
+            outer[call.callee] = min(products, outer.get(call.callee, products))
     return Overlap(
-        tuple(Flight(c, flying[c.computation] + windows[c.computation].get(c.name, 0)) for c in find(module))
+        tuple(InFlight(c, outer[c.computation] + windows[c.computation].get(c.name, 0)) for c in collectives_of(module))
     )
 
 
 def _windows(module: Module) -> dict[str, dict[str, int]]:
-    """By computation and asynchronous start, the products that execute before its done."""
+    """For each computation and asynchronous start, the products that execute before its done."""
     products: dict[str, int] = {}
     windows: dict[str, dict[str, int]] = {}
     for name in reversed(module.callers_first):
@@ -114,30 +114,29 @@ def _windows(module: Module) -> dict[str, dict[str, int]]:
 
 
 def _schedule(module: Module, computation: str, products: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Walk one computation: the products in each window, and those of the whole; `products` are its callees'."""
-    begun: dict[str, tuple[str, int]] = {}
+    """Products between each start and its done, and those of the computation; `products` are its callees'."""
+    started: dict[str, tuple[str, int]] = {}
     windows: dict[str, int] = {}
-    inside: dict[str, list[int]] = {}
+    called: dict[str, list[int]] = {}
     for call in module.calls[computation]:
-        turns = 1 if call.turns is None else call.turns
-        inside.setdefault(call.instruction.name, []).append(products[call.callee] * turns)
+        trips = 1 if call.trip_count is None else call.trip_count
+        called.setdefault(call.instruction.name, []).append(products[call.callee] * trips)
     executed = 0
     for i in module.computations[computation].instructions:
-        if i.opcode.endswith(("-update", "-done")) and i.operands[0] in begun:
-            start, before = begun.pop(i.operands[0])
+        if i.opcode.endswith(("-update", "-done")) and i.operands[0] in started:
+            start, before = started.pop(i.operands[0])
             if i.opcode.endswith("-done"):
                 windows[start] = executed - before
             else:
-                begun[i.name] = start, before
+                started[i.name] = start, before
             continue
         if i.opcode in _PRODUCTS or (i.opcode == "custom-call" and _LIBRARY.search(i.attributes)):
             executed += 1
-        elif i.name in inside:
-            here = inside[i.name]
+        elif inner := called.get(i.name):
             if i.opcode.startswith("fusion"):
-                executed += min(1, sum(here))
+                executed += min(1, sum(inner))
             else:
-                executed += min(here) if i.opcode == "conditional" else sum(here)
-        if not i.synchronous:
-            begun[i.name] = i.name, executed
-    return windows | {start: executed - before for start, before in begun.values()}, executed
+                executed += min(inner) if i.opcode == "conditional" else sum(inner)
+        if not i.is_synchronous:
+            started[i.name] = i.name, executed
+    return windows | {start: executed - before for start, before in started.values()}, executed

@@ -1,17 +1,19 @@
-"""Bytes per device, found on live arrays, leaf by leaf."""
+"""Bytes per device of live arrays, leaf by leaf."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from zerojax.inspect.report_tree import Leaf, Node, as_rich, as_text, grown
+from zerojax.inspect.report_tree import Entry, Node, as_rich, as_text, build_tree
 from zerojax.layout.chunked import Chunked, is_chunked
+from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
 
 if TYPE_CHECKING:
@@ -20,40 +22,40 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found of one leaf.
+    """One leaf.
 
     Attributes:
-        part: The field of the state it stands in: `"params"`, `"opt_state"`, ...
+        part: The field of the state that contains it: `"params"`, `"opt_state"`, ...
         path: Its path within the part.
-        steps: Where it stands in the tree: its part, master weights being one, and its path step by step.
+        keys: Its path in the tree of the report: the part, of which master weights are one, then key by key.
         shape: Logical shape where it is known, else storage shape.
         dtype: Element type.
         place: `"device"`, `"host"` or `"disk"`.
-        held: Bytes of each device in that place, padding included.
-        total: Bytes of one copy in storage, over all devices.
-        where: The `PartitionSpec` and memory kind, or what else is known.
-        note: Why it is not divided, or how it is padded; empty where it is plainly cut.
+        device_bytes: Bytes there for each device, padding included.
+        total: Bytes of the global array in storage.
+        sharding: The `PartitionSpec` and memory kind, or what else is known.
+        note: Why it is replicated or flat, or how it is padded; empty for a sharded leaf without padding.
     """
 
     part: str
     path: str
-    steps: tuple[str, ...]
+    keys: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
     place: str
-    held: dict[jax.Device, int]
+    device_bytes: dict[jax.Device, int]
     total: int
-    where: str
+    sharding: str
     note: str
 
     @property
     def bytes(self) -> int:
-        """Bytes of the device that has most of it."""
-        return max(self.held.values(), default=0)
+        """Bytes on the device that has most."""
+        return max(self.device_bytes.values(), default=0)
 
     def __str__(self) -> str:
-        """Type, shape, where it lies, and why it is not cut."""
-        text = f"{self.dtype}{list(self.shape)}  {self.where}"
+        """Type, shape and sharding, and why it is not sharded."""
+        text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
         return f"{text}  ({self.note})" if self.note else text
 
 
@@ -62,12 +64,12 @@ class Report:
     """Bytes per device of a state. Prints as a tree, by part and module; rich's consoles show it in colours.
 
     Attributes:
-        bytes: For each part, the bytes on the device that holds most of it.
+        bytes: For each part, bytes on the device that has most of it.
         per_device: For each device, the bytes of all parts.
         rows: One row a leaf.
-        host: For each part that waits in host memory, the bytes there of the device that has most.
+        host: For each part that is offloaded to host memory, bytes there of the device that has most.
         disk: As `host`, on disk.
-        update: Where the update of what is offloaded runs, and why; empty if nothing is.
+        update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
     """
 
     bytes: dict[str, int]
@@ -85,23 +87,23 @@ class Report:
     @functools.cached_property
     def tree(self) -> Node:
         """Bytes by part, module and leaf; `tree["master"]` are the master weights, `tree["opt_state"]` the rest."""
-        return grown(Leaf(row.steps, row.place, row.held, str(row)) for row in self.rows)
+        return build_tree(Entry(row.keys, row.place, row.device_bytes, str(row)) for row in self.rows)
 
     @property
     def title(self) -> str:
-        """The totals, in words."""
+        """The totals, in one line."""
         count = len(self.per_device)
-        waiting = {"in host memory": sum(self.host.values()), "in files": sum(self.disk.values())}
+        offloaded = {"in host memory": sum(self.host.values()), "in files": sum(self.disk.values())}
         return "; ".join(
             [
                 f"{self.total:,d} bytes on the fullest of {count} device{'s' * (count != 1)}",
-                *(f"{size:,d} bytes/device {where}" for where, size in waiting.items() if size),
+                *(f"{size:,d} bytes/device {where}" for where, size in offloaded.items() if size),
                 *([f"update on the {self.update}"] if self.update else []),
             ]
         )
 
     def __str__(self) -> str:
-        """The totals, and a line for each part, module and leaf; alike modules share one."""
+        """The totals, and a line for each part, module and leaf; equal modules share one."""
         return f"{self.title}\n\n{as_text(self.tree)}"
 
     __repr__ = __str__
@@ -112,21 +114,21 @@ class Report:
 
 
 def report(state: Any) -> Report:
-    """Find the bytes each device holds of a state, on the live arrays.
+    """Count the bytes of a state on each device, on the live arrays.
 
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are
             its fields (or the keys of its topmost node).
 
     Returns:
-        Bytes per device by part, and a row for each leaf: where it lies, and why it is
-        not divided if it is not. Reasons are known for a `ZeroState`; of other trees the
-        report says what was found.
+        Bytes per device by part, and a row for each leaf: its sharding, and the reason if
+        it is not sharded. Reasons are known for a `ZeroState`; for other trees the report
+        goes by the arrays alone.
 
     Raises:
         TypeError: If a leaf is no array (shapes have no bytes: use `tx.shardings`).
     """
-    reasons = known_reasons(state)
+    notes = notes_from_plan(state)
     rows: list[Row] = []
     per_device: dict[jax.Device, int] = {}
     places: dict[str, dict[str, dict[jax.Device, int]]] = {"device": {}, "host": {}, "disk": {}}
@@ -134,102 +136,100 @@ def report(state: Any) -> Report:
         array = x.storage if isinstance(x, Padded) else x
         part = name_of(path[0]) if path else "array"
         inner = jax.tree_util.keystr(path[1:])
-        steps = (part, *map(name_of, path[1:]))
-        steps = steps[1:] if inner.startswith(".master") and part == "opt_state" else steps
+        keys = (part, *map(name_of, path[1:]))
+        keys = keys[1:] if inner.startswith(".master") and part == "opt_state" else keys
         if isinstance(array, bool | int | float | complex):
             continue  # a TrainState counts its steps in Python
         if not isinstance(array, jax.Array | Chunked):
             raise TypeError(f"{part}{inner} is a {type(array).__name__}; report measures live jax.Arrays.")
-        place, held = place_of(array), bytes_by_device(array)
-        devices = places[place].setdefault(part, {})
-        for device, size in held.items():
+        place, sizes = place_of(array), device_bytes(array)
+        totals = places[place].setdefault(part, {})
+        for device, size in sizes.items():
             per_device[device] = per_device.get(device, 0) + (size if place == "device" else 0)
-            devices[device] = devices.get(device, 0) + size
+            totals[device] = totals.get(device, 0) + size
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
-        reason = reasons.get((part, inner)) or found_note(x, array, held)
-        rows.append(Row(part, inner, steps, shape, x.dtype, place, held, whole_bytes(array), describe(array), reason))
-    device, host, disk = ({part: max(sizes.values()) for part, sizes in found.items()} for found in places.values())
-    return Report(device, per_device, tuple(rows), host, disk, updated(state))
+        note = notes.get((part, inner)) or note_from_array(x, array, sizes)
+        rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
+    device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
+    return Report(device, per_device, tuple(rows), host, disk, update_choice(state))
 
 
 def place_of(array: jax.Array | Chunked) -> str:
-    """Where an array is: `"device"`, `"host"` or `"disk"`."""
+    """The memory of an array: `"device"`, `"host"` or `"disk"`."""
     if isinstance(array, Chunked):
         return "host" if array.store is None else "disk"
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
 
 
-def updated(state: Any) -> str:
-    """Where the update of what a state offloads runs, and why; empty if it offloads nothing."""
+def update_choice(state: Any) -> str:
+    """Where the offloaded part of a state's update runs, and why; empty if nothing is offloaded."""
     choice = getattr(getattr(state, "plan", None), "choice", None)
     return f"{choice.update}: {choice.why}" if choice else ""
 
 
-def bytes_by_device(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Bytes of an array for each device of this process that has some of it."""
+def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
+    """Bytes of an array for each device of this process that has a shard."""
     if isinstance(array, Chunked):
         return dict.fromkeys(array.sharding.addressable_devices, array.leaf.local_bytes)
-    width = itemsize(array)
-    held: dict[jax.Device, int] = {}
+    sizes = Counter[jax.Device]()
     for shard in array.addressable_shards:
-        held[shard.device] = held.get(shard.device, 0) + math.prod(shard.data.shape) * width
-    return held
+        sizes[shard.device] += math.prod(shard.data.shape) * itemsize(array)
+    return dict(sizes)
 
 
-def whole_bytes(array: jax.Array | Chunked) -> int:
-    """Bytes of one copy of an array."""
+def global_bytes(array: jax.Array | Chunked) -> int:
+    """Bytes of the global array, one copy; storage shape."""
     return math.prod(array.shape) * itemsize(array)
 
 
 def itemsize(array: jax.Array | Chunked) -> int:
-    """Bytes of one element; of a PRNG key, of the words behind it."""
+    """Bytes of one element; of a PRNG key, those of its key data."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(array)
         return math.prod(words.shape[array.ndim :]) * words.dtype.itemsize
     return np.dtype(array.dtype).itemsize
 
 
-def known_reasons(state: Any) -> dict[tuple[str, str], str]:
-    """What the layout of a `ZeroState` says of each leaf that is not plainly cut."""
+def notes_from_plan(state: Any) -> dict[tuple[str, str], str]:
+    """For each leaf of a `ZeroState`, why its plan does not shard it, or how it is padded."""
     plan = getattr(state, "plan", None)
     if plan is None:
         return {}
     parts = {"params": plan.layout.params, "opt_state": plan.state}
-    return {(part, leaf.path): leaf_note(leaf) for part, leaves in parts.items() for leaf in leaves}
+    return {(part, leaf.path): note_from_layout(leaf) for part, leaves in parts.items() for leaf in leaves}
 
 
-def leaf_note(leaf) -> str:
-    """One leaf's layout in words; empty if it is cut with nothing to add."""
+def note_from_layout(leaf: Leaf) -> str:
+    """Why a leaf is not sharded by dim, and its padding; empty for a sharded leaf without padding."""
     padding = f"padded by {leaf.padding} elements" if leaf.padding else ""
     if leaf.kind == "sharded":
         return padding and f"dim {leaf.dim} {padding}"
-    said = f"{leaf.kind}: {leaf.reason}" if leaf.reason else leaf.kind
-    return f"{said}; {padding}" if padding else said
+    kind = f"{leaf.kind}: {leaf.reason}" if leaf.reason else leaf.kind
+    return f"{kind}; {padding}" if padding else kind
 
 
-def found_note(x: Any, array: jax.Array | Chunked, held: dict) -> str:
-    """What can be said of a leaf whose layout is not known."""
+def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:
+    """What an array shows by itself: its padding, or that it is replicated."""
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
         return ""
-    alone = held and max(held.values()) == whole_bytes(array)
-    return "whole on each of its devices" if alone and len(held) > 1 else ""
+    return "replicated" if len(sizes) > 1 and max(sizes.values()) == global_bytes(array) else ""
 
 
 def describe(array: jax.Array | Chunked) -> str:
-    """Where an array lies, in a few words."""
+    """The sharding of an array, its memory if that is not the device's, and its chunks."""
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
-        where = "on disk" if array.store is not None else "in host memory"
-        return f"{spec} {where}, {len(array.chunking.extents)} piece{'s' * (len(array.chunking.extents) > 1)}"
+        memory = "on disk" if array.store is not None else "in host memory"
+        return f"{spec} {memory}, {len(array.chunking.extents)} chunk{'s' * (len(array.chunking.extents) > 1)}"
     kind = sharding.memory_kind
-    alone = next(iter(sharding.device_set)) if len(sharding.device_set) == 1 else None
-    text = f"{spec}" if spec is not None else f"device {alone.id}" if alone else type(sharding).__name__
+    only = next(iter(sharding.device_set)) if len(sharding.device_set) == 1 else None
+    text = f"{spec}" if spec is not None else f"device {only.id}" if only else type(sharding).__name__
     return text if kind in (None, "device") else f"{text} in {kind}"
 
 
 def name_of(key: Any) -> str:
-    """One step of a path as a word."""
+    """One key of a path as a word."""
     return jax.tree_util.keystr((key,), simple=True)

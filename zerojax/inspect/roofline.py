@@ -1,7 +1,7 @@
-"""How long a compiled program takes at least: operations of its products, bytes of its kernels, bytes it sends.
+"""A lower bound on the time of a compiled program: FLOPs of its products, bytes of its kernels, bytes it sends.
 
-A kernel is an instruction that the device runs by itself: a fusion, a product, a copy, a
-library call. It takes as long as its operations or its bytes, whichever is slower.
+A kernel is an instruction that the device launches: a fusion, a product, a copy, a library
+call. It takes as long as its FLOPs or its bytes, whichever is slower.
 
 References:
     Williams et al. 2009, doi 10.1145/1498765.1498785: the roofline model.
@@ -43,14 +43,14 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 class Kernel(NamedTuple):
-    """One instruction that the device runs by itself.
+    """One instruction that the device launches.
 
     Attributes:
         name: Its HLO instruction.
-        times: Executions in one run of the program; a loop of unknown turns counts as one.
-        operations: Multiplications and additions of its matrix products, by type of the operands; one execution.
+        times: Executions in one run of the program; a loop of unknown trip count counts as one iteration.
+        operations: FLOPs of its matrix products, by type of the operands; one execution.
         traffic: Bytes it reads and writes; one execution. Of a slice, only what is sliced.
-        unknown: The library function it calls, if that is none whose operations are known.
+        unknown: The library function it calls, if its FLOPs are not known; else empty.
     """
 
     name: str
@@ -60,23 +60,23 @@ class Kernel(NamedTuple):
     unknown: str = ""
 
     def seconds(self, device: Device) -> float:
-        """How long one execution takes at least."""
+        """Least time of one execution."""
         return max(product_seconds(self.operations, device), self.traffic / device.bandwidth)
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """What one run of a program takes a device at least.
+    """The least time of one run of a program on a device.
 
     Attributes:
-        operations: Of matrix products, by type of the operands; `"f32"` runs as TF32, `"f32 highest"` does not.
+        operations: FLOPs of matrix products, by type of the operands; `"f32"` runs as TF32, `"f32 highest"` does not.
         traffic: Bytes that kernels read and write.
         products: Seconds of the products alone.
         memory: Seconds of the traffic alone.
         kernels: Seconds of all kernels, each the slower of its two.
         communication: Seconds of all collectives.
-        exposed: Of these, those with no matrix product in flight.
-        unknown: Library functions whose operations are not counted.
+        exposed: Of these, those of collectives hidden by no matrix product.
+        unknown: Library functions whose FLOPs are not counted.
     """
 
     operations: dict[str, int]
@@ -90,108 +90,108 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """`max(kernels + exposed, communication)`: what hides costs nothing, as long as the link keeps up."""
+        """`max(kernels + exposed, communication)`: a hidden collective costs nothing while the link keeps up."""
         return max(self.kernels + self.exposed, self.communication)
 
 
-def roofline(module: Module, flights: Overlap, device: Device) -> Roofline:
+def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
     """Add up the kernels and the collectives of a program.
 
     Args:
         module: The program.
-        flights: Its collectives, with what hides them.
-        device: What it would run on.
+        overlap: Its collectives, with the products that hide them.
+        device: The GPU to run it on.
     """
-    found = list(kernels(module))
+    launched = list(kernels(module))
     operations = Counter[str]()
-    for kernel in found:
+    for kernel in launched:
         operations.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
-    traffic = sum(kernel.traffic * kernel.times for kernel in found)
+    traffic = sum(kernel.traffic * kernel.times for kernel in launched)
     return Roofline(
         operations=dict(operations),
         traffic=traffic,
         products=product_seconds(operations, device),
         memory=traffic / device.bandwidth,
-        kernels=sum(kernel.seconds(device) * kernel.times for kernel in found),
-        communication=sum(sending_seconds(flight.collective, device) for flight in flights.flights),
-        exposed=sum(sending_seconds(flight.collective, device) for flight in flights.exposed),
-        unknown=tuple(sorted({kernel.unknown for kernel in found if kernel.unknown})),
+        kernels=sum(kernel.seconds(device) * kernel.times for kernel in launched),
+        communication=sum(collective_seconds(f.collective, device) for f in overlap.in_flight),
+        exposed=sum(collective_seconds(f.collective, device) for f in overlap.exposed),
+        unknown=tuple(sorted({kernel.unknown for kernel in launched if kernel.unknown})),
     )
 
 
 def product_seconds(operations: dict[str, int], device: Device) -> float:
-    """How long matrix products take at the device's peak."""
+    """Time of matrix products at the device's peak rates."""
     return sum(count / device.rate(dtype) for dtype, count in operations.items())
 
 
-def sending_seconds(c: Collective, device: Device) -> float:
-    """How long a collective takes, all its executions, on a ring at the link's peak."""
-    return c.sent * c.times_if_once / device.sends(c.group_size)
+def collective_seconds(c: Collective, device: Device) -> float:
+    """Time of all executions of a collective, on a ring at the links' peak bandwidth."""
+    return c.sent * c.times_if_once / device.ring_bandwidth(c.group_size)
 
 
-def launches(module: Module, i: Instruction) -> bool:
-    """Whether an instruction is a kernel: of one that runs beside others its start is, a fused collective is none."""
+def is_kernel(module: Module, i: Instruction) -> bool:
+    """Whether an instruction is a kernel: of an asynchronous one its start is; a fused collective is not."""
     if i.opcode in FREE or i.opcode.endswith(("-update", "-done")):
         return False
     fused = _fused(module, i) if i.opcode in FUSIONS else []
-    return not any(inside.opcode in KINDS for inner in fused for inside in inner.instructions)
+    return not any(inner.opcode in KINDS for computation in fused for inner in computation.instructions)
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
     """Every kernel that a run of the program launches."""
-    running = set(module.entries)
+    executed = set(module.entries)
     for name in module.callers_first:
-        if name not in running:
+        if name not in executed:
             continue
         c, times = module.computations[name], module.executions[name].times_if_once
-        running |= {call.callee for call in module.calls[name] if call.instruction.opcode in CONTROL}
+        executed |= {call.callee for call in module.calls[name] if call.instruction.opcode in CONTROL}
         for i in c.instructions:
-            if launches(module, i):
+            if is_kernel(module, i):
                 operations, unknown = _operations(module, c, i)
                 yield Kernel(i.name, times, dict(operations), _traffic(module, c, i), unknown)
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """Operations of the products in an instruction, and the library function it calls if that is not understood."""
+    """FLOPs of the products in an instruction, and the library function it calls if its FLOPs are not known."""
     if i.opcode in FUSIONS:
         total, unknown = Counter[str](), ""
-        for inner in _fused(module, i):
-            for inside in inner.instructions:
-                counted, name = _operations(module, inner, inside)
-                total, unknown = total + counted, unknown or name
+        for computation in _fused(module, i):
+            for inner in computation.instructions:
+                operations, name = _operations(module, computation, inner)
+                total, unknown = total + operations, unknown or name
         return total, unknown
     shapes = [_operand(c, name) for name in i.operands] if i.opcode in ("dot", "convolution", "custom-call") else []
-    called = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
-    name = called[1] if called else i.opcode
+    target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
+    name = target[1] if target else i.opcode
     if name == "dot" or name.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
         return _dot(i, shapes), ""
     if name == "convolution" or name.startswith("__cudnn$conv"):
         return _convolution(i, name, shapes), ""
-    return Counter(), name if called else ""
+    return Counter(), name if target else ""
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
-    """Two operations for each element of the result and each that is summed for it."""
-    stated = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
-    dims = re.findall(r"\d+", stated[1]) if stated else ()
-    summed = math.prod(operands[0].shape[int(d)] for d in dims)
-    return Counter({_type(i, operands[0]): 2 * arrays_of(i.shape)[0].elements * summed})
+    """Two FLOPs for each element of the result and each contracted index."""
+    contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
+    dims = re.findall(r"\d+", contracting[1]) if contracting else ()
+    contracted = math.prod(operands[0].shape[int(d)] for d in dims)
+    return Counter({_rate_dtype(i, operands[0]): 2 * arrays_of(i.shape)[0].elements * contracted})
 
 
 def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
-    """Two operations for each element that the forward pass makes and each of the kernel that adds to it."""
-    kernel, made = operands[1], arrays_of(i.shape)[0]
+    """Two FLOPs for each output element of the forward convolution and each kernel element that contributes to it."""
+    kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
-        kernel, made = made, operands[1]
+        kernel, output = output, operands[1]
     elif "BackwardInput" in name:
-        made = operands[0]
+        output = operands[0]
     labels = re.search(r"dim_labels=\w+_(\w+)->", i.attributes)
-    outputs = kernel.shape[labels[1].index("o")] if labels else 1
-    return Counter({_type(i, operands[0]): 2 * made.elements * kernel.elements // max(outputs, 1)})
+    features = kernel.shape[labels[1].index("o")] if labels else 1
+    return Counter({_rate_dtype(i, operands[0]): 2 * output.elements * kernel.elements // max(features, 1)})
 
 
-def _type(i: Instruction, operand: Array) -> str:
-    """The type that decides a product's rate."""
+def _rate_dtype(i: Instruction, operand: Array) -> str:
+    """The type that decides at which rate a product runs."""
     highest = operand.dtype == "f32" and re.search(r'operand_precision(?:=\{|":\[")highest', i.rest, re.IGNORECASE)
     return HIGHEST if highest else operand.dtype
 
@@ -202,59 +202,62 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
     if i.opcode in UPDATES:
-        return 2 * _put(c, i)
+        return 2 * _update_bytes(c, i)
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
-        return _bytes(i.shape)  # which lists operands, results and a context of 4 bytes
+        return _bytes(i.shape)  # lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
         return sum(_bytes(c.by_name[name].shape) for name in operands if name in c.by_name) + _bytes(i.shape)
-    return sum(_read_by_fusion(inner) + _written(inner, inner.by_name.get(inner.root)) for inner in _fused(module, i))
+    return sum(
+        _bytes_read(computation) + _bytes_written(computation, computation.by_name.get(computation.root))
+        for computation in _fused(module, i)
+    )
 
 
-def _read_by_fusion(inner: Computation) -> int:
+def _bytes_read(fused: Computation) -> int:
     """Bytes that a fused computation reads of its parameters."""
     users: dict[str, list[Instruction]] = defaultdict(list)
-    for i in inner.instructions:
+    for i in fused.instructions:
         for name in i.operands if i.opcode != "parameter" else ():
             users[name].append(i)
 
     def read(i: Instruction) -> int:
-        whole, found = _bytes(i.shape), 0
+        full, touched = _bytes(i.shape), 0
         for user in users[i.name]:
-            first = user.operands[0] == i.name
+            is_first = user.operands[0] == i.name
             if user.opcode == "bitcast":
-                found += read(user)
-            elif user.opcode in SLICES and first:
-                found += _bytes(user.shape)
-            elif user.opcode == "scatter" and first:  # which is done in place, and may add to what is there
-                found += _put(inner, user)
-            elif user.opcode not in UPDATES or not first:
-                return whole
-        return min(found, whole)
+                touched += read(user)
+            elif user.opcode in SLICES and is_first:
+                touched += _bytes(user.shape)
+            elif user.opcode == "scatter" and is_first:  # in place, and may accumulate
+                touched += _update_bytes(fused, user)
+            elif user.opcode not in UPDATES or not is_first:
+                return full
+        return min(touched, full)
 
-    return sum(read(i) for i in inner.instructions if i.opcode == "parameter")
+    return sum(read(i) for i in fused.instructions if i.opcode == "parameter")
 
 
-def _written(inner: Computation, root: Instruction | None) -> int:
+def _bytes_written(fused: Computation, root: Instruction | None) -> int:
     """Bytes that a fused computation writes; of an update in place, those that are updated."""
     if root is None:
         return 0
     if root.opcode == "bitcast":
-        return _written(inner, inner.by_name.get(root.operands[0]))
+        return _bytes_written(fused, fused.by_name.get(root.operands[0]))
     if root.opcode == "tuple":
-        return sum(_written(inner, inner.by_name.get(name)) for name in root.operands)
+        return sum(_bytes_written(fused, fused.by_name.get(name)) for name in root.operands)
     if root.opcode in UPDATES:
-        return _put(inner, root)
+        return _update_bytes(fused, root)
     return _bytes(root.shape)
 
 
-def _put(c: Computation, i: Instruction) -> int:
-    """Bytes that an update in place puts in."""
+def _update_bytes(c: Computation, i: Instruction) -> int:
+    """Bytes of the update operand of an update in place."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 
 def _fused(module: Module, i: Instruction) -> list[Computation]:
-    called = re.search(r"\bcalls=%?([\w.\-]+)", i.attributes)
-    return [module.computations[called[1]]] if called and called[1] in module.computations else []
+    callee = re.search(r"\bcalls=%?([\w.\-]+)", i.attributes)
+    return [module.computations[callee[1]]] if callee and callee[1] in module.computations else []
 
 
 def _operand(c: Computation, name: str) -> Array:

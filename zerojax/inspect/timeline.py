@@ -1,8 +1,8 @@
-"""A compiled program's schedule, played: what computes and what moves when, at a device's peak rates.
+"""A compiled program's schedule, simulated: when it computes and when it communicates, at a device's peak rates.
 
-The order of the work, and what overlaps what, are the program's own; the durations are a
-roofline's. Kernels run one after another, collectives one after another beside them, and the
-kernels wait where the program needs what has not moved yet.
+Order and overlap are those of the program, durations those of the roofline. There are two
+streams, one of kernels and one of collectives, each in order. The compute stream waits where the
+program takes the result of a collective that is not complete.
 """
 
 import re
@@ -12,24 +12,24 @@ from typing import Any
 
 from zerojax.gpus.devices import Device
 from zerojax.inspect.hlo import Call, Instruction, Module, read
-from zerojax.inspect.overlap import Flight, overlap
-from zerojax.inspect.roofline import FUSIONS, Kernel, kernels, launches, sending_seconds
+from zerojax.inspect.overlap import InFlight, overlap
+from zerojax.inspect.roofline import FUSIONS, Kernel, collective_seconds, is_kernel, kernels
 
 LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 
 
 @dataclass
 class Span:
-    """One piece of work; times in seconds from the start of the program.
+    """One kernel, collective or stall; times in seconds from the start of the program.
 
     Attributes:
         lane: `"compute"`, `"gather"`, `"reduce-scatter"`, or `"other"` for other collectives.
         kind: In the compute lane `"forward"` and `"backward"` for kernels with matrix products,
-            `"kernel"` for those without, `"waiting"` for none; else `"hidden"` for a collective
+            `"kernel"` for those without, `"waiting"` for a stall; else `"hidden"` for a collective
             with a product between its start and its done, `"exposed"` for one without.
         begin: When it begins.
         end: When it ends.
-        done: Of a collective, when the program takes its result: from `end` on it was free to.
+        done: Of a collective, when the program takes its result; not before `end`.
         name: Its HLO instruction.
     """
 
@@ -43,18 +43,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, played for one turn.
+    """A loop, of which one iteration is simulated.
 
     Attributes:
-        begin: When its turn begins, in seconds.
+        begin: When the iteration begins, in seconds.
         end: When it ends.
-        turns: How many there are; None if the program does not fix it.
-        depth: How many loops are around it.
+        trip_count: Iterations; None if the program does not fix the number.
+        depth: Number of loops around it.
     """
 
     begin: float
     end: float
-    turns: int | None
+    trip_count: int | None
     depth: int
 
 
@@ -63,9 +63,9 @@ class Timeline:
     """One program on a device.
 
     Attributes:
-        spans: Kernels, waiting and collectives, in schedule order.
-        loops: Those of more than one turn.
-        hidden_share: Of the bytes of all collectives and turns, those with a product in flight.
+        spans: Kernels, stalls and collectives, in schedule order.
+        loops: Those of more than one iteration.
+        hidden_share: Share of the bytes of all collectives, in all iterations, that products hide.
     """
 
     spans: tuple[Span, ...]
@@ -74,148 +74,147 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last piece of work ends, with one turn of each loop."""
+        """When the last span is done, with one iteration of each loop."""
         return max((span.done for span in self.spans), default=0.0)
 
 
-def play(compiled: Any, device: Device) -> Timeline:
-    """Play a compiled program on two queues, one for kernels and one for collectives.
+def simulate(compiled: Any, device: Device) -> Timeline:
+    """Run a compiled program through two streams, one of kernels and one of collectives.
 
-    Of a conditional the branch of most lines is played, of a loop one turn. What is in flight around
-    a loop moves during all of its turns.
+    Of a conditional the longest branch is simulated, of a loop one iteration. A collective in
+    flight around a loop progresses during all of its iterations.
 
     Args:
         compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
-        device: What it would run on.
+        device: The GPU to run it on.
 
     Returns:
-        The pieces of work.
+        Kernels, stalls and collectives with their times.
 
     Raises:
         TypeError: If `compiled` is no compiled program.
-        ValueError: If the text is not HLO, is cut, or is not scheduled.
+        ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
-    module, found = read(compiled), overlap(compiled)
-    flights = {(f.collective.computation, f.collective.name): f for f in found.flights}
-    player = _Player(module, device, flights, {kernel.name: kernel for kernel in kernels(module)})
+    module, hidden = read(compiled), overlap(compiled)
+    in_flight = {(f.collective.computation, f.collective.name): f for f in hidden.in_flight}
+    streams = _Streams(module, device, in_flight, {kernel.name: kernel for kernel in kernels(module)})
     for entry in module.entries:
-        player.play(entry, depth=0)
-    return Timeline(tuple(player.spans), tuple(player.loops), found.hidden_share)
+        streams.computation(entry, depth=0)
+    return Timeline(tuple(streams.spans), tuple(streams.loops), hidden.hidden_share)
 
 
-def coarser(spans: Iterable[Span], finest: float) -> list[Span]:
-    """What can be seen of one lane: pieces of work too short for it put together with those that follow.
+def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
+    """Merge spans of one lane that are too short to draw with those that follow.
 
     Args:
         spans: Of one lane, in order.
-        finest: The shortest time that can be seen, in seconds.
+        shortest: The shortest time to draw, in seconds.
 
     Returns:
-        Spans of at least that; of what is put together, the kind that takes most of the time names it.
+        Spans of at least that; a merged one has the kind that takes most of its time.
     """
-    seen, few = [], list[Span]()
+    merged, group = [], list[Span]()
     for span in [*spans, None]:
-        apart = span is None or span.end - span.begin >= finest or (few and span.begin - few[-1].end >= finest)
-        if few and (apart or few[-1].end - few[0].begin >= finest):
+        is_long = span is not None and span.end - span.begin >= shortest
+        ends_group = span is None or is_long or (group and span.begin - group[-1].end >= shortest)
+        if group and (ends_group or group[-1].end - group[0].begin >= shortest):
             times: dict[str, float] = {}
-            for short in few:
+            for short in group:
                 times[short.kind] = times.get(short.kind, 0.0) + short.end - short.begin
-            end = max(few[-1].end, few[0].begin + finest)
-            seen.append(replace(few[0], kind=max(times, key=times.__getitem__), end=end, done=max(end, few[-1].done)))
-            few = []
-        if span is not None and span.end - span.begin >= finest:
-            seen.append(span)
-        elif span is not None:
-            few.append(span)
-    return seen
+            end, kind = max(group[-1].end, group[0].begin + shortest), max(times, key=times.__getitem__)
+            merged.append(replace(group[0], kind=kind, end=end, done=max(end, group[-1].done)))
+            group = []
+        if span is not None:
+            (merged if is_long else group).append(span)
+    return merged
 
 
 @dataclass
-class _Player:
-    """The two queues: `now` is how far the kernels are, `moved` when the last collective will have moved."""
+class _Streams:
+    """The two streams: `now` is the time of the compute stream, `link_free` when the last collective completes."""
 
     module: Module
     device: Device
-    flights: dict[tuple[str, str], Flight]
+    in_flight: dict[tuple[str, str], InFlight]
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     now: float = 0.0
-    moved: float = 0.0
+    link_free: float = 0.0
 
-    def play(self, computation: str, *, depth: int) -> None:
-        """Play one computation from its first line to its last."""
+    def computation(self, name: str, *, depth: int) -> None:
+        """Run one computation from its first instruction to its last."""
         calls: dict[str, list[Call]] = {}
-        for call in self.module.calls[computation]:
+        for call in self.module.calls[name]:
             calls.setdefault(call.instruction.name, []).append(call)
-        flying: dict[str, Span] = {}
-        for i in self.module.computations[computation].instructions:
+        pending: dict[str, Span] = {}
+        for i in self.module.computations[name].instructions:
             called = calls.get(i.name, [])
             if i.opcode.endswith(("-update", "-done")):
-                span = flying.pop(i.operands[0], None)
+                span = pending.pop(i.operands[0], None)
                 if span and i.opcode.endswith("-done"):
                     self.wait(span)
                 elif span:
-                    flying[i.name] = span
-            elif flight := self.flight(computation, i, called):
-                span = self.send(flight, i.name)
-                if i.synchronous:
+                    pending[i.name] = span
+            elif started := self.collective(name, i, called):
+                span = self.start(started, i.name)
+                if i.is_synchronous:
                     self.wait(span)
                 else:
-                    flying[i.name] = span
+                    pending[i.name] = span
             elif i.opcode == "while":
-                self.loop(i, called, flying.values(), depth)
+                self.loop(i, called, pending.values(), depth)
             elif i.opcode in ("call", "conditional"):
                 length = lambda call: len(self.module.computations[call.callee].instructions)
-                self.play(max(called, key=length).callee, depth=depth)
-            elif launches(self.module, i):
+                self.computation(max(called, key=length).callee, depth=depth)
+            elif is_kernel(self.module, i):
                 self.run(i)
-        for span in flying.values():
+        for span in pending.values():
             span.done = max(self.now, span.end)
 
-    def flight(self, computation: str, i: Instruction, called: list[Call]) -> Flight | None:
+    def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
         """The collective that an instruction is or, as an asynchronous start or a fusion, wraps."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]
-        return next((self.flights[key] for key in keys if key in self.flights), None)
+        return next((self.in_flight[key] for key in keys if key in self.in_flight), None)
 
-    def send(self, flight: Flight, name: str) -> Span:
-        """Put a collective at the end of the link's queue."""
-        begin, c = max(self.now, self.moved), flight.collective
-        self.moved = begin + sending_seconds(replace(c, times_if_once=1), self.device)
-        kind = "hidden" if flight.products else "exposed"
-        self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.moved, self.moved, name))
+    def start(self, started: InFlight, name: str) -> Span:
+        """Append a collective to its stream."""
+        begin, c = max(self.now, self.link_free), started.collective
+        self.link_free = begin + collective_seconds(replace(c, times_if_once=1), self.device)
+        kind = "hidden" if started.products else "exposed"
+        self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.link_free, self.link_free, name))
         return self.spans[-1]
 
     def wait(self, span: Span) -> None:
-        """Go on when a collective has moved."""
+        """Stall the compute stream until a collective is complete."""
         if span.end > self.now:
             self.compute("waiting", span.end - self.now, span.name)
         span.done = self.now
 
     def run(self, i: Instruction) -> None:
-        """Run a kernel."""
+        """Append a kernel to the compute stream."""
         kernel = self.kernels[i.name]
         backward = re.search(r'op_name="[^"]*transpose\(', i.rest)
         kind = "kernel" if not kernel.operations else "backward" if backward else "forward"
         self.compute(kind, kernel.seconds(self.device), i.name)
 
     def compute(self, kind: str, seconds: float, name: str) -> None:
-        """Spend time in the compute lane."""
+        """Append a span to the compute stream."""
         begin, self.now = self.now, self.now + seconds
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name))
 
-    def loop(self, i: Instruction, called: list[Call], flying: Iterable[Span], depth: int) -> None:
-        """Play one turn; what is in flight around the loop moves during the others, too."""
-        found = re.search(r"\bbody=%?([\w.\-]+)", i.attributes)
-        body = next(call for call in called if found and call.callee == found[1])
+    def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
+        """Run one iteration; collectives in flight around the loop progress during the others, too."""
+        body_name = re.search(r"\bbody=%?([\w.\-]+)", i.attributes)
+        body = next(call for call in called if body_name and call.callee == body_name[1])
         begin = self.now
-        self.play(body.callee, depth=depth + 1)
-        if body.turns != 1:
-            self.loops.append(Loop(begin, self.now, body.turns, depth))
-        others = ((body.turns or 1) - 1) * (self.now - begin)
-        after = lambda time: min(time, max(self.now, time - others))
-        for span in flying:
-            span.begin, span.end = after(span.begin), after(span.end)
-        self.moved = after(self.moved)
+        self.computation(body.callee, depth=depth + 1)
+        if body.trip_count != 1:
+            self.loops.append(Loop(begin, self.now, body.trip_count, depth))
+        skipped = ((body.trip_count or 1) - 1) * (self.now - begin)
+        earlier = lambda time: min(time, max(self.now, time - skipped))
+        for span in pending:
+            span.begin, span.end = earlier(span.begin), earlier(span.end)
+        self.link_free = earlier(self.link_free)

@@ -2,11 +2,11 @@
 
 XLA:CPU writes each output of an elementwise program in a loop of its own, and each loop
 reads its operands from memory again: AdamW moves 40 bytes a parameter where 28 would do.
-Here one loop goes over blocks so small that everything about a block stays in the first
-cache, each output written over what no later one reads, and the newer XLA:CPU makes one
-kernel of that loop, whose unrolled blocks overlap their arithmetic with the next block's
-memory. An older one runs the loop's body as many small kernels, which costs more than it
-saves: there the function is left as it is.
+Here one loop goes over blocks that fit the first cache, each output overwriting an operand
+that no later one reads. Newer versions of XLA:CPU make one kernel of that loop, whose
+unrolled blocks overlap their arithmetic with the next block's loads. Older ones run the
+loop's body as many small kernels, which costs more than it saves: there the function is
+unchanged.
 """
 
 import functools
@@ -33,23 +33,23 @@ def in_blocks(
     overwrites: Sequence[int | None],
     block_bytes: int = BLOCK_BYTES,
 ) -> list[Shaped[Array, "..."]]:
-    """Evaluate an elementwise function block by block, in the place of its operands.
+    """Evaluate an elementwise function block by block, over its operands.
 
-    To be called inside `jax.jit`, with the overwritten operands donated: an operand that
-    is not is copied first. The loop runs on one thread: programs for several arrays,
-    started from as many Python threads, use as many cores.
+    To be called inside `jax.jit`, with the overwritten operands donated: others are copied
+    first. The loop runs on one thread: programs for several arrays, started from as many
+    Python threads, use as many cores.
 
     Args:
         fn: `fn(wide_blocks, scalars) -> outputs`, elementwise, every output as long as a
             block. It is traced for blocks of one dim.
         wide: Arrays of one shape on one device, in one memory; dtypes may differ.
         scalars: What every element sees, handed to `fn` as it is.
-        overwrites: For each output, the index in `wide` of the operand whose buffer it
-            takes, of the same dtype; None for a buffer of its own.
+        overwrites: For each output, the index in `wide` of the operand it overwrites, of the
+            same dtype; None for a new buffer.
         block_bytes: Size of one block of the widest operand.
 
     Returns:
-        The outputs, in the shape of `wide`: those of `jax.jit(fn)` on whole arrays, rounded otherwise
+        The outputs, in the shape of `wide`: those of `jax.jit(fn)` on full arrays, but for roundings
         where the compiler contracts a multiply-add in one form only.
 
     Raises:
@@ -57,9 +57,11 @@ def in_blocks(
     """
     shape = wide[0].shape
     if any(x.shape != shape for x in wide):
-        raise ValueError(f"Cannot cut arrays of different shapes into blocks: {[x.shape for x in wide]}.")
-    whole = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
-    dtypes = [x.dtype for x in jax.eval_shape(lambda *xs: list(fn(list(xs), list(scalars))), *whole)]
+        raise ValueError(
+            f"Cannot update arrays of different shapes in blocks: {[x.shape for x in wide]}. Give arrays of one shape."
+        )
+    flat = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
+    dtypes = [x.dtype for x in jax.eval_shape(lambda *xs: list(fn(list(xs), list(scalars))), *flat)]
     _check(overwrites, wide, dtypes)
     block = max(1, block_bytes // max(x.dtype.itemsize for x in wide))
     if math.prod(shape) <= block or not loops_become_kernels():
@@ -70,7 +72,7 @@ def in_blocks(
 
 @functools.cache
 def loops_become_kernels() -> bool:
-    """Whether this XLA:CPU makes one kernel of the loop; found by compiling a small one."""
+    """Whether this XLA:CPU makes one kernel of the loop; a small one is compiled to see."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # no CPU backend: nothing will run on it
@@ -83,7 +85,7 @@ def loops_become_kernels() -> bool:
 
 
 def _check(overwrites, wide, dtypes) -> None:
-    """Refuse a place that is no operand's, another output's, or of another dtype."""
+    """Refuse an operand that does not exist, is overwritten twice, or has another dtype."""
     places = [i for i in overwrites if i is not None]
     if len(overwrites) != len(dtypes) or len(set(places)) != len(places):
         raise ValueError(
@@ -93,16 +95,16 @@ def _check(overwrites, wide, dtypes) -> None:
     for k, (i, dtype) in enumerate(zip(overwrites, dtypes, strict=True)):
         if i is not None and not (0 <= i < len(wide) and wide[i].dtype == dtype):
             raise ValueError(
-                f"Output {k} is {dtype} and cannot take the place of operand {i} of {len(wide)}: "
-                f"{wide[i].dtype if 0 <= i < len(wide) else 'there is none'}. Give None for a buffer of its own."
+                f"Output {k} is {dtype} and cannot overwrite operand {i} of {len(wide)}: "
+                f"{wide[i].dtype if 0 <= i < len(wide) else 'there is none'}. Give None for a new buffer."
             )
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block):
-    """The blocks of flat operands, one after the other; the last one may overlap the one before."""
+    """The blocks of flat operands, in order; the last one may overlap the one before."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
-    fresh = lambda dtype: _beside(jnp.zeros(size, dtype), wide[0])
+    fresh = lambda dtype: _in_memory_of(jnp.zeros(size, dtype), wide[0])
     carry = tuple(fresh(d) if i is None else wide[i] for i, d in zip(overwrites, dtypes, strict=True))
     order = _in_place(fn, wide, scalars, overwrites, block)
 
@@ -113,33 +115,33 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
     def skip(start, kept, carry):
         return tuple(_slice(x, start, block) for x in carry)
 
-    def written(x, new, i, start):
+    def write(x, new, i, start):
         if size % block:
-            done = _beside(start + jnp.arange(block) < i * block, wide[0])
+            done = _in_memory_of(start + jnp.arange(block) < i * block, wide[0])
             new = jnp.where(done, _slice(x, start, block), new)
         return lax.dynamic_update_slice(x, new, (start,))
 
     def one_by_one(i, carry):
-        """Each output is computed where it is written; the barrier keeps them in order."""
+        """Each output is computed right before it is written; the barrier keeps them in order."""
         start, here = jnp.minimum(i * block, size - block), kept
         for k in order or ():
-            new = written(carry[k], compute(start, here, carry)[k], i, start)
+            new = write(carry[k], compute(start, here, carry)[k], i, start)
             here, carry = lax.optimization_barrier((here, (*carry[:k], new, *carry[k + 1 :])))
         return carry
 
     def together(i, carry):
-        """Through a `cond` that is always taken, which keeps the outputs apart from the update in place."""
+        """In a `cond` that is always taken: XLA computes all outputs before it overwrites an operand."""
         start = jnp.minimum(i * block, size - block)
         outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
-        return tuple(written(x, new, i, start) for x, new in zip(carry, outputs, strict=True))
+        return tuple(write(x, new, i, start) for x, new in zip(carry, outputs, strict=True))
 
     return lax.fori_loop(0, -(-size // block), together if order is None else one_by_one, carry)
 
 
 def _in_place(fn, wide, scalars, overwrites, block) -> list[int] | None:
-    """An order in which no output is written over what a later one reads; None if there is none.
+    """An order in which no output overwrites what a later one reads; None if there is none.
 
-    Without such an order XLA would copy whole arrays, to have what one output overwrites for another.
+    In another order XLA would copy full arrays first.
     """
     first = [_slice(x, 0, block) for x in wide]
     jaxpr, _ = compat.opened(jax.make_jaxpr(lambda wide, scalars: list(fn(wide, scalars)))(first, list(scalars)))
@@ -159,7 +161,7 @@ def _slice(x, start, block):
     return lax.dynamic_slice(x, (start,), (block,))
 
 
-def _beside(x, other):
-    """`x` in the memory `other` is in: a type tells host memory from the device's, and jax mixes no two."""
+def _in_memory_of(x, other):
+    """`x` in the memory of `other`: types tell host from device memory, and jax does not mix them."""
     space = jax.typeof(other).memory_space
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

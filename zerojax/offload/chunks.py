@@ -4,7 +4,7 @@
 header    JSON, padded with spaces; its `__metadata__` says of which run, chunk and step the file is
 arrays    "0", "1", …, one after the other, and "pad", since the format leaves no byte without a name
 
-Header and file are multiples of 4096 bytes, as direct I/O requires. The checksum is over the whole file with its
+Header and file are multiples of 4096 bytes, as direct I/O requires. The checksum is over the file with its
 own eight digits read as zeros; they come first in the header, so their offset is known. It is the CRC-32 of the
 sums, modulo 2**64, of each sector's 64-bit words: a changed word, a sector of zeros or a sector of another offset
 changes it, and it takes a fifth of the time of the CRC-32 of all bytes, which is slower than a good disk.

@@ -1,16 +1,15 @@
-"""Host memory: which kind a backend has, whether there is enough, and the way there and back."""
+"""Host memory: which kind a backend has, whether there is enough, and copies to it and back."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Pinned memory is read by the device without a copy in between; the other kind is the fallback.
+# The device reads pinned memory without an intermediate copy; the other kind is the fallback.
 KINDS = ("pinned_host", "unpinned_host")
 # What the CUDA backend reserves for pinned memory, unless the variable says otherwise.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
@@ -23,88 +22,82 @@ def host_kind(mesh: Mesh) -> str:
         ValueError: If their backend has none.
     """
     device = mesh.devices.flat[0]
-    # a device that is only described, as for compiling ahead of time, has the memory it will have
-    found = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
+    # a device to compile for ahead of time does not say what memory it has
+    kinds = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
     for kind in KINDS:
-        if kind in found:
+        if kind in kinds:
             return kind
     raise ValueError(
-        f"The {device.platform} backend has no host memory that its devices reach: it has {', '.join(found)}, and one "
+        f"The {device.platform} backend has no host memory that its devices reach: it has {', '.join(kinds)}, and one "
         f"of {', '.join(KINDS)} is required. Train without Offload, with more devices or microbatches (accumulate=)."
     )
 
 
 def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """A layout in host memory."""
+    """A sharding in host memory."""
     return NamedSharding(mesh, spec, memory_kind=host_kind(mesh))
 
 
 def to_memory(x: jax.Array, kind: str) -> jax.Array:
-    """An array in another kind of memory, on its way there when this returns."""
+    """An array in another kind of memory; the copy is asynchronous."""
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array, or a traced one, lies in host memory, where nothing can be computed with it."""
+    """Whether an array, or a tracer, is in host memory, where nothing can be computed with it."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(x: Any) -> Any:
-    """An array, or a traced one, on the device, wherever it lay."""
+    """An array, or a tracer, in device memory; unchanged if it is there."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
-    """Refuse to fill a host beyond what it has.
+    """Refuse to allocate more host memory than there is.
 
     Args:
-        mesh: Where the devices are; those of this process count.
-        bytes_per_device: What is to be held for each device.
-        what: What is held, for the error.
+        mesh: The devices; those of this process count.
+        bytes_per_device: What is to be allocated for each device.
+        what: What it is, for the error.
 
     Raises:
         MemoryError: Saying how much is needed, and how much there is.
     """
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    needed, there = bytes_per_device * len(local), available_bytes()
+    needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {giga(needed)} of host memory on this host ({len(local)} devices)"
     if local and local[0].platform in ("gpu", "cuda", "rocm"):
         cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
         if needed > cap:
             raise MemoryError(
                 f"{text}, and JAX pins {giga(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} before JAX "
-                f"starts; {giga(there) if there is not None else 'an unknown amount'} is free."
+                f"starts; {giga(available) if available is not None else 'an unknown amount'} is free."
             )
-    if there is not None and needed > there:
+    if available is not None and needed > available:
         raise MemoryError(
-            f'{text}, and {giga(there)} is free. Offload less (Offload(fraction=)), to disk (optimizer="disk"), or '
+            f'{text}, and {giga(available)} is free. Offload less (Offload(fraction=)), to disk (optimizer="disk"), or '
             f"use more hosts."
         )
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Host memory that can be had without swapping, in bytes, within the limit of a container; None if unknown."""
-    found: list[int] = []
+    """Bytes of host memory that can be allocated without swapping, within a container's limit; None if unknown."""
+    limits: list[int] = []
     try:
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+        limits.append(int(lines["MemAvailable"].split()[0]) << 10)
     except (OSError, KeyError, ValueError):
         pass
     try:
         limit, used = (Path(cgroup, name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit != "max":
-            found.append(int(limit) - int(used))
+            limits.append(int(limit) - int(used))
     except (OSError, ValueError):
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def giga(count: int) -> str:
     """Bytes in words."""
     return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count} bytes"
-
-
-def local_shards(x: jax.Array) -> Sequence[Any]:
-    """The shards of an array on this process' devices, each piece of data once, in the devices' order."""
-    shards = sorted((shard for shard in x.addressable_shards if shard.replica_id == 0), key=lambda s: s.device.id)
-    return [shard.data for shard in shards]

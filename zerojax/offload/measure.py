@@ -1,4 +1,4 @@
-"""How fast the link and the host's memory are here, and which way of updating that favours."""
+"""Measure link and host memory, and choose where the update of offloaded state runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from zerojax.offload.host import host_kind, host_sharding, to_memory
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
-# What the update of one float32 parameter moves beside its state: gradient and parameter in, parameter out.
-BESIDE_BYTES = 12
+# Besides its state, the update of a float32 parameter reads gradient and parameter, and writes the parameter.
+BESIDE_STATE_BYTES = 12
 GRADIENT_BYTES = 4
 
 
@@ -29,7 +29,7 @@ class Speed:
     """What one device of a mesh gets while all of them ask at once.
 
     Attributes:
-        link: Bytes per second each way between host and device, both ways at once.
+        link: Bytes per second between host and device, each way, both ways at once.
         host: Bytes per second that an update in host memory reads and writes.
     """
 
@@ -58,7 +58,7 @@ def choose(speed: Speed, state_bytes: float) -> Choice:
         state_bytes: Bytes of offloaded state per parameter.
     """
     device = state_bytes / speed.link
-    host = max((2 * state_bytes + BESIDE_BYTES) / speed.host, GRADIENT_BYTES / speed.link)
+    host = max((2 * state_bytes + BESIDE_STATE_BYTES) / speed.host, GRADIENT_BYTES / speed.link)
     faster = "device" if device <= host else "host"
     return Choice(
         faster,
@@ -71,21 +71,22 @@ def choose(speed: Speed, state_bytes: float) -> Choice:
 def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
     """Time transfers and an update in host memory, all devices at once; takes about a second, once.
 
-    With several processes the first one's figures are taken by all.
+    All processes take the first one's figures.
     """
     spec, count = PartitionSpec(axes), math.prod(mesh.shape[axis] for axis in axes)
     host = host_sharding(mesh, spec)
-    there = jax.device_put(jnp.zeros(ELEMENTS * count, jnp.float32), host)
-    here = to_memory(there, "device")
-    both = timed(lambda: (to_memory(there, "device"), to_memory(here, host_kind(mesh))))
-    sweep = jax.jit(compat.on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
-    held = [to_memory(here, host_kind(mesh))]
+    on_host = jax.device_put(jnp.zeros(ELEMENTS * count, jnp.float32), host)
+    on_device = to_memory(on_host, "device")
+    both_ways = timed(lambda: (to_memory(on_host, "device"), to_memory(on_device, host_kind(mesh))))
+    update = jax.jit(compat.on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
+    state = to_memory(on_device, host_kind(mesh))
 
     def once() -> Any:
-        held[0] = sweep(held[0], there)
-        return held[0]
+        nonlocal state
+        state = update(state, on_host)
+        return state
 
-    figures = Speed(link=4 * ELEMENTS / both, host=12 * ELEMENTS / timed(once))
+    figures = Speed(link=4 * ELEMENTS / both_ways, host=12 * ELEMENTS / timed(once))
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -95,7 +96,7 @@ def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Median seconds of some work, after a first time that does not count."""
+    """Median seconds of some work, after one warm-up."""
     jax.block_until_ready(work())
     seconds = []
     for _ in range(ROUNDS):

@@ -14,6 +14,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from zerojax import compat
 from zerojax.layout.chunked import Chunking
 from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, Read, TracedUpdate, equations_behind
@@ -77,10 +79,10 @@ class Partition:
         return tuple(sorted({i for group in self.groups for i in group.reads(GRAD)}))
 
     @property
-    def shared_avals(self) -> list:
+    def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and types of the shared values."""
         outvars = self.resident.jaxpr.outvars
-        return [var.aval for var in outvars[len(outvars) - self.num_shared :]]
+        return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
 
 def partition(
@@ -193,15 +195,15 @@ class Dependencies:
         offloaded = {v: frozenset((owners[k],)) for v, (kind, k) in reads if kind == STATE and k in owners}
         params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
         for eqn in traced.jaxpr.eqns:
-            far, own = (union(known, eqn.invars) for known in (offloaded, params))
+            needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
             for var in eqn.outvars:
-                if far:
-                    offloaded[var] = far
+                if needs_offloaded:
+                    offloaded[var] = needs_offloaded
                 elif var.aval.shape == ():
                     scalars.add(var)
                     continue
-                if own:
-                    params[var] = own
+                if needs_params:
+                    params[var] = needs_params
         return cls(offloaded, params, frozenset(scalars))
 
 

@@ -45,7 +45,7 @@ class Equations:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:
-    """The whole update as equations.
+    """An update as equations.
 
     Attributes:
         jaxpr: From gradients, state, parameters and extra arguments to new parameters and state.

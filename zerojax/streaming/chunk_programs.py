@@ -23,22 +23,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
 
-class GroupValues(NamedTuple):
-    """What a group's update computes with, each in the order of the group.
+class GroupInputs(NamedTuple):
+    """What a group's update reads besides parameters and state, each in the order of the group.
 
     Attributes:
-        params: Parameters to update; storage shape of their shards, or chunks.
-        grads: Gradients; storage shape, or chunks.
-        state: Offloaded leaves of the state; storage shape, or chunks.
-        resident: Leaves of the state on the device that are replaced; storage shape.
+        grads: Gradients; storage shape.
         shared: What was computed for it with the gradients.
         consts: Arrays that the transformation closed over.
     """
 
-    params: Sequence[Array]
     grads: Sequence[Array]
-    state: Sequence[Array]
-    resident: Sequence[Array]
     shared: Sequence[Array]
     consts: Sequence[Array]
 
@@ -98,78 +92,24 @@ class ProgramKey:
         """Whether the equations read the parameters; with master weights they do not."""
         return any(kind == PARAM for kind, _ in self.reads)
 
-    def shapes(self, config: Config) -> GroupValues:
-        """What `update_on_device` takes, as shapes with their shardings; without shared values and constants."""
+    def shapes(self, config: Config) -> tuple[list, list, list, list]:
+        """Parameters, offloaded and resident state, and gradients as shapes with their shardings."""
 
         def shape(leaf: Leaf, dtype: Any = None, *, dim: int | None = None) -> Any:
             full = leaf.storage_shape if dim is None else Chunking(dim, ()).chunk_shape(leaf, self.length)
             return jax.ShapeDtypeStruct(full, dtype or leaf.dtype, sharding=named(config, leaf))
 
-        return GroupValues(
-            params=[shape(leaf, dtype) for leaf, dtype in zip(self.params, self.stored_dtypes, strict=True)],
-            grads=list(map(shape, self.grads)),
-            state=[shape(leaf, dim=self.dim) for leaf in self.state],
-            resident=list(map(shape, self.resident)),
-            shared=(),
-            consts=(),
-        )
+        params = [shape(leaf, dtype) for leaf, dtype in zip(self.params, self.stored_dtypes, strict=True)]
+        state = [shape(leaf, dim=self.dim) for leaf in self.state]
+        return params, state, list(map(shape, self.resident)), list(map(shape, self.grads))
 
 
 def update_on_device(config: Config, key: ProgramKey) -> Callable:
-    """A chunk's update on the device: `f(params, state, resident, others, start, skipped)` gives the first three anew.
+    """A chunk's update: `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`.
 
-    They are donated.
+    These are donated. If the step is skipped, they are unchanged, bit for bit.
     """
-
-    def run(params, state, resident, others: GroupValues, start, skipped):
-        values = others._replace(params=params, state=state, resident=resident)
-        new, state, resident = compute(config, key, slice_chunks(config, key, values, start), skipped)
-        return write_params(config, key, params, new, start, skipped), state, resident
-
-    return jax.jit(run, donate_argnums=(0, 1, 2))
-
-
-def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
-    """`f(values, start) -> (params, grads)`: the chunks that an update on the host needs."""
-
-    def run(values: GroupValues, start):
-        chunks = slice_chunks(config, key, values, start)
-        return (chunks.params if key.reads_params else []), chunks.grads
-
-    return jax.jit(run)
-
-
-def params_from_host(config: Config, key: ProgramKey) -> Callable:
-    """`f(params, new, start, skipped) -> params`: the chunks that the host has updated are written."""
-
-    def run(params, new, start, skipped):
-        return write_params(config, key, params, new, start, skipped)
-
-    return jax.jit(run, donate_argnums=0)
-
-
-def gather_params(config: Config, leaves: Sequence[Leaf]) -> Callable:
-    """`f(shards) -> params`: full parameters from their shards."""
-    return jax.jit(lambda shards: gather(config, shards, leaves), donate_argnums=0)
-
-
-def slice_chunks(config: Config, key: ProgramKey, values: GroupValues, start: Int[Array, ""]) -> GroupValues:
-    """The values with chunks of parameters and gradients, in the types they are stored in."""
-    dim = key.dim
-    if dim is None:
-        return values
-
-    def chunks(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        return [
-            slice_chunk(config.mesh, x, leaf, dim, start, key.length) for x, leaf in zip(arrays, leaves, strict=True)
-        ]
-
-    return values._replace(params=chunks(values.params, key.params), grads=chunks(values.grads, key.grads))
-
-
-def compute(config: Config, key: ProgramKey, values: GroupValues, skipped: Bool[Array, ""]) -> tuple[list, list, list]:
-    """New parameters, offloaded and resident state; of the state the old, bit for bit, if the step is skipped."""
-    full = key.dim is None
+    full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 
     def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
         arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)]
@@ -179,18 +119,57 @@ def compute(config: Config, key: ProgramKey, values: GroupValues, skipped: Bool[
         store = to_storage if full else constrain
         return [store(config, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
-    inputs = {
-        PARAM: typed(values.params, key.params) if key.reads_params else (),
-        GRAD: typed(values.grads, key.grads),
-        STATE: typed(values.state, key.state),
-        SHARED: values.shared,
-        CONST: values.consts,
-    }
-    results = key.equations.evaluate([inputs[kind][i] for kind, i in key.reads])
-    params = stored(results[: len(key.params)], key.params)
-    state = stored(results[len(key.params) :], [*key.state, *key.resident])
-    state = roll_back(~skipped, state, [*values.state, *values.resident])
-    return params, state[: len(key.state)], state[len(key.state) :]
+    def run(params, state, resident, inputs: GroupInputs, start, skipped):
+        operands = {
+            PARAM: typed(slice_chunks(config, key, params, key.params, start), key.params) if key.reads_params else (),
+            GRAD: typed(slice_chunks(config, key, inputs.grads, key.grads, start), key.grads),
+            STATE: typed(state, key.state),
+            SHARED: inputs.shared,
+            CONST: inputs.consts,
+        }
+        results = key.equations.evaluate([operands[kind][i] for kind, i in key.reads])
+        new_params = stored(results[:num_params], key.params)
+        new_state = stored(results[num_params:], [*key.state, *key.resident])
+        new_state = roll_back(~skipped, new_state, [*state, *resident])
+        params = write_params(config, key, params, new_params, start, skipped)
+        return params, new_state[:num_state], new_state[num_state:]
+
+    return jax.jit(run, donate_argnums=(0, 1, 2))
+
+
+def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
+    """`f(params, grads, start) -> (params, grads)`: the chunks that an update on the host needs."""
+
+    def run(params, grads, start):
+        params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
+        return params, slice_chunks(config, key, grads, key.grads, start)
+
+    return jax.jit(run)
+
+
+def params_from_host(config: Config, key: ProgramKey) -> Callable:
+    """`f(params, new, start, skipped) -> params`: writes the chunks that the host has updated. `params` are donated."""
+
+    def run(params, new, start, skipped):
+        return write_params(config, key, params, new, start, skipped)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def gather_params(config: Config, leaves: Sequence[Leaf]) -> Callable:
+    """`f(shards) -> params`: full parameters from their shards, which are donated."""
+    return jax.jit(lambda shards: gather(config, shards, leaves), donate_argnums=0)
+
+
+def slice_chunks(
+    config: Config, key: ProgramKey, arrays: Sequence[Array], leaves: Sequence[Leaf], start: Int[Array, ""]
+) -> list[Array]:
+    """The chunks of some arrays; the arrays themselves if the update is not chunked."""
+    dim = key.dim
+    if dim is None:
+        return list(arrays)
+    pairs = zip(arrays, leaves, strict=True)
+    return [slice_chunk(config.mesh, x, leaf, dim, start, key.length) for x, leaf in pairs]
 
 
 def write_params(

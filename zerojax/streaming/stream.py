@@ -31,7 +31,7 @@ from zerojax.optim.plan import ShardingPlan, choose_update, offloaded_update
 from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.placement.storage import return_to_host
 from zerojax.streaming.chunk_programs import (
-    GroupValues,
+    GroupInputs,
     ProgramKey,
     chunks_for_host,
     gather_params,
@@ -95,25 +95,16 @@ class StreamedUpdate:
 
     def lower(self) -> list[Any]:
         """The programs that update a chunk on the device, one a key, lowered as `jax.jit(...).lower` does."""
-        shared = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.partition.shared_avals]
-        lowered: dict[ProgramKey, Any] = {}
-        for g, group in enumerate(self.partition.groups):
-            for key in (self.key(g, length) for length in group.equations):
-                if key in lowered:
-                    continue
-                values: Any = key.shapes(self.config)
-                others = values._replace(
-                    params=(),
-                    state=(),
-                    resident=(),
-                    shared=[shared[i] for i in group.reads(SHARED)],
-                    consts=[self.partition.consts[i] for i in group.reads(CONST)],
-                )
-                skipped = jax.ShapeDtypeStruct((), bool)
-                lowered[key] = self.program(update_on_device, key).lower(
-                    values.params, values.state, values.resident, others, np.int32(0), skipped
-                )
-        return list(lowered.values())
+        shared, consts = self.partition.shared_shapes, self.partition.consts
+        groups = {self.key(g, n): group for g, group in enumerate(self.partition.groups) for n in group.equations}
+        lowered = []
+        for key, group in groups.items():
+            *updated, grads = key.shapes(self.config)
+            inputs: Any = [shared[i] for i in group.reads(SHARED)], [consts[i] for i in group.reads(CONST)]
+            skipped = jax.ShapeDtypeStruct((), bool)
+            program = self.program(update_on_device, key)
+            lowered.append(program.lower(*updated, GroupInputs(grads, *inputs), np.int32(0), skipped))
+        return lowered
 
     def run(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
         """Update every chunk.
@@ -183,16 +174,27 @@ class StreamedUpdate:
 
 
 @dataclasses.dataclass
-class GroupOnDevice:
-    """What the device holds of a group in flight.
+class GroupInFlight:
+    """A group whose update has begun.
 
     Attributes:
-        params: Parameters, with the chunks that were updated so far; storage shape of their shards.
-        resident: Leaves of the state that stay on the device; storage shape.
+        group: The group.
+        params: Its parameters, with the chunks that were updated so far; storage shape of their shards.
+        resident: Its leaves of the state that stay on the device; storage shape.
     """
 
+    group: UpdateGroup
     params: list[Array]
     resident: list[Array]
+
+
+class Chunk(NamedTuple):
+    """A chunk of a group: its index, the programs that update it, and where it starts."""
+
+    of: GroupInFlight
+    n: int
+    key: ProgramKey
+    start: np.int32
 
 
 class UpdateQueue:
@@ -208,7 +210,7 @@ class UpdateQueue:
         self._to_fetch = ((group, n) for group in self._groups for n in range(len(group.chunks)))
         self._shared = [to_memory(x, self._host) for x in inputs.shared] if streamed.update == "host" else []
         self._fetching: collections.deque = collections.deque()
-        self._on_host: collections.deque[Callable[[], None]] = collections.deque()
+        self._on_host: collections.deque[tuple[Chunk, Future]] = collections.deque()
         self._writing: collections.deque = collections.deque()
         self._returning: list[Array] = []
 
@@ -216,14 +218,13 @@ class UpdateQueue:
         """Do it; `StreamedUpdate.run` says what comes back."""
         self._fetch(IN_FLIGHT - 1)
         for g, group in enumerate(self._groups):
-            pending = [to_device(self._inputs.pending.pop(i)) for i in group.params]
-            there = GroupOnDevice(pending, [self._state[k] for k in group.resident])
-            del pending
+            params = [to_device(self._inputs.pending.pop(i)) for i in group.params]
+            in_flight = GroupInFlight(group, params, [self._state[k] for k in group.resident])
+            del params
             update = self._begin_on_host if self._streamed.runs_on_host(group) else self._update_on_device
             for n, (start, length) in enumerate(group.chunks):
-                update(group, n, there, self._streamed.key(g, length), np.int32(start))
+                update(Chunk(in_flight, n, self._streamed.key(g, length), np.int32(start)))
                 self._fetch(1)
-            del there
         self._complete_on_host(most=0)
         while self._writing:
             self._store.complete(self._writing.popleft())
@@ -234,84 +235,68 @@ class UpdateQueue:
             kind = self._host if self._streamed.runs_on_host(group) else DEVICE
             self._fetching.append(self._store.fetch(group, n, kind))
 
-    def _values(self, group: UpdateGroup) -> GroupValues:
-        """What a group reads besides parameters and state."""
-        return GroupValues(
-            params=(),
-            grads=[self._inputs.grads[i] for i in group.reads(GRAD)],
-            state=(),
-            resident=(),
-            shared=[self._inputs.shared[i] for i in group.reads(SHARED)],
-            consts=[self._streamed.partition.consts[i] for i in group.reads(CONST)],
+    def _inputs_of(self, group: UpdateGroup) -> GroupInputs:
+        return GroupInputs(
+            [self._inputs.grads[i] for i in group.reads(GRAD)],
+            [self._inputs.shared[i] for i in group.reads(SHARED)],
+            [self._streamed.partition.consts[i] for i in group.reads(CONST)],
         )
 
-    def _update_on_device(
-        self, group: UpdateGroup, n: int, there: GroupOnDevice, key: ProgramKey, start: np.int32
-    ) -> None:
-        state = self._store.receive(self._fetching.popleft())
-        program = self._streamed.program(update_on_device, key)
-        there.params, state, there.resident = program(
-            there.params, state, there.resident, self._values(group), start, self._inputs.skipped
+    def _update_on_device(self, chunk: Chunk) -> None:
+        state, of = self._store.receive(self._fetching.popleft()), chunk.of
+        program = self._streamed.program(update_on_device, chunk.key)
+        of.params, state, of.resident = program(
+            of.params, state, of.resident, self._inputs_of(of.group), chunk.start, self._inputs.skipped
         )
-        self._write(group, n, there, state)
+        self._write(chunk, state)
 
-    def _begin_on_host(
-        self, group: UpdateGroup, n: int, there: GroupOnDevice, key: ProgramKey, start: np.int32
-    ) -> None:
+    def _begin_on_host(self, chunk: Chunk) -> None:
         """Gradients go to the host, where a thread updates the chunk."""
-        state = self._store.receive(self._fetching.popleft())
-        values = self._values(group)
-        chunks = self._streamed.program(chunks_for_host, key)(values._replace(params=there.params), start)
+        state, group = self._store.receive(self._fetching.popleft()), chunk.of.group
+        inputs = self._inputs_of(group)
+        chunks = self._streamed.program(chunks_for_host, chunk.key)(chunk.of.params, inputs.grads, chunk.start)
         params, grads = ([to_memory(x, self._host) for x in arrays] for arrays in chunks)
         shared = [self._shared[i] for i in group.reads(SHARED)]
-        args = params, grads, state, shared, [to_memory(x, self._host) for x in values.consts]
-        updated = self._threads.submit(self._streamed.compiled(key, *args), *args)
-        self._on_host.append(functools.partial(self._end_on_host, group, n, there, key, start, updated))
+        args = params, grads, state, shared, [to_memory(x, self._host) for x in inputs.consts]
+        self._on_host.append((chunk, self._threads.submit(self._streamed.compiled(chunk.key, *args), *args)))
         self._complete_on_host(most=self._streamed.host_threads - 1)
 
-    def _end_on_host(
-        self, group: UpdateGroup, n: int, there: GroupOnDevice, key: ProgramKey, start: np.int32, updated: Future
-    ) -> None:
-        """New parameters come back."""
-        new, state = updated.result()
-        chunks = [to_memory(x, DEVICE) for x in new]
-        there.params = self._streamed.program(params_from_host, key)(there.params, chunks, start, self._inputs.skipped)
-        self._write(group, n, there, state)
-
     def _complete_on_host(self, most: int) -> None:
-        """Block, in the order they were begun in, until at most `most` chunks are being updated on the host."""
+        """Block until at most `most` chunks are being updated on the host; of the others, parameters come back."""
         while len(self._on_host) > most:
-            self._on_host.popleft()()
+            chunk, updated = self._on_host.popleft()
+            new, state = updated.result()
+            new = [to_memory(x, DEVICE) for x in new]
+            program = self._streamed.program(params_from_host, chunk.key)
+            chunk.of.params = program(chunk.of.params, new, chunk.start, self._inputs.skipped)
+            self._write(chunk, state)
 
-    def _write(self, group: UpdateGroup, n: int, there: GroupOnDevice, state: Sequence[Array]) -> None:
+    def _write(self, chunk: Chunk, state: Sequence[Array]) -> None:
         """Write a chunk's new state; after the last one the group is complete."""
-        self._writing.append(self._store.write(group, n, state))
+        self._writing.append(self._store.write(chunk.of.group, chunk.n, state))
         if len(self._writing) >= IN_FLIGHT:
             self._store.complete(self._writing.popleft())
-        if n == len(group.chunks) - 1:
-            self._complete(group, there)
+        if chunk.n == len(chunk.of.group.chunks) - 1:
+            self._complete(chunk.of)
 
-    def _complete(self, group: UpdateGroup, there: GroupOnDevice) -> None:
+    def _complete(self, of: GroupInFlight) -> None:
         """Free the gradients that no later group reads, and store the group's parameters."""
+        streamed, group = self._streamed, of.group
         for i in {i for i in group.reads(GRAD) if self._last_reader[i] is group}:
             del self._inputs.grads[i]
-        for k, x in zip(group.resident, there.resident, strict=True):
+        for k, x in zip(group.resident, of.resident, strict=True):
             self._state[k] = x
         for k, node in zip(group.state, self._store.nodes(group), strict=True):
             self._state[k] = node
-        streamed = self._streamed
-        params, there.params = streamed.unsharded(group, there.params), []
+        params, of.params = dict(zip(group.params, streamed.unsharded(group, of.params), strict=True)), []
         # Parameters pass through the device where the update runs on the host too, as their gradients do.
-        new = return_to_host(
-            streamed.config, dict(zip(group.params, params, strict=True)), streamed.plan.trained.params
-        )
-        del params
-        for i, x in new.items():
+        params = return_to_host(streamed.config, params, streamed.plan.trained.params)
+        for i, x in params.items():
             self._params[streamed.plan.layout.trained[i]] = x
         # The device holds the shards of two groups: one is fetched and updated while the other returns to the host.
         jax.block_until_ready(self._returning)
-        self._returning = [x for x in new.values() if is_on_host(x)]
-        streamed.wait_if_simulated(new)
+        self._returning = [x for x in params.values() if is_on_host(x)]
+        streamed.wait_if_simulated(params)
 
 
 def cores() -> int:

@@ -8,6 +8,7 @@ are reduce-scattered here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,9 +63,9 @@ class DeviceView:
         """Whether gradients are reduced microbatch by microbatch, and not once a step."""
         return self.config.stage >= 2 or self.accumulate == 1
 
-    @property
+    @functools.cached_property
     def comm(self) -> ManualCollectives:
-        """How the devices exchange leaves."""
+        """How this device exchanges leaves with the others."""
         precision = self.config.precision
         wire = Wire(None if precision is None else precision.reduce)
         return ManualCollectives(self.config.data.batch, self.config.bucket_bytes, wire)

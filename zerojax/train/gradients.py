@@ -102,8 +102,8 @@ def loss_and_grads(
 
 def local_gradients(view: DeviceView, stored, batch, args, mutable, scale) -> Gradients:
     """`loss_and_grads` as one device sees it: local shapes in and out."""
-    axes, weighted = view.config.data.batch, view.loss.weighted
-    args = fold_keys(args, lax.axis_index(axes))
+    comm, weighted = view.comm, view.loss.weighted
+    args = fold_keys(args, lax.axis_index(comm.axes))
     if view.accumulate == 1:
         returned, grads, factor = view.value_and_grad(stored, mutable, batch, args, scale)
         grads, mutable = view.reduce(grads), returned.mutable
@@ -113,18 +113,18 @@ def local_gradients(view: DeviceView, stored, batch, args, mutable, scale) -> Gr
         factor = None
     total, weights, aux, _ = returned
     if weighted:
-        total, weight, below = view.comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
+        total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
         weights_valid = (weight > 0) & (below == 0)
         # What cannot be divided by becomes NaN, which nobody takes for a gradient.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         grads = unscale(grads, scale, factor=1.0 if factor is None else factor, weight=weight)
     else:
-        total, weight, weights_valid = view.comm.psum(total.sum()), view.microbatches, jnp.array(True)
+        total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
         grads = unscale(grads, scale)
     of = dict(zip(view.differentiable, grads, strict=True))
     grads = [of[k] if k in of else jnp.zeros(leaf.local_shape, leaf.dtype) for k, leaf in enumerate(view.grads)]
-    aux, mutable = weighted_mean(aux, weights, weight, axes), mean_mutable(mutable, axes)
-    squares = sums_of_squares(grads, view.grads, view.comm)
+    aux, mutable = weighted_mean(aux, weights, weight, comm), mean_mutable(mutable, comm)
+    squares = sums_of_squares(grads, view.grads, comm)
     return Gradients(total / weight, grads, aux, mutable, weights_valid, squares)
 
 

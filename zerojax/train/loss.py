@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from zerojax.comm.collectives import ManualCollectives
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -122,14 +123,14 @@ def at_least_float32(value: Array) -> Array:
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
-def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axes: tuple[str, ...]) -> Any:
+def weighted_mean(aux: PyTree, weights: Array, total: Array | int, comm: ManualCollectives) -> Any:
     """Average the float leaves of aux over devices and microbatches (dim 0), each with its weight.
 
     Args:
         aux: Each leaf with the microbatches on dim 0; `Unaveraged` parts are taken from the last.
         weights: One weight a microbatch.
         total: Their sum over the devices.
-        axes: The mesh axes.
+        comm: Sums over the devices.
 
     Raises:
         TypeError: If a leaf is not a float, since its mean means nothing.
@@ -146,7 +147,7 @@ def weighted_mean(aux: PyTree, weights: Array, total: Array | int, axes: tuple[s
         wide = at_least_float32(x)
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
         # with weight 0 the mean itself may be 0/0
-        return lax.psum(jnp.where(each == 0, 0, each * wide).sum(0), axes).astype(x.dtype)
+        return comm.psum(jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Unaveraged))
 
@@ -171,12 +172,12 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
             )
 
 
-def mean_mutable(mutable: PyTree, axes: tuple[str, ...]) -> Any:
+def mean_mutable(mutable: PyTree, comm: ManualCollectives) -> Any:
     """Average the float leaves of the mutable state over the devices; others are the same on each."""
 
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return lax.pmean(at_least_float32(x), axes).astype(x.dtype)
+        return comm.pmean(at_least_float32(x)).astype(x.dtype)
 
     return jax.tree.map(mean, mutable)

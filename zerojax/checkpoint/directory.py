@@ -1,15 +1,14 @@
-"""Folders that are there whole or not at all; one writer at a time; what a killed save leaves behind.
+"""The directory of a checkpointer: a folder a step, committed atomically, and what killed saves leave behind.
 
-step_00000100         a checkpoint, complete and on the disk
+step_00000100         a checkpoint, complete and on disk
 step_00000200.aside   one of a later step than the run went back to
 .tmp-…                one being written, or removed
 .old-…                one being replaced
-.lock                 held by the run that writes
+.lock                 locked by the run that writes
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
+from zerojax.offload.chunks import DiskError
 
 STEP = re.compile(r"step_(\d{8,})")
 TEMPORARY, OLD = ".tmp-", ".old-"
@@ -40,47 +40,27 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
 
 
-class Lock:
-    """The right to write into a folder, which one run at a time has.
-
-    It goes with the process, however that ends.
+def lock(directory: Path) -> int:
+    """Take the right to write into a directory, which ends with the process; a handle that `os.close` releases.
 
     Raises:
         CheckpointError: If another run has it, naming its process.
     """
-
-    def __init__(self, directory: Path):
-        """Take it."""
-        path = directory / ".lock"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._file, 32).decode(errors="replace").strip()
-            os.close(self._file)
-            raise CheckpointError(
-                f"{directory} is being written by another run (process {holder or 'unknown'}). Give this one another "
-                f"directory, or end or close() that one first; Checkpointer(..., read_only=True) restores beside it."
-            ) from error
-        os.ftruncate(self._file, 0)
-        os.write(self._file, f"{os.getpid()}\n".encode())
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    try:
+        return folder.lock(directory)
+    except DiskError as error:
+        raise CheckpointError(f"{error} Checkpointer(..., read_only=True) restores beside it.") from error
 
 
 def clean(directory: Path) -> list[str]:
     """Remove what killed saves left, and put back a checkpoint whose replacement was killed.
 
-    Only for the holder of the lock.
+    Only for the run that has the lock.
 
     Returns:
-        The names of what was found.
+        The names of what was there.
     """
-    found = []
+    names = []
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
             os.rename(entry, final)
@@ -88,20 +68,17 @@ def clean(directory: Path) -> list[str]:
             shutil.rmtree(entry)
         else:
             continue
-        found.append(entry.name)
-    return found
+        names.append(entry.name)
+    return names
 
 
 def temporary_name(step: int) -> str:
-    """A folder to write a checkpoint into, which nobody takes for one; another at each call.
-
-    A write of a save that failed may come late: it must not meet the next one.
-    """
+    """A folder to write a checkpoint into; another at each call, since a write of a failed save may come late."""
     return f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
 
 
 def commit(temporary: Path, step: int) -> None:
-    """Make a folder, whose files are on the disk, the checkpoint of a step."""
+    """Make a folder, whose files are on disk, the checkpoint of a step."""
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
     if final.exists():
@@ -112,11 +89,11 @@ def commit(temporary: Path, step: int) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def set_aside(directory: Path, step: int) -> list[str]:
-    """Take checkpoints of later steps out of the sequence, and keep them.
+def rename_later_steps(directory: Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps, so that the one now saved is the newest.
 
-    Who saves a step while later ones are there went back to before them, or found them
-    damaged: the newest is the one now saved.
+    A run that saves a step while later ones are there went back to before them, or could not
+    use them because they are damaged.
 
     Returns:
         Their new names.
@@ -133,21 +110,15 @@ def set_aside(directory: Path, step: int) -> list[str]:
 
 
 def prune(directory: Path, keep: int | None) -> None:
-    """Remove all but the newest checkpoints, each at once: it is renamed, then emptied."""
+    """Remove all but the newest checkpoints. Each is renamed first, so that a kill leaves no incomplete one."""
     for step in [] if keep is None else steps_in(directory)[:-keep]:
         doomed = directory / temporary_name(step)
         os.rename(directory / step_name(step), doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def make(*paths: Path) -> None:
-    """Make folders, each in one that is there: one that was deleted under way took its lock with it."""
-    for path in paths:
-        path.mkdir()
-
-
 def remove(path: Path) -> None:
-    """Remove a folder as far as that can be done; what is still being written into it may bring it back at first."""
+    """Remove a folder as far as that can be done; a write still in progress may bring it back at first."""
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
@@ -155,26 +126,24 @@ def remove(path: Path) -> None:
         time.sleep(0.05)
 
 
-def files_in(directory: Path) -> list[str]:
+def files_in(path: Path) -> list[str]:
     """All files below a folder, by path relative to it, sorted."""
-    return sorted(
-        os.path.relpath(os.path.join(base, name), directory) for base, _, names in os.walk(directory) for name in names
-    )
+    return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
 
 
-def folders_in(directory: Path) -> list[Path]:
+def folders_in(path: Path) -> list[Path]:
     """A folder and all below it."""
-    return [Path(base) for base, _, _ in os.walk(directory)]
+    return [Path(base) for base, _, _ in os.walk(path)]
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Wait until files or folders are on the disk."""
+    """Block until files or folders are on disk."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(folder.sync, paths))
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a text file and wait until it is on the disk."""
+    """Write a text file and block until it is on disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

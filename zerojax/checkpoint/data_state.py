@@ -1,4 +1,4 @@
-"""The position in the data, and whatever else goes with a state, as JSON.
+"""The data that goes with a state, such as the iterator's position, as JSON.
 
 Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys are kept as they are. What has
 `get_state` and `set_state`, as grain's iterators have, is asked for its state. Other pytree
@@ -23,7 +23,7 @@ def dumps(data: Any) -> str:
     """`data` as text.
 
     Raises:
-        TypeError: If there is something in it that can be neither kept nor taken apart.
+        TypeError: If a part of it is neither of a known type nor a pytree node.
     """
     return json.dumps(encode(data))
 
@@ -39,11 +39,11 @@ def loads(text: str, template: Any = None) -> Any:
     Raises:
         ValueError: If the template is of another structure than what was written.
     """
-    return filled(template, decode(json.loads(text)))
+    return fill(template, json.loads(text, object_hook=decode))
 
 
 def encode(data: Any) -> Any:
-    """As nested lists and dicts of JSON; what is no plain list or string is a dict with a tag."""
+    """As nested lists and dicts of JSON; what is no plain value or list is a dict with a tag."""
     if isinstance(data, PLAIN):
         return data
     if has_state(data):
@@ -61,8 +61,8 @@ def encode(data: Any) -> Any:
     children = jax.tree.leaves(data, is_leaf=lambda x: x is not data)
     if len(children) == 1 and children[0] is data:
         raise TypeError(
-            f"data= holds a {type(data).__name__}, which cannot be written. Give plain values, arrays, containers or "
-            f"objects with get_state() and set_state()."
+            f"data= has a {type(data).__name__} in it, which cannot be written. Give plain values, arrays, containers "
+            f"or objects with get_state() and set_state()."
         )
     return [encode(x) for x in children]
 
@@ -72,54 +72,49 @@ def encode_array(x: Any) -> dict:
     if is_key(x):
         return {"key": str(jax.random.key_impl(x)), "of": encode_array(jax.random.key_data(x))}
     host = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x)
-    where = "jax" if isinstance(x, jax.Array) else "numpy"
     return {
         "array": base64.b64encode(host.tobytes()).decode(),
         "dtype": host.dtype.name,
         "shape": host.shape,
-        "as": where,
+        "as": "jax" if isinstance(x, jax.Array) else "numpy",
     }
 
 
-def decode(found: Any) -> Any:
-    """The inverse of `encode`, without a template."""
-    if isinstance(found, list):
-        return [decode(x) for x in found]
-    if not isinstance(found, dict):
-        return found
-    if "tuple" in found:
-        return tuple(decode(x) for x in found["tuple"])
-    if "dict" in found:
-        return {decode(k): decode(v) for k, v in found["dict"]}
-    if "bytes" in found:
-        return base64.b64decode(found["bytes"])
-    if "key" in found:
-        return jax.random.wrap_key_data(decode(found["of"]), impl=found["key"])
-    host = np.frombuffer(base64.b64decode(found["array"]), jax.numpy.dtype(found["dtype"])).reshape(found["shape"])
-    return jax.numpy.array(host) if found["as"] == "jax" else host.copy()
+def decode(tagged: dict) -> Any:
+    """The inverse of `encode` for one dict of JSON, the values in it decoded already."""
+    if "tuple" in tagged:
+        return tuple(tagged["tuple"])
+    if "dict" in tagged:
+        return dict(tagged["dict"])
+    if "bytes" in tagged:
+        return base64.b64decode(tagged["bytes"])
+    if "key" in tagged:
+        return jax.random.wrap_key_data(tagged["of"], impl=tagged["key"])
+    array = np.frombuffer(base64.b64decode(tagged["array"]), jax.numpy.dtype(tagged["dtype"])).reshape(tagged["shape"])
+    return jax.numpy.array(array) if tagged["as"] == "jax" else array.copy()
 
 
-def filled(template: Any, found: Any) -> Any:
-    """`found` in the nodes of a template, whose objects with a state are set to it."""
+def fill(template: Any, saved: Any) -> Any:
+    """`saved` in the nodes of a template, whose objects with a state are set to it."""
     if template is None:
-        return found
+        return saved
     if has_state(template):
-        template.set_state(found)
+        template.set_state(saved)
         return template
-    if type(template) in (list, tuple) and type(template) is type(found) and len(template) != len(found):
-        return found  # something that grows, as a list of losses does
-    if isinstance(template, dict) and isinstance(found, dict) and template.keys() == found.keys():
-        return {key: filled(x, found[key]) for key, x in template.items()}
+    if type(template) in (list, tuple) and type(template) is type(saved) and len(template) != len(saved):
+        return saved  # something that grows, as a list of losses does
+    if isinstance(template, dict) and isinstance(saved, dict) and template.keys() == saved.keys():
+        return {key: fill(x, saved[key]) for key, x in template.items()}
     children, node = jax.tree.flatten(template, is_leaf=lambda x: x is not template)
     if len(children) == 1 and children[0] is template:
-        return found
-    parts = list(found.values()) if isinstance(found, dict) else found
-    if not isinstance(parts, list | tuple) or len(parts) != len(children):
+        return saved
+    values = list(saved.values()) if isinstance(saved, dict) else saved
+    if not isinstance(values, list | tuple) or len(values) != len(children):
         raise ValueError(
             f"The data that was saved is no {type(template).__name__} of {len(children)}, as the one given is: "
-            f"{str(found)[:200]}. Give data= of the structure that was saved, or none to have it as it is."
+            f"{str(saved)[:200]}. Give data= of the structure that was saved, or none to have it as it is."
         )
-    return jax.tree.unflatten(node, [filled(a, b) for a, b in zip(children, parts, strict=True)])
+    return jax.tree.unflatten(node, [fill(a, b) for a, b in zip(children, values, strict=True)])
 
 
 def has_state(x: Any) -> bool:

@@ -1,0 +1,121 @@
+"""A saved leaf in a new layout: read straight into it where only the padding differs, else converted on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from zerojax.checkpoint.arrays import ReadRequest
+from zerojax.comm.buckets import flatten, unflatten
+from zerojax.config.data_mesh import spec_entry
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad
+from zerojax.layout.tree import best_dim
+from zerojax.offload.host import to_device
+from zerojax.placement.storage import view
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+    from zerojax.checkpoint.manifest import SavedLeaf
+
+
+class Conversion(NamedTuple):
+    """What is left to do on the devices once a leaf is read.
+
+    Attributes:
+        source: How the array that was read is sharded.
+        target: Layout and type to convert it to.
+        sharding: The sharding of the result.
+    """
+
+    source: Leaf
+    target: Leaf
+    sharding: Sharding
+
+
+def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Conversion | None]:
+    """How to read a saved leaf, and the conversion that is left to do, if any.
+
+    Sharded and replicated storage differ in padding alone, which reading adds and drops. To and
+    from flat storage, and between types, the array is converted on the devices.
+
+    Args:
+        saved: The leaf as it was saved.
+        leaf: The layout and type wanted.
+        array: An array, or shape, with the storage shape and sharding wanted.
+    """
+    shape = tuple(array.shape)
+    if saved.key is not None:
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype))
+        return ReadRequest(saved.folder, tuple(data.shape), array.sharding, saved.key), None
+    source, sharding = dataclasses.replace(leaf, dtype=jnp.dtype(saved.dtype)), array.sharding
+    if (saved.kind == "flat") != (leaf.kind == "flat"):
+        source, sharding = sharded_by_dim(source, sharding)
+        if saved.kind == "flat":
+            source, sharding = flat(source, sharding, array.sharding)
+        shape = source.storage_shape
+    request = ReadRequest(saved.folder, shape, sharding)
+    return request, None if source == leaf else Conversion(source, leaf, array.sharding)
+
+
+def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
+    """A layout sharded by dim, for reading from or to flat storage: no device needs memory for the full leaf."""
+    replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
+    if not isinstance(sharding, NamedSharding):
+        return replicated, sharding
+    if not leaf.shape or not set(leaf.axes) <= set(sharding.mesh.axis_names):
+        return replicated, NamedSharding(sharding.mesh, PartitionSpec())
+    dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
+    sharded = dataclasses.replace(leaf, kind="sharded", dim=dim)
+    return sharded, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, spec_entry(leaf.axes)))
+
+
+def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
+    """Flat storage, sharded over the data axes where the mesh has them."""
+    leaf = dataclasses.replace(leaf, kind="flat", dim=None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):
+        sharding = NamedSharding(mesh, leaf.spec)
+    return dataclasses.replace(leaf, shards=1) if sharding is wanted else leaf, sharding
+
+
+def convert(arrays: Sequence[Any], conversions: Sequence[Conversion]) -> list[Any]:
+    """Bring stored arrays into other layouts and types, all in one program.
+
+    Args:
+        arrays: Stored as the `source` of their conversion says.
+        conversions: One for each array.
+    """
+    return list(converter(tuple(conversions))(list(arrays))) if conversions else []
+
+
+@functools.lru_cache(maxsize=16)
+def converter(conversions: tuple[Conversion, ...]):
+    """The program of `convert`."""
+
+    def program(arrays):
+        return [
+            to_storage(logical(to_device(x), source), target).astype(target.dtype)
+            for x, (source, target, _) in zip(arrays, conversions, strict=True)
+        ]
+
+    return jax.jit(program, out_shardings=[one.sharding for one in conversions])
+
+
+def logical(x: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """A stored array in its logical shape; traced under jit."""
+    return unflatten(x, leaf) if leaf.kind == "flat" else view(x, leaf)
+
+
+def to_storage(x: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "*storage"]:
+    """A logical array in storage shape; traced under jit."""
+    if leaf.kind == "flat":
+        return flatten(x, leaf)
+    return x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])

@@ -1,0 +1,147 @@
+"""One asynchronous save: copy the state to host memory, then write, digest and commit it in a thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import jax
+
+from zerojax.checkpoint import arrays, directory
+from zerojax.checkpoint.arrays import is_key
+from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
+from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, made_by
+from zerojax.checkpoint.processes import Processes
+from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
+from zerojax.train.state import ZeroState
+
+log = logging.getLogger("zerojax.checkpoint")
+
+MAX_FOLDER_NAME = 200
+
+
+class Save:
+    """A save, under way or done.
+
+    Attributes:
+        step: The step that is saved.
+        error: Why it failed; None if it did not, or is still under way.
+        thread: Writes, digests and commits.
+    """
+
+    def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
+        """A save of `step` into `root`, not begun yet; other arguments as for `Checkpointer`."""
+        self.step, self.error, self.thread = step, None, None
+        self._keep, self._processes = keep, processes
+        self._temporary = root / directory.temporary_name(step)
+
+    def begin(self, state: ZeroState, data: str) -> None:
+        """Copy the state to host memory, and leave the rest to the thread; raises if the folder cannot be made."""
+        leaves = state_leaves(state)
+        manifest = Manifest(self.step, saved_leaves(leaves), {}, made_by(self._processes.count))
+        try:
+            failure = attempt(self._make_folders) if self._processes.is_first else ""
+            name = self._processes.agree("begin", failure, self._temporary.name)
+        except CheckpointError as error:
+            raise self._failed(error) from error
+        self._temporary = self._temporary.with_name(name)
+        by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
+        failure, finish = "", None
+        try:
+            finish = arrays.write(self._temporary / ARRAYS, by_folder)
+        except Exception as error:  # the other processes hear of it in the thread, as of any error there
+            failure = in_one_line(error)
+        work = (failure, finish, manifest, data)
+        self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Block until all is done; raises `error` if it failed."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _finish(self, failure: str, finish: Callable[[], None], manifest: Manifest, data: str) -> None:
+        """Write, digest, commit; in the thread."""
+        try:
+            self._processes.agree("written", failure or attempt(self._write, finish, data))
+            self._processes.agree("digested", attempt(self._digest))
+            failure = attempt(self._commit, manifest) if self._processes.is_first else ""
+            self._processes.agree("committed", failure)
+        except Exception as error:
+            self.error = self._failed(error)
+
+    def _make_folders(self) -> None:
+        self._temporary.mkdir()  # without its parents: whoever deleted the directory deleted its lock
+        (self._temporary / ARRAYS).mkdir()
+
+    def _write(self, finish: Callable[[], None], data: str) -> None:
+        finish()
+        directory.write_synced(self._temporary / data_file(self._processes.index), data)
+
+    def _digest(self) -> None:
+        """Digest this process' share of the files, and see them onto the disk."""
+        written = [name for name in directory.files_in(self._temporary) if not name.startswith(DIGESTS)]
+        share = written[self._processes.index :: self._processes.count]
+        sums = digests(self._temporary, share)
+        directory.sync(self._temporary / name for name in share)
+        directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", json.dumps(sums))
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Write the manifest, with the digests of all processes, and give the folder its name."""
+        files: dict[str, tuple[int, str]] = {}
+        for i in range(self._processes.count):
+            path = self._temporary / f"{DIGESTS}{i}.json"
+            files |= json.loads(path.read_text())
+            path.unlink()
+        dataclasses.replace(manifest, files=dict(sorted(files.items()))).write(self._temporary)
+        directory.sync(directory.folders_in(self._temporary))
+        root = self._temporary.parent
+        for name in directory.rename_later_steps(root, self.step):
+            log.warning("%s: the run went back to before it and saved step %d.", name, self.step)
+        directory.commit(self._temporary, self.step)
+        if failure := attempt(directory.prune, root, self._keep):
+            log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        """The error to raise; what was begun is removed."""
+        if self._processes.is_first:
+            directory.remove(self._temporary)
+        root = self._temporary.parent
+        newest = max(directory.steps_in(root), default=None)
+        kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
+        return CheckpointError(
+            f"Saving step {self.step} to {root} failed: {in_one_line(error)}\nThe state of the run is unchanged, "
+            f"and {kept}."
+        )
+
+
+def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
+    """What is saved of the leaves of a state, each in its own folder; those without elements in none."""
+    taken: set[str] = set()
+    saved = []
+    for one in leaves.values():
+        folder = ""
+        if one.leaf.size:
+            folder = plain = folder_name(one.path)
+            while folder.lower() in taken:
+                folder = f"{plain}~{len(taken)}"
+            taken.add(folder.lower())
+        key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
+        saved.append(SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key))
+    return tuple(saved)
+
+
+def folder_name(path: tuple[str, ...]) -> str:
+    """A leaf's keys as the name of a folder."""
+    name = ".".join(quote(key, safe="") for key in path)
+    if len(name) <= MAX_FOLDER_NAME:
+        return name
+    return f"{name[: MAX_FOLDER_NAME - 20]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"

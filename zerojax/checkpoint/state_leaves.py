@@ -1,0 +1,154 @@
+"""A state as named logical leaves, the same for every stage, mesh and precision.
+
+Of a parameter with master weights these are saved, and of the optimizer's state that of the wrapped
+transformation. Arrays stay in storage shape; a leaf's `Leaf` says how they are padded or flattened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zerojax.checkpoint.resharding import Conversion, convert
+from zerojax.config import DataMesh, path_of
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded
+from zerojax.optim.master_weights import MasterState
+from zerojax.placement.chunking import joined
+from zerojax.placement.storage import leaves_of
+from zerojax.train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """One logical leaf of a state, and its array.
+
+    Attributes:
+        name: As errors name it: `params['layer']['w']`.
+        path: Its keys, from the field of the state on.
+        leaf: How the array is sharded.
+        array: The array, or its shape with a sharding; storage shape.
+        narrow: Whether it is stored in a narrower type than it is updated in, so that a wider
+            value may be rounded to it.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    leaf: Leaf
+    array: Any
+    narrow: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the array, by name."""
+        return str(self.array.dtype)
+
+
+def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
+    """The logical leaves of a state, by name.
+
+    Args:
+        state: Live arrays, or shapes.
+
+    Returns:
+        The leaves in a fixed order: step, scaling, parameters, optimizer state, mutable.
+    """
+    plan = state.plan
+    opt_state, masters = split_masters(state)
+    leaves = [
+        leaf for field in ("step", "scaling") for leaf in replicated_leaves(field, state, plan.layout.policy.data)
+    ]
+    stored = [x.storage if is_padded(x) else x for x in leaves_of(state.params)]
+    paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(stored))))
+    for i, (path, x, layout) in enumerate(zip(paths, stored, plan.layout.params, strict=True)):
+        narrow = i not in masters and layout.dtype != plan.layout.grads[i].dtype
+        leaves.append(state_leaf("params", path, *masters.get(i, (layout, x)), narrow))
+    arrays = jax.tree.leaves(opt_state, is_leaf=is_chunked)
+    for path, x, layout in zip(key_paths(opt_state), arrays, plan.state, strict=False):
+        leaves.append(state_leaf("opt_state", path, layout, x))
+    leaves += replicated_leaves("mutable", state, plan.layout.policy.data)
+    return {leaf.name: leaf for leaf in leaves}
+
+
+def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
+    """The state whose leaves are `arrays`; the inverse of `state_leaves`.
+
+    Args:
+        like: Says how the state is sharded; live arrays, or shapes.
+        arrays: One array for each of its leaves, by name; storage shape.
+
+    Returns:
+        A state with the structure and the layout of `like`. The narrow copies of master
+        weights are made from these.
+    """
+    layout, (inner, masters) = like.plan.layout, split_masters(like)
+
+    def refilled(field: str, tree: PyTree) -> PyTree:
+        structure = jax.tree.structure(tree, is_leaf=is_chunked)
+        return jax.tree.unflatten(structure, [arrays[name_of(field, path)] for path in key_paths(tree)])
+
+    fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable")}
+    opt_state = refilled("opt_state", inner)
+    paths = key_paths(jax.tree.unflatten(layout.treedef, range(len(layout.params))))
+    params = [arrays[name_of("params", path)] for path in paths]
+    if masters:
+        structure = jax.tree.structure(like.opt_state.master, is_leaf=is_chunked)
+        opt_state = MasterState(opt_state, jax.tree.unflatten(structure, [params[i] for i in masters]))
+        shardings = [x.sharding for x in jax.tree.leaves(like.params)]
+        conversions = {i: Conversion(leaf, layout.params[i], shardings[i]) for i, (leaf, _) in masters.items()}
+        offloaded = [i for i in masters if is_chunked(params[i])]
+        # offloaded leaves one at a time: device memory may not fit all
+        for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
+            wide = [joined(params[i]) if i in offloaded else params[i] for i in group]
+            for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
+                params[i] = narrow
+    stored = jax.tree.unflatten(jax.tree.structure(like.params), params)
+    return like.replace(params=stored, opt_state=opt_state, **fields)
+
+
+def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
+    """The wrapped transformation's state; and the master weights, by index of their parameter."""
+    if not isinstance(state.opt_state, MasterState):
+        return state.opt_state, {}
+    plan, (inner, master) = state.plan, state.opt_state
+    arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
+    owners = [
+        plan.layout.trained[k]
+        for k, (param, grad) in enumerate(zip(plan.trained.params, plan.trained.grads, strict=True))
+        if param.dtype != grad.dtype
+    ]
+    return inner, dict(zip(owners, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
+
+
+def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
+    """The leaves of a field that is replicated."""
+    return [
+        state_leaf(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, data.batch, data.workers), x)
+        for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field))[0]
+    ]
+
+
+def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
+    """One leaf, named."""
+    return StateLeaf(name_of(field, path), (field, *(path_of((key,)) for key in path)), leaf, array, narrow)
+
+
+def name_of(field: str, path: tuple) -> str:
+    """A leaf's name as errors have it."""
+    return field + jax.tree_util.keystr(path)
+
+
+def key_paths(tree: PyTree) -> list[tuple]:
+    """The key paths of a tree's leaves."""
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_chunked)[0]]
+
+
+def dotted(path: tuple) -> str:
+    """A parameter's name in files that others read."""
+    return ".".join(path_of((key,)) for key in path)

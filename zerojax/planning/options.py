@@ -1,0 +1,38 @@
+"""Keyword options that planning functions share with `zero_shard` and `train_step`, by name and type."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from zerojax.config import Offload, Precision
+
+
+class LossOptions(TypedDict, total=False):
+    """What a loss function returns; as for `train_step`."""
+
+    has_aux: bool
+    weighted: bool
+
+
+class EstimateOptions(LossOptions, total=False):
+    """How a model is sharded; as for `zero_shard`."""
+
+    precision: Precision | None
+    offload: Offload | None
+    persist_below: int
+    prefetch: int
+    trainable: Any
+
+
+class FitOptions(LossOptions, total=False):
+    """Memory of a GPU that may be used, in bytes, and its links, in bytes per second each way."""
+
+    memory: float | None
+    link: float | None
+    network: float | None
+    host_link: float | None
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, Any]]:
+    """What the loss returns, with defaults; and the other options given."""
+    others = dict(options)
+    return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others

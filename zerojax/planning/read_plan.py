@@ -1,0 +1,129 @@
+"""Read a plan off a compiled program."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.topology import GPUS_PER_HOST, Topology
+from zerojax.inspect.collectives import arrays_of
+from zerojax.inspect.hlo import Module, read
+from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.overlap import overlap
+from zerojax.inspect.roofline import roofline
+from zerojax.planning.compiled_plan import Plan
+
+# Names of a step's arguments, by the prefix of their names in the program.
+STATE_PARTS = {
+    "state.params": "parameters",
+    "state.opt_state.master": "master weights",
+    "state.opt_state": "optimizer state",
+    "state": "other state",
+}
+TEMPORARY, RESULTS, OTHER = "temporary", "results", "other arguments"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """What is known of a step beside its compiled program.
+
+    Attributes:
+        parts: Names for arguments by prefixes of their names in the program, of which the
+            longest decides; other arguments are called as the function calls them.
+        sent_formula: As in `Plan`.
+        host: As in `Plan`.
+        disk: As in `Plan`.
+        notes: What the figures do not show.
+    """
+
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sent_formula: float | None = None
+    host: int = 0
+    disk: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def read_plan(
+    compiled: Any,
+    topology: str,
+    device: Device,
+    facts: StepFacts = StepFacts(),
+    *,
+    batch: int | None,
+    usable: float | None = None,
+    largest_batch: int | None = None,
+) -> Plan:
+    """Read a plan off a compiled program.
+
+    Args:
+        compiled: What `jax.jit(f).lower(...).compile()` gives.
+        topology: As `Topology.parse` reads it.
+        device: One of its GPUs.
+        facts: What the program does not say.
+        batch: Rows of the global batch; None if its leaves differ.
+        usable: Bytes of a device that the program may take. Default: 95% of its memory.
+        largest_batch: As in `Plan`.
+    """
+    module = read(compiled)
+    gpus, hiding = Topology.parse(topology), overlap(module.text)
+    figures = roofline(module, hiding, device)
+    group_sizes = [f.collective.group_size for f in hiding.in_flight]
+    return Plan(
+        topology=topology,
+        devices=gpus.size,
+        batch=batch,
+        memory=memory_by_part(module, memory_analysis(compiled), facts.parts),
+        capacity=device.memory,
+        usable=int(USABLE * device.memory if usable is None else usable),
+        overlap=hiding,
+        roofline=figures,
+        sent_formula=facts.sent_formula,
+        host=facts.host,
+        disk=facts.disk,
+        largest_batch=largest_batch,
+        notes=(*facts.notes, *limitations(module, figures.unknown, group_sizes, gpus)),
+        text=module.text,
+    )
+
+
+def limitations(module: Module, unknown: tuple[str, ...], group_sizes: list[int], gpus: Topology) -> Iterator[str]:
+    """What the figures of a program do not show, in sentences."""
+    if unknown:
+        yield f"The FLOPs of {', '.join(unknown)} are not counted."
+    if gpus.hosts > 1 and any(1 < size <= gpus.per_host for size in group_sizes):
+        yield f"Collectives of at most {gpus.per_host} devices are taken to stay within a host."
+    if gpus.per_host > GPUS_PER_HOST:
+        yield (
+            f"{gpus.per_host} devices are taken to be in one host, though hosts have {GPUS_PER_HOST}: between two the "
+            f"links are slower. Give hosts x devices, such as {gpus.kind}:2x{-(-gpus.per_host // 2)}."
+        )
+    if any(count.conditional for count in module.executions.values()):
+        yield "Of a conditional every branch is counted as executed."
+    if not all(count.known for count in module.executions.values()):
+        yield "A loop of unknown trip count is counted as one iteration."
+
+
+def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
+    """Bytes by part; they add up to `peak_bytes`."""
+    sizes = Counter[str]()
+    entry = module.computations[module.entries[0]].instructions
+    for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
+        name = re.search(r'op_name="([^"]*)"', i.rest)
+        sizes[part_of(name[1] if name else "", parts)] += sum(array.bytes for array in arrays_of(i.shape))
+    sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # the compiler's own, and alignment
+    order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
+    ordered = {part: sizes[part] for part in order if sizes[part]}
+    # An argument may have one of these names.
+    sizes[TEMPORARY] += analysis.temp_size_in_bytes
+    sizes[RESULTS] += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {**ordered, TEMPORARY: sizes[TEMPORARY], RESULTS: sizes[RESULTS]}
+
+
+def part_of(argument: str, parts: Mapping[str, str]) -> str:
+    """The part of an argument: by its longest known prefix, else its own name."""
+    for prefix in sorted(parts, key=len, reverse=True):
+        if re.match(rf"{re.escape(prefix)}(?![\w])", argument):
+            return parts[prefix]
+    return re.match(r"\w*", argument)[0] or OTHER  # pyright: ignore[reportOptionalSubscript]

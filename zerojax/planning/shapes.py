@@ -1,0 +1,74 @@
+"""Trees of arrays as trees of shapes, to lower and compile without the arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.layout.padded import is_padded
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array or its shape: no Python number, and no type, which has a dtype and no shape."""
+    return hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    """Shape of an array or a number, in the type that jit gives it."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
+
+
+def abstract(tree: Any) -> Any:
+    """Arrays as shapes without shardings; static arguments and Python numbers as they are."""
+    return jax.tree.map(lambda x: shape_of(x) if is_array(x) else x, tree)
+
+
+def named_sharding(x: Any) -> NamedSharding | None:
+    """The sharding of a leaf, if it names mesh axes."""
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def on_mesh(mesh: Mesh, tree: Any) -> Any:
+    """Arrays as shapes with their specs on another mesh; those without a spec replicated."""
+
+    def move(x: Any) -> Any:
+        sharding = named_sharding(x)
+        spec = PartitionSpec() if sharding is None else sharding.spec
+        return shape_of(x, NamedSharding(mesh, spec)) if is_array(x) else x
+
+    return jax.tree.map(move, tree)
+
+
+def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
+    """Logical shapes of parameters in any form.
+
+    Args:
+        params: Arrays, `Padded` arrays or shapes.
+        keep_shardings: Whether to keep shardings, which say what other mesh axes divide.
+    """
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = named_sharding(x) if keep_shardings and not is_padded(x) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, params, is_leaf=is_padded)
+
+
+def rows_of(batch: Any) -> int | None:
+    """Rows of a batch; None if its leaves differ or have none."""
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    (only,) = lengths if len(lengths) == 1 else ((),)
+    return only[0] if only else None
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """Shapes of a batch with another number of rows; shardings are kept."""
+
+    def resize(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), jnp.result_type(x), sharding=named_sharding(x))
+
+    return jax.tree.map(resize, batch)
