@@ -3,11 +3,13 @@
 import dataclasses
 import math
 
+import constructs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import QUICK
+from conftest import mesh_of
+from engine_helpers import QUICK, lay_out, stored, trimmed
 from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.wire import Wire
+from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad
+from zerojax.layout.padded import pad, trim
 
 AXES = ("host", "gpu")
 SIZES = {"host": 2, "gpu": 4}
@@ -176,3 +179,35 @@ def test_a_shard_that_is_not_laid_out_as_its_leaf_is_refused(changes, message):
 def test_a_negative_bucket_size_is_refused():
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be at least 0; 0 gathers every leaf by itself"):
         ManualCollectives(AXES, bucket_bytes=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalCollectives:
+    """Shards are global arrays that the compiler divides: nothing else than a constraint on each."""
+
+    wire: Wire = dataclasses.field(default_factory=Wire)
+
+    def check(self, shards, leaves):
+        pass
+
+    def constrain(self, x, spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(8), spec))
+
+    def all_gather(self, shards, leaves, *, exposed=False):
+        full = [self.constrain(shard, P()) for shard in shards]
+        return [trim(x, leaf.dim, leaf.shape[leaf.dim]) for x, leaf in zip(full, leaves, strict=True)]
+
+    def reduce_scatter(self, grads, leaves, *, exposed=False):
+        return [self.constrain(in_storage(*pair), pair[1].spec) for pair in zip(grads, leaves, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["remat", "scan_everything", "stacked_layers"])
+def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
+    params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
+    setup = lay_out(params, constructs.DIMS)
+    fn = gather_on_use(constructs.TABLE[name], setup.layout, comm=GlobalCollectives())
+    value, grads = jax.jit(jax.value_and_grad(fn), compiler_options=QUICK)(stored(params, setup), x)
+    expected, plain = jax.jit(jax.value_and_grad(constructs.TABLE[name]))(params, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(trimmed(grads, setup)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # float32 sums in another order
