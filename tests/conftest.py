@@ -16,8 +16,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="zerojax-tests-", ignore_cleanup_errors=True)
     os.environ["ZEROJAX_TESTS_CACHE"] = _cache.name
-_own = os.path.join(os.environ["ZEROJAX_TESTS_CACHE"], os.environ.get("PYTEST_XDIST_WORKER", "alone"))
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _own
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+    os.environ["ZEROJAX_TESTS_CACHE"], os.environ.get("PYTEST_XDIST_WORKER", "alone")
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
