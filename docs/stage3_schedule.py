@@ -4,7 +4,7 @@
 
 Needs the extras `aot` and `examples`, no GPU. The order of the work, what overlaps what, the bytes
 and the memory are the compiled program's own. The time axis is an estimate: the program is played
-on two queues, one for kernels and one for collectives, each piece of work taking as long as it
+on two queues, one for kernels and one for collectives, each instruction taking as long as it
 would at the device's peak rates (`zerojax.inspect.timeline`).
 """
 
@@ -65,11 +65,11 @@ class Bar(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled program's text, the bytes of its temporary memory, and the elements of the cut parameters."""
+    """A compiled program's text, the bytes of its temporary memory, and the elements of the sharded parameters."""
 
     text: str
     temporary: int
-    cut: int
+    sharded: int
 
 
 def compiled(prefetch: int) -> Compiled:
@@ -81,8 +81,8 @@ def compiled(prefetch: int) -> Compiled:
     batch = NamedSharding(mesh, PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)
     program = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens).compile()
-    cut = sum(leaf.size for leaf in tx.create(shapes).plan.parts if leaf.kind == "cut")
-    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, cut)
+    sharded = sum(leaf.size for leaf in tx.create(shapes).plan.grads if leaf.kind == "sharded")
+    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, sharded)
 
 
 def bars(text: str) -> list[Bar]:
@@ -128,7 +128,7 @@ def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
         waiting = sum(s.end - s.begin for s in spans if s.kind == "waiting")
         figures = (
             f"{overlap(program.text).hidden_share:.0%} of collective bytes hidden",
-            f"{collectives(program.text).moved('all-gather').elements / program.cut:.2f} passes gathered",
+            f"{collectives(program.text).moved('all-gather').elements / program.sharded:.2f} passes gathered",
             f"{program.temporary / 2**20:,.0f} MiB temporary",
             f"{waiting:.1f} of {max(s.end for s in spans):.1f} ms waiting",
         )
@@ -154,7 +154,7 @@ def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
 
 
 def draw_bar(panel: Axes, span: Bar) -> None:
-    """One piece of work; of a collective also, pale, the time from its start to its done."""
+    """One instruction; of a collective also, pale, the time from its start to its done."""
     y, colour, collective = LANES[span.lane], COLOURS[span.kind], span.lane != "compute"
     style = {"height": 0.5 if collective else 0.75, "left": span.begin, "color": colour}
     if collective:
@@ -176,10 +176,10 @@ def marks(panel: Axes, spans: list[Bar]) -> None:
     for ((name, _), begin), end in zip(begins.items(), ends, strict=True):
         panel.plot([begin + 0.02, end - 0.02], [2.46, 2.46], color="#777777", linewidth=1.5)
         panel.text((begin + end) / 2, 2.5, "head" if name == "E" else f"layer {name}", ha="center", fontsize=12.5)
-    turned = min(s.begin for s in products if s.kind == "backward")
-    panel.axvline(turned, ymax=0.88, color="#333333", linewidth=1.2, linestyle=(0, (4, 3)))
-    panel.text(turned - 0.04, -0.1, "forward", ha="right", va="bottom", style="italic")
-    panel.text(turned + 0.04, -0.1, "backward", ha="left", va="bottom", style="italic")
+    backward = min(s.begin for s in products if s.kind == "backward")
+    panel.axvline(backward, ymax=0.88, color="#333333", linewidth=1.2, linestyle=(0, (4, 3)))
+    panel.text(backward - 0.04, -0.1, "forward", ha="right", va="bottom", style="italic")
+    panel.text(backward + 0.04, -0.1, "backward", ha="left", va="bottom", style="italic")
 
 
 if __name__ == "__main__":

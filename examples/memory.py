@@ -1,4 +1,4 @@
-"""Bytes per device at a ZeRO stage: found, and by the paper's formula."""
+"""Bytes per device at a ZeRO stage: as sharded, and by the paper's formula."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,36 +11,36 @@ PARTS = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer"}
 
 
 class Memory(NamedTuple):
-    """Bytes per device of each of `PARTS`; and of what waits in host memory or on disk."""
+    """Bytes per device of each of `PARTS`; and of what is offloaded to host memory or disk."""
 
     found: dict[str, int]
     paper: dict[str, float]
-    waiting: int = 0
+    offloaded: int = 0
 
 
 def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) -> Memory:
-    """What each device would hold, laid out from the parameters' shapes alone."""
+    """Bytes per device, from the parameters' shapes alone."""
     plan, stage = tx.create(shapes).plan, tx.config.stage
     compute = plan.layout.compute
 
-    held = list(zip(plan.state, plan.chunkings, strict=True))
+    state = list(zip(plan.state, plan.chunkings, strict=True))
 
-    def gradient(part, narrow) -> int:
-        # Sums are in the type of the master weights. Stage 1 holds what the backward pass gives until it is divided,
-        # or over several microbatches the sums.
+    def gradient(leaf, compute_dtype) -> int:
+        # Sums are in the type of the master weights. At stage 1 gradients are full until they are reduce-scattered,
+        # and so are the sums of several microbatches.
         if stage == 1:
-            return part.size * (narrow if accumulate == 1 else part.dtype).itemsize
-        return part.local_bytes
+            return leaf.size * (compute_dtype if accumulate == 1 else leaf.dtype).itemsize
+        return leaf.local_bytes
 
     found = {
         "params": sum(leaf.local_bytes for leaf in plan.layout.params),
-        # Gradients live within a step only: of them the layout is all there is to ask for.
-        "grads": sum(gradient(part, narrow) for part, narrow in zip(plan.grads, compute, strict=True)),
-        "opt_state": sum(leaf.local_bytes for leaf, cut in held if cut is None),
+        # Gradients exist only within a step, so no live array can be measured.
+        "grads": sum(gradient(leaf, dtype) for leaf, dtype in zip(plan.grads, compute, strict=True)),
+        "opt_state": sum(leaf.local_bytes for leaf, chunking in state if chunking is None),
     }
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     paper = paper_formula(count, stage, tx.config.data.workers, width=max(x.itemsize for x in compute))
-    return Memory(found, paper, sum(leaf.local_bytes for leaf, cut in held if cut is not None))
+    return Memory(found, paper, sum(leaf.local_bytes for leaf, chunking in state if chunking is not None))
 
 
 def paper_formula(count: int, stage: int, devices: int, *, width: int) -> dict[str, float]:

@@ -56,33 +56,33 @@ MIXED = (
 )
 
 
-OFFLOADED = " What is offloaded waits in host memory or on disk, of which the formula knows nothing."
+OFFLOADED = " What is offloaded is in host memory or on disk, of which the formula knows nothing."
 
 
 def show_memory(memory: Sequence[Memory], *, trained: int, devices: int, mixed: bool) -> None:
-    """Print bytes per device at every stage, found beside expected."""
+    """Print bytes per device at every stage, measured beside expected."""
     table = Table(
-        title=f"Memory per device, devices: {devices} (found | the paper's formula)",
+        title=f"Memory per device, devices: {devices} (measured | the paper's formula)",
         caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
-        "the rest off the layouts; gradients are those that the training step holds. What is found beyond the formula "
-        "are small leaves that stay whole, and padding where the devices do not divide a leaf."
+        "the rest off the sharding plan; gradients are those within the training step. Beyond the formula are small "
+        "leaves that stay replicated, and padding where the devices do not divide a leaf."
         + MIXED * mixed
-        + OFFLOADED * any(m.waiting for m in memory),
+        + OFFLOADED * any(m.offloaded for m in memory),
     )
     table.add_column("stage")
-    waits = any(m.waiting for m in memory)
-    for name in (*PARTS.values(), "all", *["offloaded"] * waits):
+    is_offloaded = any(m.offloaded for m in memory)
+    for name in (*PARTS.values(), "all", *["offloaded"] * is_offloaded):
         table.add_column(name, justify="right")
-    for stage, (found, paper, waiting) in enumerate(memory):
+    for stage, (found, paper, size) in enumerate(memory):
         cells = [f"{found[p] / 1e3:,.0f} | {paper[p] / 1e3:,.0f}" for p in PARTS]
         total = f"{sum(found[p] for p in PARTS) / 1e3:,.0f} | {sum(paper.values()) / 1e3:,.0f}"
-        offloaded = [f"{waiting / 1e3:,.0f}"] * waits
+        offloaded = [f"{size / 1e3:,.0f}"] * is_offloaded
         table.add_row(f"{stage}", *cells, total, *offloaded, style="bold" if stage == trained else "")
     Console().print(table)
 
 
 def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
-    """Stack what was found by part, one bar a stage, with a tick where the formula puts the top."""
+    """Stack the measured bytes by part, one bar a stage, with a tick at the formula's total."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     stages = range(len(memory))
     base = [0.0] * len(memory)

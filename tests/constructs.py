@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-CUT = {"w": 0, "v": 1, "stack": 1, "table": 0, "b": -1}
+DIMS = {"w": 0, "v": 1, "stack": 1, "table": 0, "b": -1}
 POLICIES = jax.checkpoint_policies
 
 

@@ -22,7 +22,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A mesh, and how a tree of parameters lies on it."""
+    """A mesh, and the layout of a tree of parameters on it."""
 
     mesh: jax.sharding.Mesh
     layout: object
@@ -45,7 +45,7 @@ def is_leaf(x):
 
 
 def lay_out(params, dims, devices=DEVICES):
-    """`dims` says for each leaf which dim is cut; -1 is whole."""
+    """`dims` says for each leaf which dim is sharded; -1 is replicated."""
 
     def one(path, x, dim):
         kind, dim = ("replicated", None) if dim < 0 else ("sharded", dim)
@@ -133,12 +133,12 @@ def assert_same(fn, params, batch, dims, *, devices=DEVICES, has_aux=False, roun
 
     Args:
         fn: `(params, batch) -> scalar`, or with `has_aux` `(scalar, aux)`.
-        params: Whole parameters.
+        params: Full parameters.
         batch: Arrays whose rows are divided over the devices.
-        dims: For each parameter the dim that is cut; -1 is whole.
+        dims: For each parameter the dim that is sharded; -1 is replicated.
         devices: Size of the mesh.
         has_aux: As for `jax.grad`.
-        rounding: Largest difference, as a part of the largest entry of all gradients (at least 1). The default
+        rounding: Largest difference, as a fraction of the largest entry of all gradients (at least 1). The default
             is some hundred float32 roundings: sums over rows and devices are made in another order.
         options: For `gather_on_use`.
     """

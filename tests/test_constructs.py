@@ -10,10 +10,10 @@ X = jax.random.normal(jax.random.key(9), (24, 8))
 OPTIONS = [("prefetch", 3), ("prefetch", 0), ("reshard_after_forward", False), ("bucket_bytes", 0)]
 
 
-def assert_construct(name, *, cut=constructs.CUT, **options):
+def assert_construct(name, *, dims=constructs.DIMS, **options):
     # bfloat16 gradients are summed over the devices in bfloat16, which has 8 bits of mantissa.
     rounding = {"rounding": 3e-2} if name.startswith("cast") else {}
-    assert_same(constructs.TABLE[name], constructs.make_params(), X, cut, **rounding, **options)
+    assert_same(constructs.TABLE[name], constructs.make_params(), X, dims, **rounding, **options)
 
 
 @pytest.mark.parametrize("name", constructs.TABLE)
@@ -45,5 +45,5 @@ def test_padded_leaves_are_trimmed_and_their_gradients_padded_with_zeros(name, d
 
 
 @pytest.mark.parametrize("name", ["scan_xs", "scan_everything", "stacked_layers"])
-def test_a_stack_may_be_cut_over_its_layers(name):
-    assert_construct(name, cut=constructs.CUT | {"stack": 0})
+def test_a_stack_may_be_sharded_over_its_layers(name):
+    assert_construct(name, dims=constructs.DIMS | {"stack": 0})

@@ -1,4 +1,4 @@
-"""How often parameters are gathered, how many travel together, and what is kept for the backward pass."""
+"""How often parameters are gathered, how many share a collective, and what is kept for the backward pass."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ POLICIES = jax.checkpoint_policies
 
 
 def collectives_of(jaxpr, primitive, times=1):
-    """`(elements in the logical arrays, calls)` of a collective, loops counted by their turns."""
+    """`(elements in the logical arrays, calls)` of a collective, loops counted by their iterations."""
     elements = calls = 0
     read = {atom for atom in jaxpr.outvars if isinstance(atom, jex.Var)}
     for eqn in reversed(jaxpr.eqns):
@@ -37,24 +37,24 @@ def collectives_of(jaxpr, primitive, times=1):
             side = eqn.outvars if primitive == "all_gather" else eqn.invars
             elements += times * sum(math.prod(v.aval.shape) for v in side)
             calls += times
-        turns = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for inner in jex.jaxprs_in_params(eqn.params):
-            more = collectives_of(inner, primitive, turns)
+            more = collectives_of(inner, primitive, inside)
             elements, calls = elements + more[0], calls + more[1]
     return elements, calls
 
 
 def traced(fn, params, dims, batch, **options):
-    """`(jaxpr of the sharded gradient, elements of all cut parameters)`."""
+    """`(jaxpr of the sharded gradient, elements of all sharded parameters)`."""
     setup = lay_out(params, dims)
     closed = jax.make_jaxpr(sharded_grad(fn, setup, **options))(params, batch)
     return closed.jaxpr, sum(leaf.size for leaf in setup.leaves if leaf.kind == "sharded")
 
 
 def passes(*args, **options):
-    """`(gathered, reduce-scattered)`, in elements of all cut parameters."""
-    jaxpr, cut = traced(*args, **options)
-    return tuple(collectives_of(jaxpr, name)[0] / cut for name in ("all_gather", "reduce_scatter"))
+    """`(gathered, reduce-scattered)`, in elements of all sharded parameters."""
+    jaxpr, sharded = traced(*args, **options)
+    return tuple(collectives_of(jaxpr, name)[0] / sharded for name in ("all_gather", "reduce_scatter"))
 
 
 def calls(*args, **options):
@@ -64,7 +64,7 @@ def calls(*args, **options):
 
 
 def kept_sizes(fn, params, dims, batch, **options):
-    """Sizes, in elements, of what stays on a device between the two passes, parameters' shards among it."""
+    """Sizes, in elements, of what stays on a device between the two passes, parameters' shards included."""
     setup, sizes = lay_out(params, dims), []
 
     def body(params, batch):
@@ -167,7 +167,7 @@ def test_the_compiled_peak_grows_by_shards_and_activations_only(style):
         return step.lower(params, batch).compile().memory_analysis().temp_size_in_bytes / 4
 
     # Gradients are results and not counted here; a layer's may pass through a temporary of a shard's size.
-    # One layer more that is gathered for too long would be a whole weight.
+    # One layer more that is gathered for too long would be a full weight.
     assert temp(24) - temp(4) <= 20 * (SHARD + ACTIVATION)
 
 
@@ -179,19 +179,19 @@ def test_resharding_can_be_turned_off(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_layers_leaves_travel_together_unless_told_otherwise(style):
+def test_a_layers_leaves_share_a_bucket_unless_told_otherwise(style):
     def body(x, p):
         return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"], None
 
     @block
-    def turn(x, p):
+    def layer(x, p):
         return body(x, p)
 
     def loss(params, x):
         if style == "scanned":
-            return jnp.mean(lax.scan(turn, x, params)[0])
+            return jnp.mean(lax.scan(layer, x, params)[0])
         for i in range(4):
-            x, _ = turn(x, jax.tree.map(lambda stack: stack[i], params))  # noqa: B023
+            x, _ = layer(x, jax.tree.map(lambda stack: stack[i], params))  # noqa: B023
         return jnp.mean(x)
 
     w = jnp.ones((4, SIZE, SIZE))

@@ -15,7 +15,7 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"compat", "config", "gpus", "units"},
+    {"version", "compat", "config", "gpus", "units"},
     {"jaxprs", "layout"},
     {"comm"},
     {"offload"},

@@ -1,6 +1,7 @@
 """The plan: figures read off a program are the program's, and absent GPUs get the user's own step."""
 
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -15,7 +16,7 @@ from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_cli import run
 
-from zerojax import DynamicScale, Offload, Precision, estimate, plan, report, zero_shard
+from zerojax import DynamicScale, Offload, Precision, check, estimate, plan, report, zero_shard
 from zerojax.gpus import topology
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import KINDS, Topology, installed
@@ -411,6 +412,32 @@ def test_a_jitted_function_keeps_its_shardings():
         plan(f, w, rows(64), topology="h200:16")
     with pytest.raises(ValueError, match="names devices of its own"):
         plan(jax.jit(f, in_shardings=(w.sharding, x.sharding)), w, x)
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "axes", "resized"),
+    [
+        (("data",), (2,), ("data",), (8,)),
+        (("rows", "model"), (1, 4), ("rows",), (2, 4)),
+        (("host", "gpu"), (4, 2), ("host", "gpu"), (2, 4)),
+        (("host", "gpu", "model"), (1, 4, 2), ("host", "gpu"), (2, 2, 2)),
+    ],
+)
+def test_data_axes_are_resized_to_hosts_and_gpus(names, sizes, axes, resized, monkeypatch):
+    given = Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
+    monkeypatch.setattr(topology, "absent_mesh", lambda text: mesh_of(8))
+    assert tuple(topology.absent_mesh_like(given, "h100:2x4", axes=axes).shape.values()) == resized
+
+
+@aot
+def test_a_batch_over_two_axes_is_planned_and_checked():
+    mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), persist_below=0)
+    found = plan(tx.train_step(loss), tx.create(shapes()), rows(64), topology="h100:2x8")
+    row = estimate(shapes(), devices=16, stages=(3,), persist_below=0)[3]
+    assert (found.devices, found.memory["parameters"], found.sent_formula) == (16, row.params, row.sent)
+    checked = check(tx, loss, shapes(), rows(64), topology="h100:2x8")
+    assert (checked.devices, checked.reduced_formula) == (16, DEPTH * WIDTH**2 + WIDTH)
 
 
 @aot

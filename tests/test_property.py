@@ -1,6 +1,6 @@
 """Random programs out of the constructs a model may use around a parameter equal the plain function.
 
-A program is a tree of `Use`, `Inside` and `Over`, which reads like the model it stands for:
+A program is a tree of `Use`, `Inside` and `Over`, which reads like the model it describes:
 `(Over("reverse", (Inside("remat", (Use("dot", "layer"),)),)), Use("transposed", "w"))` is a reversed
 scan over layers under remat, and a head. Each part maps rows to rows of the same width.
 """
@@ -53,14 +53,14 @@ class Over:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program, its sizes and cuts, and how it is run.
+    """A program, its sizes and sharded dims, and how it is run.
 
     Attributes:
         program: `Use`, `Inside` and `Over`, one after another.
         extras: Names out of `EXTRAS`.
         width: Rows and columns of every matrix.
         layers: Matrices in the stack.
-        cuts: For each parameter the dim that is cut; -1 is whole.
+        dims: For each parameter the dim that is sharded; -1 is replicated.
         devices: Size of the mesh.
         prefetch, bucket_bytes, reshard_after_forward: Options of `gather_on_use`.
     """
@@ -69,7 +69,7 @@ class Case:
     extras: frozenset
     width: int
     layers: int
-    cuts: dict
+    dims: dict
     devices: int
     prefetch: int
     bucket_bytes: int
@@ -161,13 +161,13 @@ def repeated(body, w, x):
 
 
 def carried(body, w, x):
-    def turn(carry, _):
-        held, x = carry
-        return (jax.tree.map(lambda leaf: 0.9 * leaf, held), body({**held, "ids": w["ids"]}, x)), None
+    def iteration(carry, _):
+        carried_w, x = carry
+        return (jax.tree.map(lambda leaf: 0.9 * leaf, carried_w), body({**carried_w, "ids": w["ids"]}, x)), None
 
-    held = {name: leaf for name, leaf in w.items() if name != "ids"}
-    (held, x), _ = lax.scan(turn, (held, x), length=2)
-    return x + held["w"].mean()
+    carried_w = {name: leaf for name, leaf in w.items() if name != "ids"}
+    (carried_w, x), _ = lax.scan(iteration, (carried_w, x), length=2)
+    return x + carried_w["w"].mean()
 
 
 def for_count(body, w, x):
@@ -226,30 +226,30 @@ INSIDE = {
 
 
 def scanned(body, w, x, *, wrap=lambda f: f, **options):
-    turn = wrap(lambda x, layer: (body(w | {"layer": layer}, x) + x / 2, None))
-    return lax.scan(turn, x, w["stack"], **options)[0]
+    iteration = wrap(lambda x, layer: (body(w | {"layer": layer}, x) + x / 2, None))
+    return lax.scan(iteration, x, w["stack"], **options)[0]
 
 
 def scanned_with_results(body, w, x):
-    def turn(x, operands):
+    def iteration(x, operands):
         layer, index, bias = operands
         x = body(w | {"layer": layer}, x) + index * bias
         return x, (x[:, :1], index)
 
     count = w["stack"].shape[0]
-    x, (columns, _) = lax.scan(turn, x, (w["stack"], jnp.arange(count), jnp.ones((count, 1)) * w["b"]))
+    x, (columns, _) = lax.scan(iteration, x, (w["stack"], jnp.arange(count), jnp.ones((count, 1)) * w["b"]))
     return x + columns.mean(0)
 
 
 def scanned_in_pairs(body, w, x):
-    """The same stack twice, once transposed in the turn."""
-    turn = lambda x, pair: (body(w | {"layer": pair[0] + pair[1].T / 2}, x), None)
-    return lax.scan(turn, x, (w["stack"], w["stack"]))[0]
+    """The same stack twice, once transposed in the iteration."""
+    iteration = lambda x, pair: (body(w | {"layer": pair[0] + pair[1].T / 2}, x), None)
+    return lax.scan(iteration, x, (w["stack"], w["stack"]))[0]
 
 
 def scanned_by_index(body, w, x):
-    turn = lambda x, i: (body(w | {"layer": w["stack"][i]}, x), None)
-    return lax.scan(turn, x, jnp.arange(w["stack"].shape[0]))[0]
+    iteration = lambda x, i: (body(w | {"layer": w["stack"][i]}, x), None)
+    return lax.scan(iteration, x, jnp.arange(w["stack"].shape[0]))[0]
 
 
 def scanned_in_scan(body, w, x):
@@ -257,11 +257,11 @@ def scanned_in_scan(body, w, x):
 
 
 def carried_stack(body, w, x):
-    def turn(carry, i):
+    def iteration(carry, i):
         stack, x = carry
         return (stack * 0.9, body(w | {"layer": stack[i]}, x)), None
 
-    return lax.scan(turn, (w["stack"], x), jnp.arange(w["stack"].shape[0]))[0][1]
+    return lax.scan(iteration, (w["stack"], x), jnp.arange(w["stack"].shape[0]))[0][1]
 
 
 def by_given_index(body, w, x):
@@ -372,7 +372,7 @@ def check(case):
         loss_of(case),
         params,
         batch,
-        case.cuts,
+        case.dims,
         devices=case.devices,
         has_aux=True,
         prefetch=case.prefetch,
@@ -406,7 +406,7 @@ DIMS = {"w": 2, "v": 2, "stack": 3, "table": 2, "b": 1, "unused": 2}
 
 
 def cases(number):
-    """Cases in whose programs number `number` of `OUTERMOST` stands outermost."""
+    """Cases in whose programs number `number` of `OUTERMOST` is outermost."""
     kind, name = OUTERMOST[number]
     # Hypothesis tries the first of everything first: let that be another use each time.
     start = number % len(USES)
@@ -421,7 +421,7 @@ def cases(number):
         extras=st.frozensets(st.sampled_from(list(EXTRAS))),
         width=st.sampled_from([3, 5, 7, 8, 13]),
         layers=st.sampled_from([3, 2, 1]),
-        cuts=st.fixed_dictionaries(
+        dims=st.fixed_dictionaries(
             {name: st.sampled_from([*reversed(range(dims))] * 2 + [-1]) for name, dims in DIMS.items()}
         ),
         devices=st.sampled_from([2, 3, 8]),
@@ -442,7 +442,7 @@ NAMES = [f"{kind.__name__} {name}" for kind, name in OUTERMOST]
 
 @pytest.mark.parametrize("number", range(len(OUTERMOST)), ids=NAMES)
 def test_random_programs_equal_the_plain_function(number):
-    # Not `derandomize`, which would draw the same sizes, cuts and options for every number.
+    # Not `derandomize`, which would draw the same sizes, dims and options for every number.
     # And without shrinking, which takes minutes for a program that is small as it is; the slow test shrinks.
     drawn = itertools.count()
 

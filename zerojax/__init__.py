@@ -1,7 +1,6 @@
 """ZeRO for JAX: any optax transformation, sharded over a device mesh."""
 
 from importlib import import_module as _import_module
-from importlib import metadata as _metadata
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -72,18 +71,10 @@ __all__ = [
 ]
 
 
-def _version() -> str:
-    """The installed version, or that of the source on the path, of which no package is installed."""
-    try:
-        return _metadata.version(__name__)
-    except _metadata.PackageNotFoundError:
-        return "0+source"
-
-
 def __getattr__(name: str) -> _Any:
     """Import what a public name stands for."""
     if name == "__version__":
-        found = _version()
+        found = _import_module(f"{__name__}.version").version()
     elif name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     elif (module := _MODULE_OF[name]) is None:

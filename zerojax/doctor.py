@@ -115,9 +115,9 @@ def host_compute() -> str:
 
 
 def offloaded_activations() -> str:
-    """Whether gradients are correct when activations are offloaded inside a scan."""
-    remat_policy("zerojax_probe_input")
-    return "gradients inside a scan are correct"
+    """Whether this backend and jaxlib can offload activations."""
+    remat_policy("any_name")
+    return "supported here"
 
 
 def disk_bandwidth(path: Path) -> str:

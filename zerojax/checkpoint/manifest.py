@@ -11,24 +11,18 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-import zerojax
-from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.directory import write_synced
-
-if TYPE_CHECKING:
-    from zerojax.checkpoint.state_leaves import StateLeaf
+from zerojax.version import version
 
 VERSION = 1
 ARRAYS = "arrays"
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
 DIGESTS = ".digests."
-MAX_FOLDER_NAME = 200
 Damage = tuple[str, str, str]
 
 
@@ -91,33 +85,9 @@ class Manifest:
         return names[0] if arrays == ARRAYS and separator and names else ""
 
 
-def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
-    """What is saved of the leaves of a state, each in its own folder; those without elements in none."""
-    taken: set[str] = set()
-    saved = []
-    for one in leaves.values():
-        folder = ""
-        if one.leaf.size:
-            folder = plain = folder_name(one.path)
-            while folder.lower() in taken:
-                folder = f"{plain}~{len(taken)}"
-            taken.add(folder.lower())
-        key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
-        saved.append(SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key))
-    return tuple(saved)
-
-
-def folder_name(path: tuple[str, ...]) -> str:
-    """A leaf's keys as the name of a folder."""
-    name = ".".join(quote(key, safe="") for key in path)
-    if len(name) <= MAX_FOLDER_NAME:
-        return name
-    return f"{name[: MAX_FOLDER_NAME - 20]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-
-
 def made_by(processes: int) -> dict[str, Any]:
     """Versions of the libraries that write a checkpoint, and the number of processes."""
-    versions = {"zerojax": zerojax.__version__, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
+    versions = {"zerojax": version(), "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
     return {**versions, "processes": processes}
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
+
+import jax
 
 from zerojax.checkpoint import arrays, directory
+from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
-from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, data_file, digests, made_by, saved_leaves
+from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, made_by
 from zerojax.checkpoint.processes import Processes
-from zerojax.checkpoint.state_leaves import state_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
+
+MAX_FOLDER_NAME = 200
 
 
 class Save:
@@ -114,3 +121,27 @@ class Save:
             f"Saving step {self.step} to {root} failed: {in_one_line(error)}\nThe state of the run is unchanged, "
             f"and {kept}."
         )
+
+
+def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
+    """What is saved of the leaves of a state, each in its own folder; those without elements in none."""
+    taken: set[str] = set()
+    saved = []
+    for one in leaves.values():
+        folder = ""
+        if one.leaf.size:
+            folder = plain = folder_name(one.path)
+            while folder.lower() in taken:
+                folder = f"{plain}~{len(taken)}"
+            taken.add(folder.lower())
+        key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
+        saved.append(SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key))
+    return tuple(saved)
+
+
+def folder_name(path: tuple[str, ...]) -> str:
+    """A leaf's keys as the name of a folder."""
+    name = ".".join(quote(key, safe="") for key in path)
+    if len(name) <= MAX_FOLDER_NAME:
+        return name
+    return f"{name[: MAX_FOLDER_NAME - 20]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"

@@ -2,8 +2,7 @@
 
 from zerojax.config.checks import check_count, check_word
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config
-from zerojax.config.data_mesh import DataMesh
-from zerojax.config.layout_policy import LayoutPolicy
+from zerojax.config.data_mesh import DataMesh, LayoutPolicy
 from zerojax.config.leaf_mask import LeafMask, path_of
 from zerojax.config.offload import CHUNK_BYTES, Offload
 from zerojax.config.precision import DynamicScale, Precision

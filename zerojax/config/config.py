@@ -11,8 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.config.checks import check_count
-from zerojax.config.data_mesh import DataMesh
-from zerojax.config.layout_policy import LayoutPolicy
+from zerojax.config.data_mesh import DataMesh, LayoutPolicy
 from zerojax.config.offload import Offload
 from zerojax.config.precision import Precision
 

@@ -1,4 +1,4 @@
-"""Which axes of a mesh divide the batch, and over which each part of the model states is sharded."""
+"""What a layout depends on: which axes divide the batch and shard each part, and what counts as small."""
 
 from __future__ import annotations
 
@@ -59,6 +59,25 @@ class DataMesh:
     def others(self) -> tuple[str, ...]:
         """Axes that belong to the compiler."""
         return tuple(name for name, _ in self.sizes if name not in self.batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutPolicy:
+    """The part of a configuration that a layout depends on; it rides in `ZeroState`, so it holds no functions.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        data: Which axes divide the batch and each part of the model states.
+        persist_below: A leaf of fewer elements is not sharded by dim.
+        stores_compute_dtype: Whether parameters are stored in the type they are computed in.
+        params_on_host: Whether sharded parameters are kept in host memory.
+    """
+
+    stage: int
+    data: DataMesh
+    persist_below: int
+    stores_compute_dtype: bool = True
+    params_on_host: bool = False
 
 
 def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

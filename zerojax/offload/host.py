@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.units import format_bytes
+
 # The device reads pinned memory without an intermediate copy; the other kind is the fallback.
 KINDS = ("pinned_host", "unpinned_host")
 # What the CUDA backend reserves for pinned memory, unless the variable says otherwise.
@@ -66,18 +68,18 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
     """
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     needed, available = bytes_per_device * len(local), available_bytes()
-    text = f"{what} needs {giga(needed)} of host memory on this host ({len(local)} devices)"
+    text = f"{what} needs {format_bytes(needed)} of host memory on this host ({len(local)} devices)"
     if local and local[0].platform in ("gpu", "cuda", "rocm"):
         cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
         if needed > cap:
             raise MemoryError(
-                f"{text}, and JAX pins {giga(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} before JAX "
-                f"starts; {giga(available) if available is not None else 'an unknown amount'} is free."
+                f"{text}, and JAX pins {format_bytes(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} "
+                f"before JAX starts; {'an unknown amount' if available is None else format_bytes(available)} is free."
             )
     if available is not None and needed > available:
         raise MemoryError(
-            f'{text}, and {giga(available)} is free. Offload less (Offload(fraction=)), to disk (optimizer="disk"), or '
-            f"use more hosts."
+            f"{text}, and {format_bytes(available)} is free. Offload less (Offload(fraction=)), to disk "
+            f'(optimizer="disk"), or use more hosts.'
         )
 
 
@@ -96,8 +98,3 @@ def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgrou
     except (OSError, ValueError):
         pass
     return min(limits, default=None)
-
-
-def giga(count: int) -> str:
-    """Bytes in words."""
-    return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count} bytes"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zerojax.config import Config, Offload
+from zerojax.config import Config, Offload, check_count
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
@@ -91,7 +91,8 @@ class SearchSpace:
         host_link: Bytes per second each way between a GPU and its host; None: PCIe's.
 
     Raises:
-        ValueError: If the memory or the speed of the host link is not above 0.
+        TypeError: If a number of rows is no integer.
+        ValueError: If a number of rows is below 1, or the memory or the host link not above 0.
     """
 
     gpu: str
@@ -104,7 +105,9 @@ class SearchSpace:
     host_link: float | None = None
 
     def __post_init__(self):
-        """Check memory and host link; `Device` checks the other links."""
+        """Check rows, memory and host link; `Device` checks the other links."""
+        for count in self.rows or ():
+            check_count("rows", count, "rows of the global batch", least=1)
         for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):
             if given is not None and not given > 0:
                 raise ValueError(f"{name} is a GPU's, in bytes{unit}, and must be above 0, not {given}.")

@@ -91,12 +91,7 @@ def estimate(
     check_count("accumulate", accumulate, "microbatches", least=1)
     number = float(model) if isinstance(model, numbers.Real) else None
     tx = optax.adam(1e-3) if tx is None else tx
-    loss_options, sharding = split_options(options)
-    trainable = sharding.get("trainable")
-    if trainable is not None and not callable(trainable):
-        sharding["trainable"] = LeafMask.of(trainable)
-    if number is not None:
-        sharding |= {"persist_below": 0, "precision": sharding.get("precision") or Precision.bf16()}
+    loss_options, others = split_options(options)
     if loss_fn is not None and number is not None:
         raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
     if loss_fn is not None and not jax.tree.leaves(batch):
@@ -107,8 +102,7 @@ def estimate(
         check_count("devices", count, "devices", least=1)
         params = model_shapes(model, inputs) if number is None else vector(number, count)
         for stage in stages:
-            given: dict[str, Any] = sharding if stage else sharding | {"offload": None}
-            config = Config(tx, stage, abstract_mesh(count), **given)
+            config = Config(tx, stage, abstract_mesh(count), **config_options(others, number, stage))
             plan = make_plan(config, params)
             layout = plan.layout
             row = estimate_stage(config, plan, accumulate)
@@ -121,6 +115,16 @@ def estimate(
     if number is not None:  # without the elements that round it up
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
+
+
+def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
+    """The options of `zero_shard` for one stage of a model, or of a mere number of parameters."""
+    trainable = options.get("trainable")
+    mask = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
+    changed: dict[str, Any] = {"trainable": mask} | ({} if stage else {"offload": None})
+    if number is not None:
+        changed |= {"persist_below": 0, "precision": options.get("precision") or Precision.bf16()}
+    return options | changed
 
 
 def vector(count: float, devices: int) -> PyTree:

@@ -104,12 +104,12 @@ class Planner:
     ) -> Fit:
         """Find the stage, loss, offload and batch that fit at least cost per row, or the fewest GPUs for a model.
 
-        Candidates are estimated first: the plain gradient of each loss is compiled for one
-        GPU and each number of rows, for its activations and its kernels' time; layouts give
-        the rest. They are ordered by estimated seconds per row; costs within 2% are equal,
-        and then no offload, a low stage, an early loss and a small batch come first. Those
-        whose estimate exceeds the memory by more than a quarter are rejected; of the others
-        the first whose compiled step fits is chosen.
+        Candidates are estimated first: the plain gradient of each loss is compiled for one GPU
+        and each number of rows. They are ordered by estimated seconds per row; costs within 2%
+        are equal, and then no offload, a low stage, an early loss and a small batch come first.
+        Those whose estimate exceeds the memory by more than a quarter are rejected; of the
+        others the first whose compiled step fits is chosen.
+
 
         Args:
             tx: Any optax transformation; or one of `zero_shard`, whose precision and
@@ -125,12 +125,10 @@ class Planner:
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several; None is no offload, the only one at
                 stage 0. The compiled plan counts parameters in host memory as the device's.
-            rows: Of the global batch, one number or several to choose from; those that the
-                devices do not divide are ignored. Default: one per device, doubled as long as
-                a row gets 2% cheaper by it and something fits.
-            **options: As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second
-                each way between a GPU and its host (default: PCIe's); as for `train_step`:
-                `has_aux`, `weighted`.
+            rows: Of the global batch, one number or several; those not divisible by the devices are ignored.
+                Default: one per device, doubled as long as a row gets 2% cheaper by it and something fits.
+            **options: As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second each way
+                between a GPU and its host (default: PCIe's); as for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             The choice, its compiled plan, and everything tried; print it for a table.
@@ -145,14 +143,12 @@ class Planner:
         losses = {str(name): loss for name, loss in named.items()}
         if not losses:
             raise ValueError("loss_fn names no loss. Give one, or several by name.")
-        row_counts = None if rows is None else as_sequence(rows)
-        for count in row_counts or ():
-            check_count("rows", count, "rows of the global batch", least=1)
         if devices is not None:
             check_count("devices", devices, "GPUs", least=1)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
+        row_counts = None if rows is None else as_sequence(rows)
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, **hardware)
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown
@@ -161,18 +157,16 @@ class Planner:
 
         def compile_plan(candidate: Candidate) -> Plan:
             topology = f"{gpu}:{candidate.devices}"
+            chosen = {"stage": candidate.stage, "offload": candidate.offload}
             mesh = absent_mesh(topology, axes=config.axis)
-            sharded = ZeroTransformation.of(
-                dataclasses.replace(config, stage=candidate.stage, offload=candidate.offload, mesh=mesh)
-            )
+            sharded = ZeroTransformation.of(dataclasses.replace(config, mesh=mesh, **chosen))
             step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
             limits = {name: getattr(space, name) for name in ("memory", "link", "network")}
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **limits)
 
         gradients = {name: PlainGradient(Loss(loss, **loss_options), args, gpu) for name, loss in losses.items()}
-        return search(
-            config, gradients, shapes, with_rows(batch, 1), space=space, counts=counts, compile_plan=compile_plan
-        )
+        row = with_rows(batch, 1)
+        return search(config, gradients, shapes, row, space=space, counts=counts, compile_plan=compile_plan)
 
 
 plan = Planner()

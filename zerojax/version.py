@@ -1,0 +1,11 @@
+"""The version of this library."""
+
+from importlib import metadata
+
+
+def version() -> str:
+    """The installed version, or that of the source on the path, of which no package is installed."""
+    try:
+        return metadata.version("zerojax")
+    except metadata.PackageNotFoundError:
+        return "0+source"
