@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -11,6 +12,15 @@ os.environ.setdefault("NPROC", "32")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # 2 to 3 times as fast; unknown to later ones
+# Equal programs are compiled once a process and its children: files of a cache are not written at once.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="zerojax-tests-", ignore_cleanup_errors=True)
+    os.environ["ZEROJAX_TESTS_CACHE"] = _cache.name
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+    os.environ["ZEROJAX_TESTS_CACHE"], os.environ.get("PYTEST_XDIST_WORKER", "alone")
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import contextlib
 import functools

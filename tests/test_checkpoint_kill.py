@@ -24,7 +24,7 @@ CHILD = Path(__file__).parent / "checkpoint_child.py"
 
 def start(devices, *args):
     flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     return subprocess.Popen(
         [sys.executable, CHILD, *map(str, args)],
         env=environment,

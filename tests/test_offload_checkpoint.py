@@ -119,7 +119,7 @@ def test_master_weights_on_disk_are_exported(tmp_path):
 def run(folder, steps, where="disk", kill_after=None):
     """Run the child, to its end or until it is killed; its output."""
     flags = "--xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     folder.mkdir(exist_ok=True)
     child = subprocess.Popen(
         [sys.executable, CHILD, folder, str(steps), where],
