@@ -62,9 +62,8 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
-        sent_formula=None
-        if config.data.compiler_axes
-        else row.sent,  # which knows nothing of what other axes shard and move
+        # The formula does not count what other axes shard and move.
+        sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
         notes=offload_notes(moved, shapes) if any(shapes.plan.chunkings) else (),

@@ -113,9 +113,8 @@ class StepProgram:
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
-        resident = resident_update(
-            config, plan, grads, state.opt_state, done.old, done.gradients.loss.astype(jnp.float32)
-        )
+        loss = done.gradients.loss.astype(jnp.float32)
+        resident = resident_update(config, plan, grads, state.opt_state, done.old, loss)
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         if self.may_skip:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
@@ -147,9 +146,8 @@ class StepProgram:
         skipped = jnp.zeros((), bool)
         if self.may_skip:
             # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
-            finite = (
-                jnp.isfinite(gradients.squares) if self.skips_nonfinite else jnp.ones(gradients.squares.shape, bool)
-            )
+            squares = gradients.squares
+            finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
             scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=gradients.weights_valid)
             skipped = scaling.skips > 0
         return _Differentiated(gradients, stored, shard_for_update(config, plan, state.params), scaling, skipped)
