@@ -420,7 +420,7 @@ def test_a_disk_state_cannot_be_made_or_updated_in_a_program(tmp_path):
 def test_a_state_offloaded_otherwise_is_refused():
     state = zero(optax.adamw(1e-2), 3).create(awkward_params())
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
-    with pytest.raises(ValueError, match=r"on the device, and this transformation has it offloaded in \d+ pieces"):
+    with pytest.raises(ValueError, match=r"on the device, and this transformation has it offloaded in \d+ chunks"):
         tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt_state, state.params)
 
 
