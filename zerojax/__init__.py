@@ -20,30 +20,20 @@ if _TYPE_CHECKING:
 
 # Each name is imported when it is first used: the command line needs no JAX to show its help, training no
 # compiled programs, and neither needs checkpoints.
-_MODULE_OF = {
-    "Collective": "inspect.collectives",
-    "Collectives": "inspect.collectives",
-    "DynamicScale": "config",
-    "Estimate": "planning.estimate",
-    "Offload": "config",
-    "Padded": "layout.padded",
-    "Plan": "planning.compiled_plan",
-    "Precision": "config",
-    "Report": "inspect.report",
-    "Shardings": "zero",
-    "ZeroState": "train.state",
-    "ZeroTransformation": "zero",
-    "block": "gather",
-    "check": "planning.check",
-    "checkpoint": None,
-    "collectives": "inspect.collectives",
-    "estimate": "planning.estimate",
-    "offload": None,
-    "plan": "planning.plan",
-    "plot": None,
-    "report": "inspect.report",
-    "zero_shard": "zero",
+_MODULES = {
+    "config": "DynamicScale Offload Precision",
+    "gather": "block",
+    "inspect.collectives": "Collective Collectives collectives",
+    "inspect.report": "Report report",
+    "layout.padded": "Padded",
+    "planning.check": "check",
+    "planning.compiled_plan": "Plan",
+    "planning.estimate": "Estimate estimate",
+    "planning.plan": "plan",
+    "train.state": "ZeroState",
+    "zero": "Shardings ZeroTransformation zero_shard",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Collective",
@@ -75,12 +65,12 @@ def __getattr__(name: str) -> _Any:
     """Import what a public name stands for."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
-    elif name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    elif (module := _MODULE_OF[name]) is None:
+    elif name in ("checkpoint", "offload", "plot"):
         return _import_module(f"{__name__}.{name}")
+    elif name in _MODULE_OF:
+        found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     else:
-        found = getattr(_import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
     return found
 

@@ -99,12 +99,7 @@ def refused_leaves(
 ) -> set[int | None]:
     """The leaves of which an output is not computed element by element by the same program in both traces.
 
-    Args:
-        tx: Any optax transformation.
-        params: Logical parameters; shapes are enough.
-        parts: One `Leaf` for each parameter.
-        owners: As for `elementwise_leaves`.
-        changed: The shapes that some leaves have in the second trace, by index.
+    `changed` has the shapes of some leaves in the second trace, by index; the rest is as for `elementwise_leaves`.
     """
     logical = read_update(tx, params, parts, owners, {})
     other = read_update(tx, params, parts, owners, changed)

@@ -53,14 +53,7 @@ def unshard_after_update(
 ) -> list[Any]:
     """The inverse of `shard_for_update`: gather what the stage keeps replicated.
 
-    Args:
-        config: Mesh and axes.
-        plan: How everything is sharded.
-        updated: One array a trained parameter; storage shape of `plan.grads`. None makes None.
-        frozen: One array a parameter, of which those that are not trained are taken.
-
-    Returns:
-        One array a parameter; storage shape of `plan.layout.params`.
+    Of `frozen`, one array a parameter, those that are not trained are taken; None in `updated` makes None.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     replicated = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in arrays]
@@ -80,17 +73,8 @@ def update(
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
     """One step of the optimizer on sharded leaves.
 
-    Args:
-        config: The wrapped transformation and its mesh.
-        plan: How everything is sharded.
-        grads: Gradients; storage shape of `plan.grads`.
-        state: Optimizer state in storage.
-        params: Parameters; storage shape of `plan.grads`. None if `update` was given none.
-        extra: Extra keyword arguments of the transformation.
-
-    Returns:
-        `(updates, state)`: updates in storage shape of `plan.grads`; with master weights
-        not updates but the parameters they lead to.
+    Gradients, parameters and updates are in storage shape of `plan.grads`. With master weights
+    the updates that are returned are the new parameters.
     """
     tree = plan.trained.treedef
 

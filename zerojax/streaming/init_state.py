@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
     """The wrapped transformation's first state, sharded and offloaded by a plan.
 
-    Args:
-        config: The wrapped transformation.
-        plan: How everything is sharded.
-        stored: All parameters; storage shape.
-
     Raises:
         MemoryError: If the offloaded part is for host memory, and there is not enough of it.
     """
@@ -57,14 +52,7 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """The state, from one program for what stays on the device and one for each group.
-
-    Args:
-        config: The wrapped transformation.
-        plan: How everything is sharded.
-        stored: All parameters; storage shape.
-        store: Takes what is offloaded.
-    """
+    """The state, from one program for what stays on the device and one for each group, whose chunks `store` takes."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))

@@ -35,16 +35,7 @@ class ResidentUpdate(NamedTuple):
 def resident_update(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> ResidentUpdate:
-    """Update what depends on no offloaded state.
-
-    Args:
-        config: The wrapped transformation and its mesh.
-        plan: How everything is sharded.
-        grads: Gradients; storage shape of `plan.grads`.
-        state: One array a leaf of the state; None for one that is offloaded.
-        params: Trained parameters; storage shape of `plan.grads`.
-        value: The loss.
-    """
+    """Update what depends on no offloaded state, which is None in `state`; gradients and parameters in storage."""
     partition = offloaded_update(config, plan)
     read = {
         GRAD: lambda i: unpadded(grads[i], plan.grads[i]),

@@ -99,12 +99,7 @@ class StepProgram:
         )
 
     def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
-        """The part of a step that needs no offloaded state.
-
-        Args:
-            state: Its `opt_state` is a list of the leaves on the device, with None for the others.
-            batch: Its rows.
-            args: Further arguments of the loss.
+        """The part of a step that needs no offloaded state, which is None in the list `state.opt_state`.
 
         Returns:
             `(state, metrics, inputs)`: the state without parameters and optimizer state,
