@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import mounted
 
-from zerojax.offload import chunks, folder
+from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStateError, DiskStore
 from zerojax.offload.folder import DiskError
@@ -135,18 +135,18 @@ def test_written_arrays_may_be_used_again_at_once(tmp_path):
                 assert (lease.arrays[0] == i).all()
 
 
-@pytest.mark.parametrize("slow", ["write_file", "read_file"])
+@pytest.mark.parametrize("slow", ["pwritev", "preadv"])
 def test_operations_on_a_chunk_keep_their_order(tmp_path, monkeypatch, slow):
     """A write is not passed by a read or a write, nor a read by a write that would change its file."""
-    real, pauses = getattr(chunks, slow), iter([0.2])
+    real, pauses = getattr(os, slow), iter([0.2])
 
-    def work(*args, **options):
+    def work(*args):
         time.sleep(next(pauses, 0))
-        return real(*args, **options)
+        return real(*args)
 
     with DiskStore(tmp_path / "store", SAME) as store:
         fill(store, SAME, 0)
-        monkeypatch.setattr(chunks, slow, work)
+        monkeypatch.setattr(os, slow, work)
         reads = []
         for step in range(3):
             reads.append(store.read(0, step=step))
@@ -176,13 +176,12 @@ def test_more_reads_than_buffers_are_refused_until_one_is_released(tmp_path):
     with DiskStore(tmp_path / "store", SAME, in_flight=2) as store:
         fill(store, SAME, 0)
         first, second = (store.read(i, step=0) for i in range(2))
-        with pytest.raises(ValueError, match="Chunk 2 .* all buffers are lent. Release a lease first"):
+        with pytest.raises(ValueError, match=r"Chunk 2 .* all buffers are lent. Give one back first"):
             store.read(2, step=0)
         lease = first.result(10)
         lease.release()
         lease.release()  # must not lend the buffer twice
-        with pytest.raises(ValueError, match="was released"):
-            lease.arrays  # noqa: B018
+        assert not lease.arrays
         store.read(2, step=0).result(10)
         with pytest.raises(ValueError, match="all buffers are lent"):
             store.read(3, step=0)
@@ -190,15 +189,15 @@ def test_more_reads_than_buffers_are_refused_until_one_is_released(tmp_path):
 
 
 def test_a_read_that_was_cancelled_gives_its_buffer_back(tmp_path, monkeypatch):
-    real = chunks.write_file
+    real = os.pwritev
 
-    def slow(*args, **options):
+    def slow(*args):
         time.sleep(0.2)
-        real(*args, **options)
+        return real(*args)
 
     with DiskStore(tmp_path / "store", SAME, in_flight=1, threads=1) as store:
         fill(store, SAME, 0)
-        monkeypatch.setattr(chunks, "write_file", slow)
+        monkeypatch.setattr(os, "pwritev", slow)
         store.write(0, arrays_of(SAME[0], 1), step=1)
         assert store.read(1, step=0).cancel()
         store.read(2, step=0).result(10)
@@ -389,7 +388,7 @@ def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_pa
         fill(store, specs[:1], 0)
         free = os.statvfs(small).f_bavail * 4096
         (small / "filler").write_bytes(bytes(free - 100_000))
-        message = rf"(?s)chunk 1 \('c1'\) of step 0 .*No space left.*needs {specs[1].bytes} bytes, and \d+ are free"
+        message = rf"(?s)chunk 1 \('c1', {specs[1].bytes} bytes\) of step 0 .*No space left"
         store.write(1, arrays_of(specs[1], (0, 1)), step=0)
         with pytest.raises(DiskError, match=message):
             store.flush()
@@ -417,7 +416,7 @@ def test_a_failed_write_is_raised_once_and_does_not_hide_what_ended_the_block(tm
         store = DiskStore(tmp_path / "store", SAME)
         shutil.rmtree(store.path)
         store.write(0, arrays_of(SAME[0], 0), step=0)
-        with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0'\) of step 0 .*No such file"):
+        with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0', 4096 bytes\) of step 0 .*No such file"):
             getattr(store, call)()
         store.close()
 
@@ -428,12 +427,10 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match="0 in flight"):
         DiskStore(tmp_path / "store", SAME, in_flight=0)
     with DiskStore(tmp_path / "store", SAME, in_flight=1) as store:
-        with pytest.raises(ValueError, match="no chunk 12"):
-            store.read(12, step=0)
-        with pytest.raises(ValueError, match=r"got 0 arrays. Give its 1"):
+        with pytest.raises(ValueError, match=r"Chunk 'c0' got no arrays. Give float32\[1000\]"):
             store.write(0, [], step=0)
         for wrong in (np.zeros(999, np.float32), np.zeros(1000)):
-            with pytest.raises(ValueError, match=r"Array 0 of chunk 'c0' is float.*Give one of float32\[1000\]"):
+            with pytest.raises(ValueError, match=r"Chunk 'c0' got float.* Give float32\[1000\]"):
                 store.write(0, [wrong], step=0)
         fill(store, SAME, 0)  # the buffer came back
     with pytest.raises(ValueError, match="is closed"):

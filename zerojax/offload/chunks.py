@@ -16,7 +16,6 @@ import numpy as np
 
 BLOCK = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_SECTOR = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,28 +45,19 @@ class ChunkSpec:
         return tuple(views)
 
     def require(self, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse arrays that are not those of the chunk.
-
-        Raises:
-            ValueError: If they are not.
-        """
-        if len(arrays) != len(self.arrays):
-            raise ValueError(f"Chunk {self.name!r} got {len(arrays)} arrays. Give its {len(self.arrays)}.")
-        for i, (array, (shape, dtype)) in enumerate(zip(arrays, self.arrays, strict=True)):
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(
-                    f"Array {i} of chunk {self.name!r} is {array.dtype}{list(array.shape)}. Give one of "
-                    f"{dtype}{list(shape)}."
-                )
+        """Refuse arrays that are not those of the chunk, with a `ValueError`."""
+        given, wanted = [(x.shape, x.dtype) for x in arrays], list(self.arrays)
+        if given != wanted:
+            say = lambda pairs: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in pairs) or "no arrays"
+            raise ValueError(f"Chunk {self.name!r} got {say(given)}. Give {say(wanted)}.")
 
 
 def checksum(content: memoryview) -> int:
-    """The CRC-32 of the sums, modulo 2**64, of each sector's 64-bit words.
+    """The CRC-32 of the sums of each 512-byte sector's words; in full, a CRC-32 is slower than a good disk.
 
-    A changed word, a sector of zeros and sectors that changed places are found, in a fifth of the time of the CRC-32
-    of all bytes, which is slower than a good disk.
+    A changed word, a sector of zeros and sectors that changed places are found.
     """
-    words = np.frombuffer(content, "<u8").reshape(-1, _SECTOR // 8)
+    words = np.frombuffer(content, "<u8").reshape(-1, 64)
     return zlib.crc32(words.sum(axis=1, dtype="<u8"))
 
 
@@ -82,13 +72,9 @@ def aligned_buffer(size: int) -> memoryview:
 
 
 def supports_direct(probe: Path) -> bool:
-    """Whether a file there can be written past the page cache; it is removed.
-
-    Raises:
-        OSError: If it cannot be written at all.
-    """
+    """Whether a file there can be written past the page cache; it is removed."""
     try:
-        write_file(probe, aligned_buffer(BLOCK), direct=True)
+        transfer(probe, aligned_buffer(BLOCK), write=True, direct=True)
         return bool(_DIRECT)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -98,24 +84,17 @@ def supports_direct(probe: Path) -> bool:
         probe.unlink(missing_ok=True)
 
 
-def write_file(path: Path, content: memoryview, *, direct: bool) -> None:
-    """Write a file's bytes in place; with `direct`, complete blocks from an aligned buffer."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (_DIRECT if direct else 0), 0o644)
+def transfer(path: Path, content: memoryview, *, write: bool, direct: bool) -> int:
+    """Write a buffer to a file, in place, or fill it from one; how many bytes there were.
+
+    With `direct` past the page cache: complete blocks of an aligned buffer.
+    """
+    flags, move = (os.O_WRONLY | os.O_CREAT, os.pwritev) if write else (os.O_RDONLY, os.preadv)
+    handle = os.open(path, flags | os.O_CLOEXEC | (_DIRECT if direct else 0), 0o644)
     try:
         done = 0
-        while done < len(content):
-            done += os.pwritev(handle, [content[done:]], done)
-    finally:
-        os.close(handle)
-
-
-def read_file(path: Path, into: memoryview, *, direct: bool) -> int:
-    """Fill a buffer from a file; how many bytes it had. With `direct`, as `write_file`."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_DIRECT if direct else 0))
-    try:
-        done = 0
-        while done < len(into) and (got := os.preadv(handle, [into[done:]], done)):
-            done += got
+        while done < len(content) and (moved := move(handle, [content[done:]], done)):
+            done += moved
         return done
     finally:
         os.close(handle)

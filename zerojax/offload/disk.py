@@ -34,42 +34,31 @@ class DiskStateError(DiskError):
 
 
 class Lease:
-    """A chunk that was read, in a buffer that is lent until `release`.
+    """A chunk that was read, in a buffer that is lent until `release`, or until a `with` block is left.
 
-    A context manager: leaving the block releases it.
+    Attributes:
+        arrays: The chunk's arrays, to be read or changed in place; none once the buffer is given back.
     """
 
     def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
-        self._arrays, self._give_back = arrays, give_back
+        self.arrays, self._give_back = arrays, give_back
 
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """The chunk's arrays, to be read or changed in place; after `release` another chunk overwrites them.
-
-        Raises:
-            ValueError: If the lease was released.
-        """
-        if self._arrays is None:
-            raise ValueError("This lease was released, its arrays are gone. Use them before, or copy them.")
-        return self._arrays
-
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Give the buffer back; a second time does nothing."""
-        if self._arrays is not None:
-            self._arrays = None
-            self._give_back()
+        give_back, self._give_back, self.arrays = self._give_back, lambda: None, ()
+        give_back()
 
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release
 
 
 class DiskStore:
     """Chunks of optimizer state in a folder, for one process and one thread of it.
 
-    Operations on a chunk run in the order they are asked for. A context manager: leaving the block closes it.
+    Operations on a chunk run in the order they are asked for. A write that fails is a `DiskError` of the next call,
+    once. A context manager: leaving the block closes it.
 
     Attributes:
         path: The folder.
@@ -90,14 +79,13 @@ class DiskStore:
 
         Args:
             path: The folder, of this process alone; its parent must exist.
-            specs: The chunks, in the order of their indices; at least one.
-            in_flight: Chunks that can be read ahead or lent, and again as many that can be waiting to be
-                written; a buffer has the size of the largest chunk.
+            specs: The chunks, in the order of their indices.
+            in_flight: Chunks that can be read ahead or lent, and as many being written.
             threads: Reads and writes at a time.
             direct: Read and write past the page cache where the file system can.
 
         Raises:
-            ValueError: If there are no chunks, or a count is below 1.
+            ValueError: If one of these is none at all.
             DiskError: If the folder cannot be used: it or its parent is missing or read-only, it has files of
                 others, another process uses it, or the disk is too small. Nothing was removed then.
         """
@@ -114,9 +102,8 @@ class DiskStore:
         largest = max(spec.bytes for spec in specs)
         self.buffer_bytes = 2 * in_flight * largest
         self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
-        for _ in range(in_flight):
-            self._to_read.put(chunks.aligned_buffer(largest))
-            self._to_write.put(chunks.aligned_buffer(largest))
+        for free in [self._to_read, self._to_write] * in_flight:
+            free.put(chunks.aligned_buffer(largest))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # of each chunk
         self._writes: collections.deque[Future[None]] = collections.deque()
@@ -124,25 +111,17 @@ class DiskStore:
         self._closed = False
 
     def read(self, index: int, *, step: int) -> Future[Lease]:
-        """Begin to read a chunk.
-
-        Args:
-            index: Which chunk.
-            step: The step its state must be of.
-
-        Returns:
-            The chunk, once it is read and checked; else a `DiskStateError`.
+        """Begin to read a chunk; the result, once its step and its bytes are checked, may be a `DiskStateError`.
 
         Raises:
-            DiskError: If a write failed since the last call.
-            ValueError: If there is no such chunk, all buffers are lent, or the store is closed.
+            ValueError: If all buffers are lent.
         """
-        self._require(index)
+        self._raise_failure()
         try:
             buffer = self._to_read.get_nowait()
         except queue.Empty:
             raise ValueError(
-                f"Chunk {index} in {self.path} cannot be read: all buffers are lent. Release a lease first, or have "
+                f"Chunk {index} in {self.path} cannot be read: all buffers are lent. Give one back first, or have "
                 f"more in flight."
             ) from None
         reading = self._begin(index, self._read, step, buffer)
@@ -150,47 +129,29 @@ class DiskStore:
         return reading
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, step: int) -> None:
-        """Copy a chunk's new state to a buffer, blocking until one is free, and begin to write it.
-
-        Args:
-            index: Which chunk.
-            arrays: Its arrays, as its spec says; they may be overwritten once this returns.
-            step: The step they are the state of.
-
-        Raises:
-            DiskError: If a write failed since the last call; one of the next calls raises what fails of this.
-            ValueError: If there is no such chunk, the arrays are others, or the store is closed.
-        """
-        self._require(index)
-        self._specs[index].require(arrays)
+        """Copy a chunk's new state to a buffer, blocking until one is free, and begin to write it."""
+        self._raise_failure()
+        spec = self._specs[index]
+        spec.require(arrays)
         buffer = self._to_write.get()
-        for array, view in zip(arrays, self._specs[index].views(buffer), strict=True):
+        for array, view in zip(arrays, spec.views(buffer), strict=True):
             np.copyto(view, array)
         self._writes.append(self._begin(index, self._write, step, buffer))
 
     def flush(self) -> None:
-        """Block until all that was written so far is in the files.
-
-        Raises:
-            DiskError: If a write failed since the last call.
-        """
+        """Block until all that was written so far is in the files."""
         wait(self._writes)
         self._raise_failure()
 
     def close(self) -> None:
-        """Flush and unlock the folder. A second time does nothing.
-
-        Raises:
-            DiskError: If a write failed since the last call.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self.flush()
-        finally:
-            self._threads.shutdown()
-            os.close(self._lock)
+        """Flush and unlock the folder; a second time does nothing."""
+        if not self._closed:
+            try:
+                self.flush()
+            finally:
+                self._closed = True
+                self._threads.shutdown()
+                os.close(self._lock)
 
     def __enter__(self) -> DiskStore:
         return self
@@ -200,14 +161,9 @@ class DiskStore:
         with contextlib.suppress(DiskError) if kind else contextlib.nullcontext():
             self.close()
 
-    def _require(self, index: int) -> None:
+    def _raise_failure(self) -> None:
         if self._closed:
             raise ValueError(f"The disk store in {self.path} is closed. Create it anew.")
-        if not 0 <= index < len(self._specs):
-            raise ValueError(f"There is no chunk {index} in {self.path}. Give one of 0 to {len(self._specs) - 1}.")
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
         while self._writes and self._writes[0].done():
             self._writes.popleft().result()
 
@@ -220,9 +176,10 @@ class DiskStore:
 
     def _read(self, before: list[Future], index: int, step: int, buffer: memoryview) -> Lease:
         wait(before)
+        spec = self._specs[index]
         try:
-            self._fill(index, step, buffer[: self._specs[index].bytes])
-            return Lease(self._specs[index].views(buffer), lambda: self._to_read.put(buffer))
+            self._fill(index, step, buffer[: spec.bytes])
+            return Lease(spec.views(buffer), lambda: self._to_read.put(buffer))
         except BaseException:
             self._to_read.put(buffer)
             raise
@@ -233,7 +190,7 @@ class DiskStore:
         if found != step:
             raise DiskStateError(path, "is not complete" if found is None else f"is of step {found}", step)
         try:
-            size = chunks.read_file(path, content, direct=self.direct)
+            size = chunks.transfer(path, content, write=False, direct=self.direct)
         except OSError as error:
             raise DiskStateError(path, f"cannot be read: {error.strerror}", step) from error
         if size < len(content):
@@ -243,19 +200,15 @@ class DiskStore:
 
     def _write(self, before: list[Future], index: int, step: int, buffer: memoryview) -> None:
         wait(before)
-        path, content = folder.chunk_file(self.path, index), buffer[: self._specs[index].bytes]
+        path, spec = folder.chunk_file(self.path, index), self._specs[index]
         self._written.pop(index, None)
         try:
-            chunks.write_file(path, content, direct=self.direct)
-            self._written[index] = step, chunks.checksum(content)
+            chunks.transfer(path, buffer[: spec.bytes], write=True, direct=self.direct)
+            self._written[index] = step, chunks.checksum(buffer[: spec.bytes])
         except OSError as error:
-            free: int | str = "an unknown number"
-            with contextlib.suppress(OSError):  # the disk may be gone
-                free = folder.free_bytes(self.path)
             raise DiskError(
-                f"Writing chunk {index} ({self._specs[index].name!r}) of step {step} to {path} failed: "
-                f"{error.strerror}. It needs {len(content)} bytes, and {free} are free. Make room or mend the disk, "
-                f"then restore the run from its last checkpoint."
+                f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) of step {step} to {path} failed: "
+                f"{error.strerror}. Make room or mend the disk, then restore the run from its last checkpoint."
             ) from error
         finally:
             self._to_write.put(buffer)

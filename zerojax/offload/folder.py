@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LOCK = ".lock"
-_MARK = "zerojax, process "
+_MARK = b"zerojax, process "
 
 
 class DiskError(RuntimeError):
@@ -25,11 +25,7 @@ def chunk_file(folder: Path, index: int) -> Path:
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Around what needs a folder that can be made and written to.
-
-    Raises:
-        DiskError: If it cannot.
-    """
+    """Around what makes a folder or writes to it; if that fails, a `DiskError`."""
     try:
         yield
     except OSError as error:
@@ -40,34 +36,28 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path, sizes: Sequence[int]) -> int:
-    """Lock a folder, made if it is missing, and remove the chunks that an earlier run left in it.
-
-    Args:
-        folder: Its parent must exist.
-        sizes: Bytes of each chunk that it must have room for.
+    """Lock a folder, made if it is missing, with room for files of these sizes, and remove an earlier run's.
 
     Returns:
-        A handle of the lock file, which unlocks the folder when it is closed.
+        A handle of the lock file; closing it unlocks the folder.
 
     Raises:
-        OSError: If it cannot be made or written to.
-        DiskError: If it has other files, another process uses it, or the disk is too small. Nothing was
-            removed then.
+        DiskError: If it has other files, another process uses it, or the disk is too small. Nothing was removed.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
     leftovers(folder)  # before the lock is made, by which a folder is ours
     handle = lock(folder)
     try:
-        files = leftovers(folder)
-        available = free_bytes(folder) + sum(file.stat().st_blocks * 512 for file in files)
+        files, disk = leftovers(folder), os.statvfs(folder)
+        available = disk.f_bavail * disk.f_frsize + sum(file.stat().st_blocks * 512 for file in files)
         if available < sum(sizes):
             raise DiskError(
                 f"The offloaded state needs {sum(sizes)} bytes in {folder}, in {len(sizes)} chunks; {available} are "
                 f"available. Make room, or give a folder on another disk."
             )
         for file in files:
-            file.unlink(missing_ok=True)
+            file.unlink()
         return handle
     except BaseException:
         os.close(handle)
@@ -75,17 +65,14 @@ def claim(folder: Path, sizes: Sequence[int]) -> int:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The chunks that an earlier run left; only a lock file with our mark makes a file of that name a chunk.
+    """The chunks that an earlier run left; only beside a lock file with our mark is a file of that name a chunk.
 
     Raises:
         DiskError: If there are other files.
     """
-    try:
-        text = (folder / LOCK).read_bytes()
-    except FileNotFoundError:
-        text = b""
-    ours = r"\.lock" if not text else r"\.lock|chunk_\d{5,}\.bin" if text.startswith(_MARK.encode()) else ""
     names = sorted(os.listdir(folder))
+    text = (folder / LOCK).read_bytes() if LOCK in names else b""
+    ours = r"\.lock|chunk_\d{5,}\.bin" if text.startswith(_MARK) else "" if text else r"\.lock"
     if foreign := [name for name in names if not re.fullmatch(ours, name)]:
         raise DiskError(
             f"{folder} has {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which no earlier run wrote. "
@@ -103,12 +90,12 @@ def lock(folder: Path) -> int:
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Always of one length, and synced: whatever stops the process, a mark that is there stays.
-        os.pwrite(handle, f"{_MARK}{os.getpid():<10}\n".encode(), 0)
+        # Of one length and synced: whatever stops the process, a mark that is there stays.
+        os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
         os.fsync(handle)
         return handle
     except OSError as error:
-        holder = os.pread(handle, 64, 0).decode(errors="replace").removeprefix(_MARK).strip()
+        holder = os.pread(handle, 64, 0).removeprefix(_MARK).decode(errors="replace").strip()
         os.close(handle)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
@@ -116,12 +103,6 @@ def lock(folder: Path) -> int:
             f"{folder} is in use by another run (process {holder or 'unknown'}). Give this one another folder, or end "
             f"or close() that one first."
         ) from error
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that this process may still write."""
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
 
 
 def sync(path: Path) -> None:

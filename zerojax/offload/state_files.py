@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files of one process's shards of a state; made when they are first needed.
 
-    They hold one version of the state. Once every chunk of the next one is written, that is
-    the version to read.
+    They have one version of it. Once every chunk of the next one is written, that is the version to read.
     """
 
     def __init__(
@@ -60,8 +59,8 @@ class StateFiles:
 
     @functools.cached_property
     def _store(self) -> DiskStore:
-        with folder.writable(self.path.parent):
-            self.path.parent.mkdir(exist_ok=True)
+        with folder.writable(parent := self.path.parent):
+            parent.mkdir(exist_ok=True)
         store = DiskStore(self.path, self._specs, in_flight=self._in_flight)
         weakref.finalize(self, close, store)
         return store
@@ -146,7 +145,7 @@ class LeafFiles:
                     reading.append(self.files.read(self.k, n + 1))
                 arrays.append(self.files.receive(self.k, n, reading.popleft(), "device"))
         finally:
-            for unused in reading:  # after a failure
+            for unused in reading:  # as one before failed
                 unused.add_done_callback(lambda read: read.exception() or read.result().release())
         return arrays
 
