@@ -306,7 +306,7 @@ def test_nothing_of_an_earlier_run_is_read(left):
     with DiskStore(left, SPECS[:2]) as store:
         for path, content in files.items():
             path.write_bytes(content)
-        with pytest.raises(DiskStateError, match=r"00000.* is not complete; required is what was written of step 3"):
+        with pytest.raises(DiskStateError, match=r"00000.* was not written; required is what was written of step 3"):
             store.read(0, step=3).result(10)
 
 
@@ -392,7 +392,7 @@ def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_pa
         store.write(1, arrays_of(specs[1], (0, 1)), step=0)
         with pytest.raises(DiskError, match=message):
             store.flush()
-        with pytest.raises(DiskStateError, match="is not complete"):
+        with pytest.raises(DiskStateError, match="was not written"):
             store.read(1, step=0).result(10)
         assert_holds(store, specs[:1], 0)
         (small / "filler").unlink()

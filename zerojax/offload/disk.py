@@ -188,7 +188,7 @@ class DiskStore:
         path = folder.chunk_file(self.path, index)
         found, expected = self._written.get(index, (None, None))
         if found != step:
-            raise DiskStateError(path, "is not complete" if found is None else f"is of step {found}", step)
+            raise DiskStateError(path, "was not written" if found is None else f"is of step {found}", step)
         try:
             size = chunks.transfer(path, content, write=False, direct=self.direct)
         except OSError as error:
@@ -201,7 +201,6 @@ class DiskStore:
     def _write(self, before: list[Future], index: int, step: int, buffer: memoryview) -> None:
         wait(before)
         path, spec = folder.chunk_file(self.path, index), self._specs[index]
-        self._written.pop(index, None)
         try:
             chunks.transfer(path, buffer[: spec.bytes], write=True, direct=self.direct)
             self._written[index] = step, chunks.checksum(buffer[: spec.bytes])
