@@ -7,9 +7,8 @@
 Every round does each once, one after the other, so that a slow moment of the machine is in all of them.
 `store` reads every chunk, changes a number of each array and writes it back, the reads ahead and the writes behind,
 checksums and the copy into the store's buffers included. `plain` reads each file of that size in one call and then
-writes each in one call, one after the other: no checksum, no update, and no new file, as it overwrites the old
-ones. Both go past the page cache where the filesystem can, and wait with fdatasync for each file. `raw read` and
-`raw write` are plain's halves.
+writes each in one call, one after the other: no checksum, no update. Both overwrite files in place, past the page
+cache where the file system can. `raw read` and `raw write` are plain's halves.
 """
 
 import argparse
@@ -25,10 +24,10 @@ import statistics
 import tempfile
 import time
 
-import ml_dtypes
 import numpy as np
 
-from zerojax.offload.disk import ChunkSpec, DiskStore
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore
 
 CHUNK = 32 << 20
 
@@ -71,14 +70,14 @@ def spread(values):
 
 def measure(args, directory):
     count = max(1, round(args.gb * 1e9 / CHUNK))
-    elements = (CHUNK - 4096) // 12
-    specs = [ChunkSpec(f"layer {i}", (((elements,), "float32"),) * 3) for i in range(count)]
-    with DiskStore.create(directory / "store", specs, owner="benchmark", threads=args.threads) as store:
+    elements = CHUNK // 12
+    specs = [ChunkSpec(f"layer {i}", (((elements,), np.dtype(np.float32)),) * 3) for i in range(count)]
+    with DiskStore(directory / "store", specs, threads=args.threads) as store:
         fill = [np.random.default_rng(0).standard_normal(elements, np.float32)] * 3
         for i in range(count):
             store.write(i, fill, step=0)
         store.flush()
-        file_bytes = (store.path / "chunk_00000.safetensors").stat().st_size
+        file_bytes = specs[0].bytes
         plain = Plain(directory / "plain", count, file_bytes, direct=store.direct)
         seconds = {name: [] for name in ("store", "plain", "raw read", "raw write")}
         for step in range(args.rounds + 1):
@@ -93,7 +92,6 @@ def measure(args, directory):
         return {
             "date": datetime.date.today().isoformat(),
             "numpy": np.__version__,
-            "ml_dtypes": ml_dtypes.__version__,
             "python": platform.python_version(),
             "linux": platform.release().split("-")[0],
             "processor": processor(),
@@ -162,7 +160,6 @@ class Plain:
         for path in self.paths:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | self.direct, 0o644)
             assert os.pwritev(handle, [self.buffer], 0) == len(self.buffer)
-            os.fdatasync(handle)
             os.close(handle)
 
 

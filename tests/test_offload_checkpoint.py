@@ -20,8 +20,8 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, export
 from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
-from zerojax.offload.chunks import DiskError, DiskStateError
-from zerojax.offload.disk import inspect
+from zerojax.offload.disk import DiskStateError
+from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
 
 CHILD = Path(__file__).parent / "offload_child.py"
@@ -116,13 +116,13 @@ def test_master_weights_on_disk_are_exported(tmp_path):
     np.testing.assert_array_equal(load_file(file)["tied"], expected)
 
 
-def run(folder, steps, where="disk", kill_after=None):
+def run(folder, steps, kill_after=None):
     """Run the child, to its end or until it is killed; its output."""
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     folder.mkdir(exist_ok=True)
     child = subprocess.Popen(
-        [sys.executable, CHILD, folder, str(steps), where],
+        [sys.executable, CHILD, folder, str(steps)],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
@@ -138,17 +138,11 @@ def run(folder, steps, where="disk", kill_after=None):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_a_state_that_is_complete_or_refused_and_goes_on_bit_for_bit(tmp_path):
-    steps, moments, verdicts = 120, random.Random(0), set()
+def test_a_killed_run_restores_its_checkpoint_and_goes_on_bit_for_bit(tmp_path):
+    """Whatever its files on disk have: the next run removes them."""
+    steps, moments = 120, random.Random(0)
     for _ in range(20):
         run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
-        try:
-            found = inspect(tmp_path / "killed" / "state" / "process_0")
-            assert found.chunks
-            verdicts.add("complete")
-        except DiskStateError as error:
-            verdicts.add("refused" if "chunk_" in str(error) else str(error))
-    assert verdicts <= {"complete", "refused"}
     run(tmp_path / "killed", steps)
     run(tmp_path / "straight", steps)
     for name in ("parameters/model.safetensors", "moments.npy"):
@@ -157,7 +151,7 @@ def test_a_killed_run_leaves_a_state_that_is_complete_or_refused_and_goes_on_bit
 
 def chunk_files(state):
     files = next(x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked) if is_chunked(x)).store.files
-    files.flush()
+    files._store.flush()
     return sorted(files.path.glob("chunk_*"))
 
 

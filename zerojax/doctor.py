@@ -122,11 +122,11 @@ def offloaded_activations() -> str:
 
 def disk_bandwidth(path: Path) -> str:
     """Bandwidth of reading and writing offloaded chunks on disk."""
-    spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), "float32"),))
     data = np.random.default_rng(0).random(CHUNK_BYTES // 4, np.float32)
+    spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), data.dtype),))
     with (
         tempfile.TemporaryDirectory(dir=path) as folder,
-        DiskStore.create(Path(folder, "probe"), [spec] * CHUNKS, owner="doctor") as store,
+        DiskStore(Path(folder, "probe"), [spec] * CHUNKS) as store,
     ):
         begin = time.perf_counter()
         for i in range(CHUNKS):

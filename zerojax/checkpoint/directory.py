@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
-from zerojax.offload.chunks import DiskError
+from zerojax.offload.folder import DiskError
 
 STEP = re.compile(r"step_(\d{8,})")
 TEMPORARY, OLD = ".tmp-", ".old-"

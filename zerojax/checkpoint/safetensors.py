@@ -20,8 +20,23 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.offload.chunks import NAMES
-
+NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 INDEX = "model.safetensors.index.json"
 

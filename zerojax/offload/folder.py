@@ -1,83 +1,79 @@
-"""The folder of a disk store: making and locking it, the files in it, and those an earlier run left."""
+"""A folder that one process uses at a time: making and locking it, and removing what an earlier run left."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import re
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zerojax.offload import buffers
-from zerojax.offload.chunks import DiskError
-
 LOCK = ".lock"
-PROBE = ".probe"
-SUFFIX = ".safetensors"
-_OURS = re.compile(r"chunk_\d{5,}\.safetensors|spare_\d+\.tmp|\.probe|\.lock")
+_MARK = b"zerojax, process "
 
 
-def file_of(folder: Path, index: int) -> Path:
+class DiskError(RuntimeError):
+    """State cannot be offloaded to a folder, or a chunk could not be written."""
+
+
+def chunk_file(folder: Path, index: int) -> Path:
     """The file of a chunk."""
-    return folder / f"chunk_{index:05d}{SUFFIX}"
+    return folder / f"chunk_{index:05d}.bin"
 
 
-class Spares:
-    """Files that chunks are written to before they are renamed: those that were replaced, reused.
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Around what makes a folder or writes to it; if that fails, a `DiskError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"State cannot be offloaded to {folder}: {error.strerror}. Give a folder that this process can write to, "
+            f"in one that exists."
+        ) from error
 
-    A disk overwrites a file faster than it frees its blocks and allocates others. There are never more than
-    writing threads.
+
+def claim(folder: Path, sizes: Sequence[int]) -> int:
+    """Lock a folder, made if it is missing, with room for files of these sizes, and remove an earlier run's.
+
+    Returns:
+        A handle of the lock file; closing it unlocks the folder.
+
+    Raises:
+        DiskError: If it has other files, another process uses it, or the disk is too small. Nothing was removed.
     """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._free: deque[Path] = deque()
-        self._names = map("spare_{}.tmp".format, itertools.count())
-
-    def write(self, path: Path, content: memoryview, *, direct: bool) -> None:
-        """Write a chunk's file anew; the file it replaces becomes a spare.
-
-        Raises:
-            OSError: If that fails; the old file is unchanged.
-        """
-        try:
-            spare = self._free.pop()
-        except IndexError:
-            spare = self._folder / next(self._names)
-        try:
-            buffers.write_file(spare, content, direct=direct)
-            old = self._folder / next(self._names)
-            try:
-                os.link(path, old)
-            except OSError:  # the chunk had no file, or the filesystem has no hard links
-                old = None
-            os.rename(spare, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                spare.unlink()
-            raise
-        # Before the old file is overwritten: if power fails, it may still have the chunk's name.
-        sync(self._folder)
-        if old and old.stat().st_nlink > 1:  # somebody keeps it under another name
-            old.unlink()
-        elif old:
-            self._free.append(old)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    leftovers(folder)  # before the lock is made, by which a folder is ours
+    handle = lock(folder)
+    try:
+        files, disk = leftovers(folder), os.statvfs(folder)
+        available = disk.f_bavail * disk.f_frsize + sum(file.stat().st_blocks * 512 for file in files)
+        if available < sum(sizes):
+            raise DiskError(
+                f"The offloaded state needs {sum(sizes)} bytes in {folder}, in {len(sizes)} chunks; {available} are "
+                f"available. Make room, or give a folder on another disk."
+            )
+        for file in files:
+            file.unlink()
+        return handle
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The files of an earlier run.
+    """The chunks that an earlier run left; only beside a lock file with our mark is a file of that name a chunk.
 
     Raises:
         DiskError: If there are other files.
     """
     names = sorted(os.listdir(folder))
-    # without the lock, which is made first, a name alone does not make a file ours
-    foreign = [name for name in names if LOCK not in names or not _OURS.fullmatch(name)]
-    if foreign:
+    text = (folder / LOCK).read_bytes() if LOCK in names else b""
+    ours = r"\.lock|chunk_\d{5,}\.bin" if text.startswith(_MARK) else "" if text else r"\.lock"
+    if foreign := [name for name in names if not re.fullmatch(ours, name)]:
         raise DiskError(
             f"{folder} has {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which no earlier run wrote. "
             f"Give an empty folder, or one that Offload made; nothing was removed."
@@ -94,11 +90,12 @@ def lock(folder: Path) -> int:
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
+        # Of one length and synced: whatever stops the process, a mark that is there stays.
+        os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
+        os.fsync(handle)
         return handle
     except OSError as error:
-        holder = os.read(handle, 32).decode(errors="replace").strip()
+        holder = os.pread(handle, 64, 0).removeprefix(_MARK).decode(errors="replace").strip()
         os.close(handle)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
@@ -106,28 +103,6 @@ def lock(folder: Path) -> int:
             f"{folder} is in use by another run (process {holder or 'unknown'}). Give this one another folder, or end "
             f"or close() that one first."
         ) from error
-
-
-def check_space(folder: Path, sizes: Sequence[int], write_buffers: int, left: Sequence[Path]) -> None:
-    """Refuse a disk that is too small for the chunks and those in flight.
-
-    Raises:
-        DiskError: If it is.
-    """
-    needed = sum(sizes) + write_buffers * max(sizes)
-    available = free_bytes(folder) + sum(file.stat().st_blocks * 512 for file in left)
-    if available < needed:
-        raise DiskError(
-            f"The offloaded state needs {needed} bytes in {folder}: {len(sizes)} chunks of {sum(sizes)} bytes "
-            f"together, and {write_buffers} in flight; {available} are available. Make room, or give a folder on "
-            f"another disk."
-        )
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that this process may still write."""
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
 
 
 def sync(path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.chunks import ChunkSpec, DiskError
-from zerojax.offload.disk import DiskStore, Lease, unusable
+from zerojax.offload import folder
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore, Lease
+from zerojax.offload.folder import DiskError
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files of one process's shards of a state; made when they are first needed.
 
-    They hold one version of the state. Once every chunk of the next one is written, that is
-    the version to read.
+    They have one version of it. Once every chunk of the next one is written, that is the version to read.
     """
 
     def __init__(
@@ -53,31 +54,16 @@ class StateFiles:
         for k, (leaf, chunking, sharding) in leaves.items():
             for n, shape in enumerate(chunking.chunk_shapes(leaf)):
                 self._index[k, n] = len(self._specs)
-                array = (sharding.shard_shape(shape), str(np.dtype(leaf.dtype)))
+                array = (sharding.shard_shape(shape), np.dtype(leaf.dtype))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (array,) * len(shards_of(sharding, shape))))
 
     @functools.cached_property
     def _store(self) -> DiskStore:
-        folder = self.path.parent
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise unusable(folder, error) from error
-        store = DiskStore.create(
-            self.path, self._specs, owner=self.owner, read_buffers=self._in_flight, write_buffers=self._in_flight
-        )
+        with folder.writable(parent := self.path.parent):
+            parent.mkdir(exist_ok=True)
+        store = DiskStore(self.path, self._specs, in_flight=self._in_flight)
         weakref.finalize(self, close, store)
         return store
-
-    @property
-    def owner(self) -> str:
-        """A fingerprint of the state's layout, and of the process."""
-        lines = [f"process {jax.process_index()} of {jax.process_count()}"]
-        lines += [
-            f"{leaf} {chunking} {sharding.spec} {dict(sharding.mesh.shape)}"
-            for leaf, chunking, sharding in self._leaves.values()
-        ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def read(self, k: int, n: int) -> Future[Lease]:
         """Begin to read chunk `n` of leaf `k`."""
@@ -134,10 +120,6 @@ class StateFiles:
         if store := self.__dict__.pop("_store", None):
             close(store)
 
-    def flush(self) -> None:
-        """Block until everything is on the disk."""
-        self._store.flush()
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafFiles:
@@ -156,11 +138,15 @@ class LeafFiles:
     def load(self, version: Any) -> list[Array]:
         """Its chunks, on the devices; `version` is the one they must be of."""
         self.files.require(version)
-        reading, arrays = [self.files.read(self.k, 0)], []
-        for n in range(self.chunks):
-            if n + 1 < self.chunks:
-                reading.append(self.files.read(self.k, n + 1))
-            arrays.append(self.files.receive(self.k, n, reading[n], "device"))
+        reading, arrays = collections.deque([self.files.read(self.k, 0)]), []
+        try:
+            for n in range(self.chunks):
+                if n + 1 < self.chunks:
+                    reading.append(self.files.read(self.k, n + 1))
+                arrays.append(self.files.receive(self.k, n, reading.popleft(), "device"))
+        finally:
+            for unused in reading:  # as one before failed
+                unused.add_done_callback(lambda read: read.exception() or read.result().release())
         return arrays
 
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
