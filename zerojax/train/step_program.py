@@ -160,15 +160,7 @@ class StepProgram:
 
 
 class _Differentiated(NamedTuple):
-    """A step whose gradients are computed.
-
-    Attributes:
-        found: Loss and gradients.
-        stored: The parameters before it; storage shape.
-        old: Those that are trained, sharded as their gradients are.
-        scaling: The scaling state after it.
-        skipped: Whether it leaves the state as it is.
-    """
+    """A step whose gradients are computed; `old` has the trained parameters, sharded for the update."""
 
     gradients: Gradients
     stored: list
