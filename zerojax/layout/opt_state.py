@@ -37,18 +37,8 @@ def lay_out_state(
     """Lay out an optimizer's state, whatever the transformation.
 
     A leaf of its parameter's shape (perhaps with dims in front, as a history has) is
-    sharded like the parameter; a leaf of any other shape on its own best dim, or it
-    stays replicated.
-
-    Args:
-        state: What `init` gives for logical parameters; shapes are enough.
-        layout: Layout of the parameters.
-        policy: Stage, axes and thresholds.
-        owners: What `owners_of` found.
-        flat: Indices of the parameters whose state may be flat.
-
-    Returns:
-        One `Leaf` for each leaf of `state`, in order.
+    sharded like the parameter, flat where its index is in `flat`; a leaf of any other shape
+    on its own best dim, or it stays replicated. `owners` is what `owners_of` found.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     leaves = []

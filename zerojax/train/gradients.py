@@ -63,21 +63,11 @@ def loss_and_grads(
     scale: Float[Array, ""] | float = 1.0,
     accumulate: int = 1,
 ) -> Gradients:
-    """Mean loss and its gradient over all devices.
+    """Mean loss and its gradient over all devices; parameters in, gradients out, both in storage shape.
 
-    Args:
-        config: Mesh, axes, stage and types.
-        layout: Layout of the parameters.
-        grads: How the gradient of each trained parameter is returned: one `Leaf` each.
-        loss: The loss function.
-        stored: Parameters; storage shape.
-        batch: Every leaf is divided on dim 0 over the batch axes.
-        args: Further arguments, replicated; PRNG keys are folded with the device's index,
-            and with the microbatch's if there are several.
-        mutable: What the loss function updates beside; replicated.
-        scale: What the loss is multiplied by while gradients are computed and summed;
-            they are divided by it afterwards.
-        accumulate: Into how many microbatches each device divides its rows.
+    Dim 0 of the batch is divided over the batch axes, and by each device into microbatches.
+    PRNG keys among the arguments are folded with the indices of device and microbatch. The loss
+    is multiplied by `scale` while gradients are computed and summed, and they are divided by it.
     """
     check_batch(batch, config.data, accumulate)
     check_args(args)
