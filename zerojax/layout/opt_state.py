@@ -13,14 +13,7 @@ def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
     """For each leaf of an optimizer's state, the parameter it belongs to, found by structure.
 
     A state leaf belongs to the parameter whose path its own path ends with, whatever
-    the transformation calls the tree around it.
-
-    Args:
-        state: What `init` gives for logical parameters; shapes are enough.
-        layout: Layout of the parameters.
-
-    Returns:
-        Indices into the parameters, None for a leaf that belongs to none (a count).
+    the transformation calls the tree around it; a leaf that belongs to none (a count) gives None.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
