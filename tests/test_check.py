@@ -1,11 +1,14 @@
 """The contract checker: no findings where the contract is kept; else it names leaf and line."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import yardstick
 
+import zerojax.planning.check as check_module
 from zerojax import check, zero_shard
 from zerojax.gpus import topology
 
@@ -62,3 +65,9 @@ def test_without_the_compiler_plugin_it_says_what_to_install(mesh, monkeypatch):
     monkeypatch.setattr(topology, "installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install \"zerojax\[aot\]\""):
         check(zero_shard(optax.adam(1e-3), stage=3, mesh=mesh), *tiny(), topology="h200:8")
+
+
+def test_a_models_line_is_named_in_a_clone_that_is_called_as_the_library_is():
+    """Of collectives that the engine did not label."""
+    frames = (f"{check_module.__file__}:7", "/home/me/zerojax/examples/model.py:3")
+    assert check_module._cause(SimpleNamespace(op_name="", frames=frames, name="all-reduce.1")) == frames[1]

@@ -110,3 +110,22 @@ def test_create_plans_once(mesh, monkeypatch):
     planned = len(traces)
     tx.create(awkward_params())
     assert len(traces) == 2 * planned
+
+
+@pytest.mark.parametrize("axis", [0, None, ("data", 1)])
+def test_axes_that_are_no_names_are_refused(axis):
+    with pytest.raises(TypeError, match="names one mesh axis, or several"):
+        zero_shard(optax.adam(1e-3), stage=1, axis=axis)
+
+
+def test_a_state_of_another_mesh_is_refused_and_both_meshes_are_named():
+    params = {"w": jnp.ones((8, 4))}
+    meshes = [
+        jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
+        for sizes, count in (((2, 2), 4), ((2, 1), 2))
+    ]
+    state, step = (zero_shard(optax.adam(1e-3), stage=1, mesh=mesh) for mesh in meshes)
+    with pytest.raises(ValueError, match=r"made for stage 1 .*'model': 2.*step is for stage 1 .*'model': 1"):
+        step.train_step(lambda p, x: jnp.mean(x @ p["w"])).lower(
+            state.create(jax.eval_shape(lambda: params)), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        )

@@ -224,3 +224,9 @@ def test_a_stage_that_was_not_asked_for_is_missing():
     with pytest.raises(KeyError):
         estimate(1e9, stages=(1,))[3]
     assert estimate(1e9, devices=(4, 8))[1].devices == 4
+
+
+@pytest.mark.parametrize("option", [{"bucket_bytes": 1}, {"stage": 2}, {"axis": "x"}])
+def test_options_that_it_does_not_have_are_refused(option):
+    with pytest.raises(TypeError, match=f"no option '{next(iter(option))}'"):
+        estimate(1e6, devices=2, **option)

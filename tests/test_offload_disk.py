@@ -475,3 +475,37 @@ def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path, kills)
         assert os.listdir(store.path) == [".lock"]
         fill(store, SPECS, 0)
         assert_holds(store, SPECS, 0)
+
+
+def test_a_store_that_could_not_be_made_leaves_the_folder_free(tmp_path, monkeypatch):
+    def no_memory(size):
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zerojax.offload.chunks.aligned_buffer", no_memory)
+        with pytest.raises(DiskError, match="Cannot allocate memory"):
+            DiskStore(tmp_path / "store", SPECS)
+    with DiskStore(tmp_path / "store", SPECS) as store:
+        store.write(0, arrays_of(SPECS[0], 0), step=0)
+
+
+def test_of_several_failed_writes_the_first_is_raised_once(tmp_path, monkeypatch):
+    with DiskStore(tmp_path / "store", SPECS) as store:
+        with monkeypatch.context() as patch:
+
+            def full(*args, **options):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr("zerojax.offload.chunks.transfer", full)
+            failed = 0
+            for index in range(len(SPECS)):
+                try:
+                    store.write(index, arrays_of(SPECS[index], 0), step=0)
+                except DiskError:
+                    failed += 1
+            try:
+                store.flush()
+            except DiskError:
+                failed += 1
+        assert 1 <= failed <= len(SPECS)
+        store.flush()

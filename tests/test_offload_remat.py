@@ -232,9 +232,10 @@ def test_a_jaxlib_that_reads_activations_in_the_wrong_order_is_refused(version):
     remat.require_correct_order("cpu", version)
 
 
-@pytest.mark.parametrize("version", ["0.11.2", "0.12.0", "0.12.0.1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.11.2", "0.11.2+cuda13", "0.12.0rc1", "0.12.0.1", "1.0.0"])
 def test_a_jaxlib_that_is_correct_is_not(version):
     remat.require_correct_order("cuda", version)
+    remat.require_correct_order("tpu", "0.11.0")
 
 
 def test_a_backend_without_pinned_host_memory_is_refused():

@@ -70,9 +70,14 @@ def line_of(eqn) -> str:
 
     info = eqn.source_info
     for frame in source_info_util.user_frames(getattr(info, "traceback", info)):
-        if "site-packages" not in frame.file_name and not frame.file_name.startswith(_PACKAGE):
+        if is_users(frame.file_name):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
     return ""
+
+
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's: of no installed package, and not of this one."""
+    return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
 def is_literal(atom) -> bool:

@@ -14,12 +14,12 @@ def resolve_axes(axis: str | tuple[str, ...]) -> tuple[str, ...]:
         TypeError: If they are no names.
         ValueError: If there is none, or one is named twice.
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if not all(isinstance(name, str) for name in axes):
+    axes = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(axes, tuple | list) or not all(isinstance(name, str) for name in axes):
         raise TypeError(f'axis= names one mesh axis, or several, such as "data" or ("host", "gpu"), not {axis!r}.')
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(f"axis={axis!r} must name at least one mesh axis, and each only once.")
-    return axes
+    return tuple(axes)
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:

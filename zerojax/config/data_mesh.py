@@ -11,9 +11,8 @@ from collections.abc import Mapping
 class DataMesh:
     """The data-parallel side of a mesh: names and sizes of axes, no devices.
 
-    Every other axis of the mesh (tensor, expert, sequence) belongs to the compiler. A part
-    that is sharded over more axes than another is a further division of the same dim, so
-    moving between the two is a reduce-scatter or an all-gather over the axes that differ.
+    Every other axis of the mesh (tensor, expert, sequence) belongs to the compiler. Where the
+    axes of one part begin with those of another, the one divides the other's shards further.
 
     Attributes:
         sizes: Name and size of every axis of the mesh, in its order.

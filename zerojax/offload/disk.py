@@ -98,15 +98,15 @@ class DiskStore:
             self._lock = folder.claim(self.path, [spec.bytes for spec in specs])
             on_error.callback(os.close, self._lock)
             self.direct = direct and chunks.supports_direct(folder.chunk_file(self.path, 0))
+            largest = max(spec.bytes for spec in specs)
+            self.buffer_bytes = 2 * in_flight * largest
+            self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
+            for free in [self._to_read, self._to_write] * in_flight:
+                free.put(chunks.aligned_buffer(largest))
             on_error.pop_all()
-        largest = max(spec.bytes for spec in specs)
-        self.buffer_bytes = 2 * in_flight * largest
-        self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
-        for free in [self._to_read, self._to_write] * in_flight:
-            free.put(chunks.aligned_buffer(largest))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # of each chunk
-        self._writes: collections.deque[Future[None]] = collections.deque()
+        self._writes: list[Future[None]] = []
         self._written: dict[int, tuple[int, int]] = {}  # step and checksum of each chunk
         self._closed = False
 
@@ -134,9 +134,13 @@ class DiskStore:
         spec = self._specs[index]
         spec.require(arrays)
         buffer = self._to_write.get()
-        for array, view in zip(arrays, spec.views(buffer), strict=True):
-            np.copyto(view, array)
-        self._writes.append(self._begin(index, self._write, step, buffer))
+        try:
+            for array, view in zip(arrays, spec.views(buffer), strict=True):
+                np.copyto(view, array)
+            self._writes.append(self._begin(index, self._write, step, buffer))
+        except BaseException:
+            self._to_write.put(buffer)
+            raise
 
     def flush(self) -> None:
         """Block until all that was written so far is in the files."""
@@ -164,8 +168,10 @@ class DiskStore:
     def _raise_failure(self) -> None:
         if self._closed:
             raise ValueError(f"The disk store in {self.path} is closed. Create it anew.")
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().result()
+        done = [write for write in self._writes if write.done()]
+        self._writes = [write for write in self._writes if not write.done()]
+        for write in done:
+            write.result()
 
     def _begin(self, index: int, work: Callable[..., Any], *args: Any) -> Future:
         """Let a thread do it after what was begun on the chunk before, which threads have already: no deadlock."""

@@ -6,6 +6,7 @@ to the first. On GPU, jaxlib before 0.11.2 silently reads them from the first to
 (openxla/xla#46231): the policy refuses such a jaxlib.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,8 +113,8 @@ def require_correct_order(platform: str, version: str) -> None:
     Raises:
         RuntimeError: Naming the version and the first one that is correct.
     """
-    found = tuple(int(number) for number in version.split(".")[:3])
-    if platform == "cpu" or found >= _FIRST_CORRECT_ON_GPU:
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if platform not in ("gpu", "cuda", "rocm") or found >= _FIRST_CORRECT_ON_GPU:
         return
     raise RuntimeError(
         f"Activations cannot be offloaded with jaxlib {version} on the backend {platform!r}: inside a scan it reads "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import Config, LayoutPolicy
+from zerojax.config.data_mesh import in_words
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -81,8 +82,9 @@ def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
 def policy_in_words(policy: LayoutPolicy) -> str:
     """A layout policy for an error."""
     host = ", parameters on the host" * policy.params_on_host
+    data = policy.data
     return (
-        f"stage {policy.stage} on {policy.data.workers} devices over {policy.data.batch} "
+        f"stage {policy.stage} on {data.workers} devices over {in_words(data.batch)} of a mesh {dict(data.sizes)} "
         f"(persist_below={policy.persist_below}{host})"
     )
 

@@ -68,16 +68,9 @@ def elementwise_leaves(
     parts: tuple[Leaf, ...],
     owners: tuple[int | None, ...],
 ) -> frozenset[int]:
-    """Indices of the flat parts that `tx` updates element by element.
+    """Indices of the flat `parts` that `tx` updates element by element; none if it cannot be traced on flat leaves.
 
-    Args:
-        tx: Any optax transformation.
-        params: Logical parameters; shapes are enough.
-        parts: One `Leaf` for each parameter; those of kind `"flat"` are looked at.
-        owners: For each leaf of `tx`'s state, the index of the parameter it belongs to, or None.
-
-    Returns:
-        Indices into `parts`. Empty if the transformation cannot be traced on flat leaves.
+    `owners` has for each leaf of `tx`'s state the index of the parameter it belongs to, or None.
     """
     small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
     vectors = frozenset(i for i in small if len(parts[i].shape) < 2)

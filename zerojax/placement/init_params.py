@@ -22,17 +22,7 @@ MOST_PROGRAMS = 8
 
 
 def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> list[Any]:
-    """The jitted programs that together make the parameters.
-
-    Args:
-        config: The mesh.
-        layout: How each leaf is sharded.
-        init_fn: Returns the tree of logical parameters.
-        args: Its arguments; shapes are enough.
-
-    Returns:
-        Jitted functions of `args`, each giving the next few leaves; storage shape.
-    """
+    """The jitted programs of `args` that together make the parameters, each the next few leaves; storage shape."""
     jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 
     def some(indices, *args):

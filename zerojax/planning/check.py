@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import compat
 from zerojax.config import Config
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.collectives import Collective, Collectives, collectives
@@ -213,5 +214,5 @@ def _cause(c: Collective) -> str:
     """The leaf and line that the engine noted, else the innermost line of the model, else the operation."""
     if label := LABEL.search(c.op_name):
         return label.group(1).replace("\\", "")
-    own = [frame for frame in c.frames if not re.search(r"site-packages|/zerojax/|<frozen|runpy", frame)]
+    own = [frame for frame in c.frames if compat.is_users(frame) and not re.search(r"<frozen|runpy", frame)]
     return own[0] if own else c.op_name or c.name

@@ -119,6 +119,10 @@ def estimate(
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
     """The options of `zero_shard` for one stage of a model, or of a mere number of parameters."""
+    if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
+        raise TypeError(
+            f"estimate() has no option {unknown[0]!r}. It has {', '.join(EstimateOptions.__annotations__)}."
+        )
     trainable = options.get("trainable")
     mask = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
     changed: dict[str, Any] = {"trainable": mask} | ({} if stage else {"offload": None})
