@@ -302,7 +302,8 @@ def zero_shard(
             persistent (replicated) at stage 3, its gradient and optimizer state are flat, each device
             holding 1/N, if the transformation updates it element by element.
         prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start;
-            0 is none. Each holds about one more layer's gathered parameters.
+            0 is none. Each holds about one more layer's gathered parameters. A scan gathers
+            one iteration ahead, whatever the number.
         bucket_bytes: Stage 3: the leaves of a layer are gathered together, and their
             gradients reduce-scattered together, up to this many logical bytes.
         reshard_after_forward: Stage 3: False keeps gathered parameters between the
