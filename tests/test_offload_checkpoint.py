@@ -1,5 +1,7 @@
 """Offloaded state in checkpoints: into any other way of offloading, and through kills."""
 
+import asyncio
+import collections
 import os
 import random
 import signal
@@ -14,6 +16,7 @@ import optax
 import pytest
 from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params
+from orbax.checkpoint._src.serialization import limits
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export
@@ -75,6 +78,20 @@ def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_p
                 shapes = like.create(jax.eval_shape(awkward_params))
                 del found
                 assert_same(leaves_of(checkpoints.restore(shapes).state), expected)
+
+
+def test_writes_share_no_lock(tmp_path, monkeypatch):
+    # asyncio's locks are of one event loop, and orbax writes the leaves of each `serialize` in a loop of their own.
+    loops = collections.defaultdict(set)
+
+    async def wait_for_bytes(limiter, _):
+        loops[limiter].add(asyncio.get_running_loop())
+
+    monkeypatch.setattr(limits.LimitInFlightBytes, "wait_for_bytes", wait_for_bytes)
+    monkeypatch.setattr(limits.LimitInFlightBytes, "release_bytes", wait_for_bytes)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(transformation("host", tmp_path).create(awkward_params()), step=0)
+    assert all(len(used) == 1 for used in loops.values())
 
 
 def test_what_is_saved_is_the_state_at_the_call_while_training_goes_on(tmp_path):
