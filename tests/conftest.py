@@ -52,7 +52,7 @@ def optimized():
 
 
 def quick_or_slow(cases, quick):
-    """The cases of a grid, marked slow but for those in `quick`, which take every value of every dim at least once."""
+    """The cases of a grid, marked slow but for those in `quick`."""
     assert not set(quick) - set(cases)
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 

@@ -80,7 +80,7 @@ def saved(request, tmp_path_factory):
     ("saved", "others"),
     quick_or_slow(
         list(itertools.product(PRECISIONS, ("all", "next"))),
-        [("bf16", "all"), ("none", "next"), ("fp32", "next"), ("fp16", "next")],
+        [("bf16", "next"), ("fp16", "next")],
     ),
     indirect=["saved"],
 )
@@ -102,7 +102,7 @@ def test_every_stage_restores_into_every_other(saved, others, tmp_path):
 
 @pytest.mark.parametrize(
     ("saved", "count"),
-    quick_or_slow(list(itertools.product(PRECISIONS, (4, 2, 1, 3))), list(zip(PRECISIONS, (1, 2, 3, 4), strict=True))),
+    quick_or_slow(list(itertools.product(PRECISIONS, (4, 2, 1, 3))), [("bf16", 3), ("fp16", 4)]),
     indirect=["saved"],
 )
 def test_restores_on_other_device_counts_and_back(saved, count, tmp_path):

@@ -82,7 +82,8 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(ends, tmp_path):
     assert "Traceback" not in once_more.stderr
 
 
-@pytest.mark.parametrize("where", ["disk", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["disk", "host"])
 def test_it_learns_the_same_with_its_optimizer_state_elsewhere(where, stage_0, tmp_path):
     printed = train(tmp_path, "--stage", "3", "--devices", "2", "--offload", where, *SMALL)
     assert f"Optimizer state waits {'on disk' if where == 'disk' else 'in host memory'}; update on the" in printed

@@ -17,10 +17,12 @@ import pytest
 from conftest import mesh_of
 from models import awkward_params
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 import zerojax
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
+from zerojax.cli import app
 
 PARAMS = awkward_params()
 EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
@@ -130,11 +132,15 @@ def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
 # --- the command line --------------------------------------------------------------------------------------------
 
 
-def command(*args, seconds=60):
+def in_a_process_of_its_own(*args, seconds=60):
     path = os.pathsep.join([str(Path(zerojax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
     arguments = [sys.executable, "-m", "zerojax", *map(str, args)]
     return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def command(*args):
+    return CliRunner().invoke(app, [str(x) for x in args])
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +154,8 @@ def saved(tmp_path_factory):
 
 def test_the_command_line_verifies_and_exports(saved, tmp_path):
     done = command("verify", saved)
-    assert (done.returncode, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")
-    done = command("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
+    assert (done.exit_code, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")
+    done = in_a_process_of_its_own("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].dtype == jnp.bfloat16
     assert json.loads(command("verify", saved, "--json").stdout) == {"intact": [3, 5]}
@@ -166,7 +172,7 @@ def test_errors_of_the_command_line_are_one_line(saved, tmp_path):
     }
     for args, text in cases.items():
         done = command(*args)
-        assert done.returncode == 2
+        assert done.exit_code == 2
         assert text in done.stderr
         assert done.stderr.startswith("zerojax: ")
         assert done.stderr.count("\n") == 1

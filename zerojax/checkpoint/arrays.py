@@ -68,7 +68,9 @@ class ArrayHandler(type_handlers.ArrayHandler):
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copy the values to host memory and begin to write them; futures that end when all is on disk."""
-        infos = [info.replace(byte_limiter=None) for info in infos]  # it belongs to one event loop, and each call has one
+        infos = [
+            info.replace(byte_limiter=None) for info in infos
+        ]  # it belongs to one event loop, and each call has one
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
         arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
         futures = list(await super().serialize(*zip(*arrays, strict=True)))
