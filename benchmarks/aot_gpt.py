@@ -34,12 +34,13 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     """Compile one training gradient and read its figures off the program."""
     mesh = absent_mesh(topology)
     init, loss, (rows, length) = yardstick.build("gpu", scan=style == "scan", **changes)
-    tx = zero_shard(optax.adamw(1e-4), stage=0 if way == "replicated" else 3, mesh=mesh, prefetch=prefetch)
+    stage, view = 0 if way == "replicated" else 3, "global" if way == "global" else "device"
+    tx = zero_shard(optax.adamw(1e-4), stage=stage, mesh=mesh, prefetch=prefetch, view=view)
     shapes = jax.eval_shape(init, jax.random.key(0))
     batch = NamedSharding(mesh, PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)
     start = time.perf_counter()
-    if way == "stage3":
+    if way in ("stage3", "global"):
         lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens)
     else:
         where = tx.shardings(shapes).params
@@ -74,7 +75,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--styles", nargs="+", default=["unrolled", "scan"], choices=["unrolled", "scan"])
-    parser.add_argument("--ways", nargs="+", default=["stage3"], choices=["stage3", "gspmd", "replicated"])
+    parser.add_argument("--ways", nargs="+", default=["stage3"], choices=["stage3", "global", "gspmd", "replicated"])
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0])
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     args = parser.parse_args()
@@ -82,7 +83,7 @@ def main():
     show = functools.partial(print, sep="  ", flush=True)
     for style in args.styles:
         for way in args.ways:
-            for prefetch in args.prefetch if way == "stage3" else [0]:
+            for prefetch in args.prefetch if way in ("stage3", "global") else [0]:
                 row = measure(style, way, prefetch=prefetch, topology=args.topology)
                 rows.append(row)
                 show(*(f"{key} {value}" for key, value in row.items()))

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
 from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.wire import Wire
 from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad, trim
+from zerojax.layout.padded import pad
 
 AXES = ("host", "gpu")
 SIZES = {"host": 2, "gpu": 4}
@@ -182,30 +183,13 @@ def test_a_negative_bucket_size_is_refused():
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalCollectives:
-    """Shards are global arrays that the compiler divides: nothing else than a constraint on each."""
-
-    wire: Wire = dataclasses.field(default_factory=Wire)
-
-    def check(self, shards, leaves):
-        pass
-
-    def constrain(self, x, spec):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(8), spec))
-
-    def all_gather(self, shards, leaves, *, exposed=False):
-        full = [self.constrain(shard, P()) for shard in shards]
-        return [trim(x, leaf.dim, leaf.shape[leaf.dim]) for x, leaf in zip(full, leaves, strict=True)]
-
-    def reduce_scatter(self, grads, leaves, *, exposed=False):
-        return [self.constrain(in_storage(*pair), pair[1].spec) for pair in zip(grads, leaves, strict=True)]
-
-
 @pytest.mark.parametrize("name", ["remat", "scan_everything", "stacked_layers"])
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)
-    fn = gather_on_use(constructs.TABLE[name], setup.layout, comm=GlobalCollectives())
+    fn = gather_on_use(
+        constructs.TABLE[name], setup.layout, comm=GlobalCollectives(mesh_of(8), ManualCollectives(("data",)))
+    )
     value, grads = jax.jit(jax.value_and_grad(fn), compiler_options=QUICK)(stored(params, setup), x)
     expected, plain = jax.jit(jax.value_and_grad(constructs.TABLE[name]))(params, x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -287,6 +287,7 @@ def zero_shard(
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
+    view: str = "device",
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -323,6 +324,9 @@ def zero_shard(
             host memory: with `params="host"`, a loop of your own moves the parameters with
             `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`,
             and the result back with `jax.device_put(result, tx.shardings(params).params)`.
+        view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`, so that
+            everything is as on one device. `"device"`: the rows of its device, as under
+            `pmap`; it may then use collectives over `axis`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -357,6 +361,7 @@ def zero_shard(
         precision=precision,
         trainable=chosen,
         offload=offload,
+        view=view,
     )
     return ZeroTransformation.of(config)
 

@@ -24,9 +24,13 @@ def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
     XLA:CPU removes barriers before it schedules, and then computes first what reads nothing.
     No simplification sees through this dependence.
     """
-    zero = lax.optimization_barrier(jnp.int32(0))
-    for array in anchor:
-        if jnp.issubdtype(array.dtype, jnp.floating) and array.size:
-            some = array[(0,) * array.ndim].astype(jnp.float32)
-            return lax.bitcast_convert_type(some, jnp.int32) & zero
-    return zero
+    zero, array = lax.optimization_barrier(jnp.int32(0)), first_float(anchor)
+    if array is None:
+        return zero
+    some = array[(0,) * array.ndim].astype(jnp.float32)
+    return lax.bitcast_convert_type(some, jnp.int32) & zero
+
+
+def first_float(arrays: Sequence[jax.Array]) -> jax.Array | None:
+    """The first array of floats that has elements."""
+    return next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)

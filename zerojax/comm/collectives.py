@@ -7,14 +7,16 @@ array is one device's, and writes each collective itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from zerojax.comm.barriers import barrier
+from zerojax import compat, jaxprs
+from zerojax.comm.barriers import barrier, zero_after
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
 from zerojax.comm.wire import Wire
 from zerojax.config import BUCKET_BYTES
@@ -24,6 +26,8 @@ from zerojax.layout.padded import pad, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
+
+    from zerojax.jaxprs import Rule
 
 
 class Collectives(Protocol):
@@ -40,6 +44,23 @@ class Collectives(Protocol):
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
         """Raise a `ValueError` for a shard that is not laid out as its leaf says."""
+        ...
+
+    @property
+    def losses(self) -> int:
+        """How many losses are computed at once; their mean is taken."""
+        ...
+
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a shard."""
+        ...
+
+    def psum(self, tree: PyTree) -> PyTree:
+        """The sum over these losses."""
+        ...
+
+    def pmean(self, tree: PyTree) -> PyTree:
+        """The mean over these losses."""
         ...
 
     def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
@@ -63,6 +84,36 @@ class Collectives(Protocol):
         Returns:
             One a leaf, in the type it was reduced in; `Wire.decode_grad` gives it another.
         """
+        ...
+
+    def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
+        """Run a backward pass.
+
+        Args:
+            fn: The backward pass: from cotangents to a tree of results.
+            cotangents: Its argument.
+            grads: How many of its results, the first ones, are gradients for `reduce_scatter`.
+            rule: If given, how its equations are evaluated, as for `jaxprs.evaluate`.
+
+        Returns:
+            `(gradients, other results)`. A gradient may have a dim before its own: one summand a worker.
+        """
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """The gradient to add gradients of a shape to, before they are reduced."""
+        ...
+
+    def add(self, a: Array, b: Array) -> Array:
+        """The sum of two gradients that are not reduced yet."""
+        ...
+
+    def element(self, x: Array) -> Array:
+        """Some element of an array, which costs no communication."""
+        ...
+
+    def zero_after(self, anchor: Sequence[Array]) -> Array:
+        """See `barriers.zero_after`; costs no communication."""
         ...
 
 
@@ -89,6 +140,15 @@ class ManualCollectives:
         """Check the limit."""
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
+
+    @property
+    def losses(self) -> int:
+        """How many losses are computed at once, one a worker; their mean is taken."""
+        return lax.axis_size(self.axes)
+
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Local shape."""
+        return leaf.local_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
         """Raise a `ValueError` for a shard that is not of its leaf's local shape."""
@@ -139,6 +199,31 @@ class ManualCollectives:
             for i, shard in zip(bucket, before, strict=True):
                 values[i] = shard
         return values
+
+    def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
+        """See `Collectives`; gradients are this worker's own."""
+        if rule is None:
+            results = jax.tree.leaves(fn(cotangents))
+        else:
+            closed = jax.make_jaxpr(fn)(cotangents)
+            results = jaxprs.evaluate(*compat.opened(closed), cotangents, rule)
+        return results[:grads], results[grads:]
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """See `Collectives`."""
+        return jnp.zeros(shape, dtype)
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See `Collectives`."""
+        return a + b
+
+    def element(self, x: Array) -> Array:
+        """See `Collectives`."""
+        return x.ravel()[0]
+
+    def zero_after(self, anchor: Sequence[Array]) -> Array:
+        """See `barriers.zero_after`."""
+        return zero_after(anchor)
 
     def psum(self, tree: PyTree) -> PyTree:
         """The sum over all data-parallel workers."""

@@ -5,6 +5,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import DataMesh
 from zerojax.config.data_mesh import in_words, spec_entry
+from zerojax.layout.leaf import Leaf
 
 
 def resolve_axes(axis: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -59,6 +60,15 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
             f"jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * {len(mesh.axis_names)})."
         )
     return mesh
+
+
+def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
+    """Pin a stored array to its layout, inside jit."""
+    spec = leaf.spec
+    if len(mesh.axis_names) > 1 and not leaf.others:  # what other axes do with the leaf is theirs to say
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
+    return jax.lax.with_sharding_constraint(stored, NamedSharding(mesh, spec))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -21,6 +21,7 @@ STAGES = {
     2: "optimizer state and gradients sharded",
     3: "optimizer state, gradients and parameters sharded",
 }
+VIEWS = ("global", "device")
 PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
 
@@ -42,6 +43,7 @@ class Config:
         precision: Types of a step; None leaves every type as the parameters and the loss have it.
         trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
         offload: What is offloaded to host memory or disk; None: nothing.
+        view: `"global"`: the loss sees all rows of the batch; `"device"`: each device's its own.
 
     Raises:
         TypeError: If `tx` is no optax transformation, a count is no integer, or precision or offload of another type.
@@ -59,6 +61,7 @@ class Config:
     precision: Precision | None = None
     trainable: Callable[[str, Any], bool] | None = None
     offload: Offload | None = None
+    view: str = "device"
 
     def __post_init__(self):
         """Check every field."""
@@ -70,6 +73,8 @@ class Config:
         if isinstance(self.stage, bool) or self.stage not in STAGES or not isinstance(self.stage, int):
             known = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
+        if self.view not in VIEWS:
+            raise ValueError(f'Unknown view of the loss {self.view!r}. Give "global" or "device".')
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
         if not isinstance(self.precision, Precision | None):

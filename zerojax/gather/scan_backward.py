@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.barriers import barrier, zero_after
+from zerojax.comm.barriers import barrier
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
@@ -96,12 +96,12 @@ class Backward:
         consts = [jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in self.others_in(0, loop.consts)]
         # Every row will be written. Filled with a value that is computed only now, and not with zeros, XLA
         # cannot allocate the stacks early.
-        seed = next(c for c in cotangents if c is not None).ravel()[0]
+        seed = self.layers.options.comm.element(next(c for c in cotangents if c is not None))
         sliced = [shapes[i] for i in self.others_in(inner)]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in sliced]
         used = [loop.shared[i] for i in self.two.active_params if i < len(loop.shared)]
-        sum_dtype = self.layers.options.comm.wire.sum_dtype
-        shared = [jnp.zeros(param.leaf.shape, sum_dtype(param.wide)) for param in used]
+        comm = self.layers.options.comm
+        shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
         shards = [self.layers.shards[i] for i in self.trained.values()]
         stacks = [jnp.full(shard.shape, seed.astype(shard.dtype)) for shard in shards]
         carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
@@ -133,7 +133,8 @@ class Backward:
             [None if x is None else loop.row(x, iteration) for x in xs] for xs in (*self.residuals.saved, given[inner:])
         ]
         others = [*given[: loop.consts], *carried, *slices]
-        to_params, to_others = two.pull([*shared, *gathered], others, saved, self._given(carry, iteration))
+        comm, cotangents = self.layers.options.comm, self._given(carry, iteration)
+        to_params, to_others = two.pull(comm, [*shared, *gathered], others, saved, cotangents)
         pending, to_shared = self._sorted(to_params)
         if not self.ahead:
             stacks, pending = self._reduced_into(stacks, pending, iteration), []
@@ -143,7 +144,7 @@ class Backward:
             carry=[to[i] for i in self.others_in(loop.consts, inner)],
             gathered=following,
             pending=pending,
-            shared=[a + c.astype(a.dtype) for a, c in zip(state.shared, to_shared, strict=True)],
+            shared=[comm.add(a, c.astype(a.dtype)) for a, c in zip(state.shared, to_shared, strict=True)],
             consts=[a + c for a, c in zip(state.consts, to_consts, strict=True)],
             slices=[self._write(s, c, iteration) for s, c in zip(state.slices, to_slices, strict=True)],
             stacks=stacks,
@@ -220,7 +221,7 @@ def _iterate(
     if not run.ahead:
         return lax.scan(body, state, jnp.arange(length), reverse=True)[0]
     if length > 1:
-        zero = zero_after(state.carry)
+        zero = run.layers.options.comm.zero_after(state.carry)
         state = run.iterate(shared, state, length - 1, fetch=True, reduce=False, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
         grads.settle(due)

@@ -9,6 +9,7 @@ computed when the next block's backward pass starts, and be reduce-scattered whe
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +61,7 @@ class Options:
         if total is None:
             return grad
         wide = self.comm.wire.sum_dtype(grad.dtype)
-        return total.astype(wide) + grad.astype(wide)
+        return self.comm.add(total.astype(wide), grad.astype(wide))
 
 
 class GatherScheduler:
@@ -122,7 +123,8 @@ class GatherScheduler:
     def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array]) -> list[jax.Array]:
         unique = {p.key: p for p in self.order[place]}
         params = list(unique.values())
-        shards = self.options.encode([p.shard(env, anchor) for p in params], params)
+        zero = functools.cache(lambda: self.options.comm.zero_after(anchor))
+        shards = self.options.encode([p.shard(env, zero) for p in params], params)
         exposed = not any(self.computes[max(0, place - self.options.prefetch) : place])
         gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
         return [gathered[p.key] for p in self.order[place]]

@@ -18,7 +18,6 @@ import jax
 import jax.core
 
 from zerojax import compat, jaxprs
-from zerojax.comm.barriers import zero_after
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, PlainResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, add, cotangents_of
@@ -197,8 +196,9 @@ class BlockSegment(Segment):
         if gathered is None:
             values = dict(zip(sorted(two.needed), again, strict=True))
             gathered = [values.get(i) for i in range(len(self.params))]
-        zero = None if self.computes else zero_after(cotangents)
-        to_params, to_others = two.pull(gathered, residuals.others, residuals.saved, cotangents, zero)
+        comm = gathers.options.comm
+        zero = None if self.computes else comm.zero_after(cotangents)
+        to_params, to_others = two.pull(comm, gathered, residuals.others, residuals.saved, cotangents, zero)
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in two.active_others], to_others)
         grads.add_params([self.params[i] for i in two.active_params], to_params, exposed=not gathers.is_hidden_after)

@@ -6,7 +6,7 @@ else happens after the gather.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat
-from zerojax.comm.barriers import zero_after
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import to_device
 
@@ -81,16 +80,17 @@ class ShardedParam:
 
     def to_order(self, grad: jax.Array) -> jax.Array:
         """A gradient with its dims in the order in which its use makes it."""
-        return lax.transpose(grad, self.order) if self.order else grad
+        first = tuple(range(grad.ndim - len(self.order)))  # a dim of the workers, before it is reduced
+        return lax.transpose(grad, (*first, *(dim + len(first) for dim in self.order))) if self.order else grad
 
     def from_order(self, grad: jax.Array) -> jax.Array:
         """The inverse of `to_order`, of a shard too."""
         return lax.transpose(grad, np.argsort(self.order)) if self.order else grad
 
-    def shard(self, env: Mapping, anchor: Sequence[jax.Array]) -> jax.Array:
-        """This device's shard, sliced and on the device, of the parameter's in `env`; a layer not before `anchor`."""
+    def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
+        """The shard, sliced and on the device, of the parameter's in `env`; `zero()` is a zero to delay a layer by."""
         value = self.sliced(env)
-        return to_device(value) if self.layer is None else self.row(value, self.layer + zero_after(anchor))
+        return to_device(value) if self.layer is None else self.row(value, self.layer + zero())
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
         """This device's shard of one layer, out of the stack that `sliced` returned."""

@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.comm.collectives import Collectives
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
@@ -92,11 +93,18 @@ class Passes:
         return values[: self.results], values[self.results :]
 
     def pull(
-        self, params: Sequence, others: Sequence, saved: Sequence, cotangents: Sequence, zero: jax.Array | None = None
+        self,
+        comm: Collectives,
+        params: Sequence,
+        others: Sequence,
+        saved: Sequence,
+        cotangents: Sequence,
+        zero: jax.Array | None = None,
     ) -> tuple[list, list]:
-        """Cotangents of the active parameters and of the active others.
+        """Cotangents of the active parameters, not reduced yet, and of the active others.
 
         Args:
+            comm: What will reduce the former.
             params: The gathered parameters; those not in `needed` may be None.
             others: As given to `run`; those not in `needed_others` may be None.
             saved: As `run` returned them.
@@ -107,18 +115,16 @@ class Passes:
         derived = self.derive(*[params[i] for i in self.derive_reads])
         pools = {"param": params, "other": others, "saved": saved, "derived": derived}
         backward = jax.tree.unflatten(self.tree, [pools[pool][index] for pool, index in self.sources])
-        if zero is None:
-            return backward(list(cotangents))
 
         def zeros_from_seed(eqn, values):
+            assert zero is not None
             if eqn.primitive.name != "broadcast_in_dim" or not compat.is_literal(eqn.invars[0]) or values[0]:
                 return None
             out = eqn.outvars[0].aval
             return [jax.lax.broadcast(zero.astype(out.dtype), out.shape)]
 
-        closed, shape = jax.make_jaxpr(backward, return_shape=True)(list(cotangents))
-        results = jaxprs.evaluate(*compat.opened(closed), list(cotangents), zeros_from_seed)
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
+        rule = None if zero is None else zeros_from_seed
+        return comm.backward(backward, list(cotangents), len(self.active_params), rule)
 
 
 def passes(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.comm import mesh
 from zerojax.comm.buckets import flatten
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
@@ -96,11 +97,7 @@ def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*stor
 
 def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:
     """Pin a stored array to its layout, inside jit."""
-    spec = leaf.spec
-    if len(config.mesh.axis_names) > 1 and not leaf.others:  # what other axes do with the leaf is theirs to say
-        free = PartitionSpec.UNCONSTRAINED
-        spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
-    return jax.lax.with_sharding_constraint(stored, NamedSharding(config.mesh, spec))
+    return mesh.constrain(config.mesh, stored, leaf)
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:

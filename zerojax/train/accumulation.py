@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.train.batch import fold_keys
-from zerojax.train.device_view import DeviceView
 from zerojax.train.loss import at_least_float32
+from zerojax.train.view import View
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def accumulate(view: DeviceView, stored, batch, args, mutable, scale):
+def accumulate(view: View, stored, batch, args, mutable, scale):
     """Differentiate the microbatches in a loop; local shapes.
 
     Stages 0 and 1 add up full gradients and reduce them once; stages 2 and 3 reduce-scatter
@@ -27,12 +27,13 @@ def accumulate(view: DeviceView, stored, batch, args, mutable, scale):
         `scale` times the gradient of the sum over devices and microbatches, reduced; the
         last mutable state.
     """
+    comm = view.comm
 
     def zeros(k) -> Array:
         leaf = view.layout.params[view.layout.trained[k]]
-        shape = view.grads[k].local_shape if view.reduces_each else leaf.local_shape
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        return jnp.zeros(shape, wide if view.config.precision is None else view.comm.wire.reduce_dtype(leaf.dtype))
+        dtype = wide if view.config.precision is None else comm.wire.reduce_dtype(leaf.dtype)
+        return jnp.zeros(comm.shape(view.grads[k]), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
 
     def iteration(carry, microbatch):
         sums, mutable = carry
@@ -42,11 +43,10 @@ def accumulate(view: DeviceView, stored, batch, args, mutable, scale):
             grads = view.reduce(grads)
         if factor is not None:
             grads = [at_least_float32(g) * factor for g in grads]
-        sums = [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+        sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
         return (sums, returned.mutable), returned._replace(mutable=None)
 
-    divide = lambda x: x.reshape(view.accumulate, x.shape[0] // view.accumulate, *x.shape[1:])
-    microbatches = (jnp.arange(view.accumulate), jax.tree.map(divide, batch))
+    microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, batch))
     carry = [zeros(k) for k in view.differentiable], mutable
     (sums, mutable), returned = lax.scan(iteration, carry, microbatches)
     return returned, sums if view.reduces_each else view.reduce(sums), mutable

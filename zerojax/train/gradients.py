@@ -14,16 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.collectives import Collectives
+from zerojax.comm.mesh import batch_sharding, constrain
 from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.train.accumulation import accumulate as accumulate_microbatches
 from zerojax.train.batch import check_args, check_batch, fold_keys
-from zerojax.train.device_view import DeviceView
 from zerojax.train.loss import Loss, mean_mutable, weighted_mean
 from zerojax.train.loss_scaling import unscale
+from zerojax.train.view import View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, PyTree, Shaped
@@ -70,11 +71,15 @@ def loss_and_grads(
     is multiplied by `scale` while gradients are computed and summed, and they are divided by it.
     """
     check_batch(batch, config.data, accumulate)
+    view, scale = View(config, layout, grads, loss, accumulate), jnp.asarray(scale, jnp.float32)
+    if config.view == "global":
+        batch = jax.lax.with_sharding_constraint(batch, batch_sharding(config.mesh, config.data))
+        found = view_gradients(view, stored, batch, args, mutable, scale)
+        return found._replace(grads=[constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)])
     check_args(args)
-    view = DeviceView(config, layout, grads, loss, accumulate)
 
     def local(stored, batch, args, mutable, scale):
-        return local_gradients(view, stored, batch, args, mutable, scale)
+        return view_gradients(view, stored, batch, fold_keys(args, lax.axis_index(config.data.batch)), mutable, scale)
 
     replicated = PartitionSpec()
     untyped: Any = replicated
@@ -87,13 +92,12 @@ def loss_and_grads(
         out_specs=specs,
         axis_names=set(config.data.batch),
         check_vma=False,
-    )(list(stored), batch, args, mutable, jnp.asarray(scale, jnp.float32))
+    )(list(stored), batch, args, mutable, scale)
 
 
-def local_gradients(view: DeviceView, stored, batch, args, mutable, scale) -> Gradients:
-    """`loss_and_grads` as one device sees it: local shapes in and out."""
+def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients:
+    """`loss_and_grads` as the view sees it: shards in and out."""
     comm, weighted = view.comm, view.loss.weighted
-    args = fold_keys(args, lax.axis_index(comm.axes))
     if view.accumulate == 1:
         returned, grads, factor = view.value_and_grad(stored, mutable, batch, args, scale)
         grads, mutable = view.reduce(grads), returned.mutable
@@ -112,15 +116,13 @@ def local_gradients(view: DeviceView, stored, batch, args, mutable, scale) -> Gr
         total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
         grads = unscale(grads, scale)
     of = dict(zip(view.differentiable, grads, strict=True))
-    grads = [of[k] if k in of else jnp.zeros(leaf.local_shape, leaf.dtype) for k, leaf in enumerate(view.grads)]
+    grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
     aux, mutable = weighted_mean(aux, weights, weight, comm), mean_mutable(mutable, comm)
     squares = sums_of_squares(grads, view.grads, comm)
     return Gradients(total / weight, grads, aux, mutable, weights_valid, squares)
 
 
-def sums_of_squares(
-    grads: Sequence[Array], leaves: Sequence[Leaf], comm: ManualCollectives
-) -> Float[Array, " trained"]:
+def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:
     """Sum of squares of each gradient, in float32; one collective for all of them."""
     # A leaf is sharded over all batch axes or none: over fewer, its replicas would count several times here.
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])

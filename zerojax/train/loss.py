@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.collectives import Collectives
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -123,7 +123,7 @@ def at_least_float32(value: Array) -> Array:
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
-def weighted_mean(aux: PyTree, weights: Array, total: Array | int, comm: ManualCollectives) -> Any:
+def weighted_mean(aux: PyTree, weights: Array, total: Array | int, comm: Collectives) -> Any:
     """Average the float leaves of aux over devices and microbatches (dim 0), each with its weight.
 
     Args:
@@ -172,7 +172,7 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
             )
 
 
-def mean_mutable(mutable: PyTree, comm: ManualCollectives) -> Any:
+def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
     """Average the float leaves of the mutable state over the devices; others are the same on each."""
 
     def mean(x):

@@ -1,4 +1,8 @@
-"""The loss in device view: each device differentiates the loss of its own rows, as under `pmap` and DDP.
+"""The two views of the loss, which differ in their collectives alone.
+
+In global view the loss sees the whole batch, as under `jax.jit`: the compiler divides the rows.
+In device view each device differentiates the loss of its own rows, as under `pmap` and DDP;
+it runs inside a `shard_map`.
 
 At stage 3 the loss is first rewritten to gather each parameter where it is used (`gather`),
 and differentiating a gather gives the reduce-scatter. The gradients of the other parameters
@@ -15,7 +19,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.collectives import Collectives, ManualCollectives
+from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.wire import Wire
 from zerojax.config import Config
 from zerojax.gather import HostShard, gather_on_use
@@ -30,8 +35,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceView:
-    """How one device differentiates one microbatch; called inside `shard_map`, shapes are local.
+class View:
+    """How one microbatch is differentiated; the shape of a shard is that of its collectives.
 
     Attributes:
         config: Mesh axes, stage and types.
@@ -55,20 +60,35 @@ class DeviceView:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches all devices have together."""
-        return self.config.data.workers * self.accumulate
+        """Of how many losses a step takes the mean."""
+        return self.comm.losses * self.accumulate
 
     @property
     def reduces_each(self) -> bool:
         """Whether gradients are reduced microbatch by microbatch, and not once a step."""
         return self.config.stage >= 2 or self.accumulate == 1
 
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether parameters are gathered where they are used, and their gradients reduced there."""
+        return any(leaf.kind == "sharded" for leaf in self.layout.params)
+
     @functools.cached_property
-    def comm(self) -> ManualCollectives:
-        """How this device exchanges leaves with the others."""
+    def comm(self) -> Collectives:
+        """How leaves are gathered and reduced."""
+        return self._comm(self.config.bucket_bytes)
+
+    def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
         wire = Wire(None if precision is None else precision.reduce)
-        return ManualCollectives(self.config.data.batch, self.config.bucket_bytes, wire)
+        manual = ManualCollectives(self.config.data.batch, bucket_bytes, wire)
+        return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
+
+    def microbatches_of(self, rows: Array) -> Array:
+        """Rows of the batch divided into microbatches, on dim 0; each has rows of every device."""
+        devices = self.config.data.workers // self.comm.losses
+        divided = rows.reshape(devices, self.accumulate, -1, *rows.shape[1:])
+        return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, -1, *rows.shape[1:])
 
     def loss_of_storage(self) -> Callable:
         """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
@@ -79,7 +99,7 @@ class DeviceView:
                 params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
             return self.loss.call(params, mutable, batch, args)
 
-        if not any(leaf.kind == "sharded" for leaf in layout.params):
+        if not self.gathers_on_use:
             return call
         return gather_on_use(
             call,
@@ -119,14 +139,17 @@ class DeviceView:
         else:  # known without a collective between the two passes
             factor, divisor = None, self.microbatches
         # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
-        (grads,) = pull(scale.astype(total.dtype) / divisor)
+        cotangent = scale.astype(total.dtype) / divisor
+        if self.gathers_on_use:
+            return returned, pull(cotangent)[0], factor
+        grads, _ = self.comm.backward(lambda given: pull(*given), [cotangent], len(primals))
         return returned, grads, factor
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
-        only_flat_buckets = dataclasses.replace(self.comm, bucket_bytes=0)
+        only_flat_buckets = self._comm(bucket_bytes=0)
         sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], [leaves[j][1] for j in pending])
         reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
         return [reduced[j] for j in range(len(grads))]

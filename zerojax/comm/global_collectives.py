@@ -1,0 +1,171 @@
+"""Collectives in global view: an array is a global one that the compiler divides, and the loss sees all rows.
+
+Gathers and reductions are as explicit as in device view: each is `ManualCollectives` in a
+`shard_map` of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import compat
+from zerojax.comm import barriers, partial_sums
+from zerojax.comm.buckets import flatten
+from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.mesh import constrain
+from zerojax.comm.wire import Wire
+from zerojax.config.data_mesh import spec_entry
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+    from zerojax.jaxprs import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalCollectives:
+    """Collectives outside of any `shard_map`: a shard is a global array in storage shape.
+
+    A gradient that is not reduced is either the sum already, logical shape, or one summand a
+    worker, `(workers, *logical)` divided on dim 0 (`partial_sums`).
+
+    Attributes:
+        mesh: Mesh with Auto axes.
+        manual: The same collectives inside a `shard_map`.
+    """
+
+    mesh: Mesh
+    manual: ManualCollectives
+
+    @property
+    def wire(self) -> Wire:
+        """How values are encoded and decoded."""
+        return self.manual.wire
+
+    @property
+    def _workers(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.manual.axes)
+
+    @property
+    def _divided(self) -> PartitionSpec:
+        """Dim 0 over the workers."""
+        return PartitionSpec(spec_entry(self.manual.axes))
+
+    @property
+    def losses(self) -> int:
+        """One loss is computed, of all rows."""
+        return 1
+
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Storage shape."""
+        return leaf.storage_shape
+
+    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+        """Raise a `ValueError` for a shard that is not of its leaf's storage shape."""
+        for leaf, shard in zip(leaves, shards, strict=True):
+            if tuple(shard.shape) != leaf.storage_shape:
+                raise ValueError(
+                    f"params{leaf.path} has shape {tuple(shard.shape)}, but its layout ({leaf.kind}) requires "
+                    f"{leaf.storage_shape}. Pass the leaf in storage, as tx.shard gives it."
+                )
+
+    def all_gather(
+        self, shards: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], *, exposed: bool = False
+    ) -> list[Shaped[Array, "*logical"]]:
+        """See `Collectives`."""
+
+        def gather(*shards):
+            return self.manual.all_gather(shards, leaves, exposed=exposed)
+
+        return self._mapped(gather, [leaf.local_spec for leaf in leaves], [PartitionSpec()] * len(leaves))(*shards)
+
+    def reduce_scatter(
+        self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
+    ) -> list[Shaped[Array, "*storage"]]:
+        """See `Collectives`; of a gradient that is summed already, the compiler keeps each device's shard."""
+        partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
+        chosen = [leaves[i] for i in partial]
+
+        def reduce(*rows):
+            return self.manual.reduce_scatter([row[0] for row in rows], chosen, exposed=exposed)
+
+        specs = [self._divided] * len(partial)
+        shards = self._mapped(reduce, specs, [leaf.local_spec for leaf in chosen])(*(grads[i] for i in partial))
+        reduced = dict(zip(partial, shards, strict=True))
+        return [reduced[i] if i in reduced else self._kept(grads[i], leaf) for i, leaf in enumerate(leaves)]
+
+    def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
+        """See `Collectives`; gradients are left as one summand a worker where they can be."""
+        closed = jax.make_jaxpr(fn)(cotangents)
+        results = partial_sums.evaluate(
+            *compat.opened(closed),
+            cotangents,
+            grads=range(grads),
+            workers=self._workers,
+            island=self._summands,
+            rule=rule,
+        )
+        return results[:grads], results[grads:]
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """See `Collectives`; one summand a worker."""
+        rows = jnp.zeros((self._workers, *shape), dtype)
+        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, self._divided))
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See `Collectives`."""
+        rank = max(a.ndim, b.ndim)
+        a, b = [x if x.ndim == rank else partial_sums.as_rows(x, self._workers) for x in (a, b)]
+        return a + b
+
+    def element(self, x: Array) -> Array:
+        """See `Collectives`; each device reads its own."""
+        return self._on_rows(lambda x: x.ravel()[0], x)
+
+    def zero_after(self, anchor: Sequence[Array]) -> Array:
+        """See `barriers.zero_after`."""
+        first = barriers.first_float(anchor)
+        return barriers.zero_after([]) if first is None else self._on_rows(lambda x: barriers.zero_after([x]), first)
+
+    def psum(self, tree: PyTree) -> PyTree:
+        """The sum over all workers: what is computed of all rows has no other."""
+        return tree
+
+    def pmean(self, tree: PyTree) -> PyTree:
+        """The mean over all workers; see `psum`."""
+        return tree
+
+    def _kept(self, grad: Array, leaf: Leaf) -> Array:
+        value = self.wire.encode_grad(grad)
+        if leaf.kind == "flat":
+            value = flatten(value, leaf)
+        elif leaf.dim is not None:
+            value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+        return constrain(self.mesh, value, leaf)
+
+    def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
+        """One summand a worker of what an equation sums."""
+        row = lambda *values: compat.evaluate_one(eqn, values)[0][None]
+        return self._mapped(row, divided.specs(spec_entry(self.manual.axes)), self._divided)(*values)
+
+    def _on_rows(self, fn: Callable, x: Array) -> Array:
+        """A scalar of each device's rows, of the one device it is read on."""
+        spec = self._divided if x.ndim and x.shape[0] % self._workers == 0 else PartitionSpec()
+        return self._mapped(fn, (spec,), PartitionSpec())(x)
+
+    def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        axes = set(self.manual.axes)
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes, check_vma=False
+        )

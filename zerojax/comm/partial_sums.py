@@ -1,0 +1,200 @@
+"""Gradients in global view, before they are summed over the devices.
+
+The compiler divides the rows of the batch, so the gradient of a parameter is a product whose
+contracted dim is divided, and the compiler would all-reduce it where the product is made. Here
+that product is made in a small `shard_map`: each device's own sum is a row of a global array
+`(workers, *shape)`, divided on dim 0. So *computed* and *reduced* are two moments, as in device
+view, and the reduction is explicit. What follows in the backward pass up to the gradient is linear,
+and is applied row by row.
+
+Any contracted dim may be divided, whatever the model does, so this is exact. That it is the
+dim of the batch's rows decides only what moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax import compat, jaxprs
+
+# Linear in the one operand that is a sum, if the others are none.
+_LINEAR = frozenset(
+    "broadcast_in_dim convert_element_type copy dot_general dynamic_slice mul neg reduce_precision reduce_sum reshape "
+    "rev slice squeeze transpose".split()
+)
+_ADDS = frozenset({"add", "add_any", "sub"})
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSum:
+    """A value as one summand a worker.
+
+    Attributes:
+        rows: `(workers, *shape)`, divided on dim 0.
+    """
+
+    rows: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+    """An equation that sums over a dim which can be divided over the workers.
+
+    Attributes:
+        dims: For each operand, the dim that is divided; None for one that every worker has in full.
+    """
+
+    dims: tuple[int | None, ...]
+
+    def specs(self, entry: Any) -> tuple[PartitionSpec, ...]:
+        """The operands' `PartitionSpec`s, `entry` naming the axes of the workers."""
+        return tuple(PartitionSpec() if d is None else PartitionSpec(*[None] * d, entry) for d in self.dims)
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence,
+    args: Sequence,
+    *,
+    grads: Sequence[int],
+    workers: int,
+    island: Callable,
+    rule: jaxprs.Rule | None = None,
+) -> list:
+    """Evaluate a backward pass; the gradients that can be are left as rows of `PartialSum`s.
+
+    Args:
+        jaxpr: The backward pass.
+        consts: Its constants.
+        args: Its arguments.
+        grads: Which of its results are gradients of parameters.
+        workers: Data-parallel workers.
+        island: `island(eqn, divided, values)` makes the rows of one equation's result.
+        rule: If given, evaluates any other equation, as for `jaxprs.evaluate`.
+
+    Returns:
+        The results; a gradient that is rows has a dim more.
+    """
+    closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), list(args))
+    flat, more = compat.opened(closed)
+    only_grads = _only_of(flat, [flat.outvars[i] for i in grads])
+    zeros: set = set()
+    again = functools.partial(evaluate, workers=workers, island=island)
+
+    def partial_rule(eqn, values):
+        (out, *others) = eqn.outvars
+        if eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]:
+            zeros.add(out)
+        if any(isinstance(x, PartialSum) for x in values):
+            return _linear(eqn, values, workers)
+        if eqn.primitive.name == "scan" and not only_grads.isdisjoint(eqn.outvars):
+            return _scan(eqn, values, [i for i, var in enumerate(eqn.outvars) if var in only_grads], again)
+        if not others and out in only_grads and (divided := _divided(eqn, workers, zeros)) is not None:
+            return [PartialSum(island(eqn, divided, values))]
+        return None if rule is None else rule(eqn, values)
+
+    results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
+    return [x.rows if isinstance(x, PartialSum) else x for x in results]
+
+
+def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
+    """Evaluate a jaxpr with calls and remats inlined, behind the barrier that keeps a remat from being undone."""
+
+    def rule(eqn, values):
+        body = compat.called(eqn)
+        if body is not None:
+            return _inlined(*compat.opened(body), *values)
+        if compat.is_remat(eqn):
+            kept = lax.optimization_barrier(tuple(values)) if eqn.params["prevent_cse"] else values
+            return _inlined(*compat.opened(eqn.params["jaxpr"]), *kept)
+        return None
+
+    return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+
+def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable) -> list:
+    """A scan whose results `grads` are of gradients alone; those that it stacks are left as rows."""
+    scan = compat.scan_params(eqn)
+    stacked = [i for i in grads if i >= scan.carry]
+    consts, carry, slices = (
+        values[: scan.consts],
+        values[scan.consts :][: scan.carry],
+        values[scan.consts + scan.carry :],
+    )
+    jaxpr, closed_over = compat.opened(scan.body)
+
+    def body(carry, slices):
+        results = evaluate(jaxpr, closed_over, [*consts, *carry, *slices], grads=stacked)
+        return results[: scan.carry], results[scan.carry :]
+
+    carry, stacks = lax.scan(body, carry, slices, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    results = [*carry, *stacks]
+    for i in stacked:
+        if results[i].ndim > len(eqn.outvars[i].aval.shape):
+            results[i] = PartialSum(jnp.moveaxis(results[i], 1, 0))
+    return results
+
+
+def _only_of(jaxpr: Any, grads: Sequence) -> set:
+    """Variables of which nothing but results in `grads` is made, linearly."""
+    uses, _ = jaxprs.uses_of(jaxpr)
+    wanted = set(jaxprs.variables_in(grads))
+    refused = set(jaxprs.variables_in(jaxpr.outvars)) - wanted
+    found: set = set()
+    for eqn in reversed(jaxpr.eqns):
+        for var in eqn.outvars:
+            if var in refused or not (var in wanted or var in uses):
+                continue
+            if all(_is_linear(use) and use.outvars[0] in found for use, _ in uses.get(var, ())):
+                found.add(var)
+    return found
+
+
+def _is_linear(eqn) -> bool:
+    return eqn.primitive.name in _LINEAR or eqn.primitive.name in _ADDS
+
+
+def _linear(eqn, values: Sequence, workers: int) -> list:
+    """One equation on values some of which are partial sums."""
+    rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
+    partial = [isinstance(x, PartialSum) for x in values]
+    if eqn.primitive.name in _ADDS:
+        both = [x if on else as_rows(x, workers) for x, on in zip(rows, partial, strict=True)]
+        return [PartialSum(compat.evaluate_one(eqn, both)[0])]
+    if eqn.primitive.name in _LINEAR and sum(partial) == 1:
+        one_row = lambda *xs: compat.evaluate_one(eqn, xs)[0]
+        return [PartialSum(jax.vmap(one_row, in_axes=[0 if on else None for on in partial])(*rows))]
+    return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
+
+
+def as_rows(value: jax.Array, workers: int) -> jax.Array:
+    """A value that is summed already, as rows: the first worker has it."""
+    first = lax.broadcasted_iota(jnp.int32, (workers, *value.shape), 0) == 0
+    return jnp.where(first, value[None], 0)
+
+
+def _divided(eqn, workers: int, zeros: set) -> Divided | None:
+    """How an equation's sum is divided over the workers, or None if it cannot be."""
+    name, shapes = eqn.primitive.name, [atom.aval.shape for atom in eqn.invars]
+    if name == "dot_general":
+        pairs = zip(*eqn.params["dimension_numbers"][0], strict=True)
+        # Models have the rows of the batch first.
+        return next((Divided(pair) for pair in sorted(pairs) if shapes[0][pair[0]] % workers == 0), None)
+    if name == "reduce_sum":
+        return next((Divided((dim,)) for dim in sorted(eqn.params["axes"]) if shapes[0][dim] % workers == 0), None)
+    if name == "scatter-add" and eqn.invars[0] in zeros:
+        numbers = eqn.params["dimension_numbers"]
+        windows = {*numbers.update_window_dims}
+        dim = next((d for d in range(len(shapes[2])) if d not in windows), None)
+        batched = getattr(numbers, "operand_batching_dims", ())
+        if dim is not None and not batched and len(shapes[1]) > 1 and shapes[1][0] % workers == 0:
+            return Divided((None, 0, dim))
+    return None
