@@ -249,8 +249,8 @@ def key_argument(p, batch, key):
     @jax.checkpoint
     def dropped(x, xs):
         w, key = xs
-        x = x + dropout(key, jnp.tanh(x @ w))
-        return x, x
+        kept = dropout(key, jnp.tanh(x @ w))
+        return x + kept, kept
 
     x, kept = lax.scan(dropped, batch["x"], (p["stack"], jax.random.split(key, 3)))
     return jnp.mean((x - 1) ** 2), kept
