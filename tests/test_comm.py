@@ -182,14 +182,12 @@ def test_a_negative_bucket_size_is_refused():
         ManualCollectives(AXES, bucket_bytes=-1)
 
 
-@dataclasses.dataclass(frozen=True)
 @pytest.mark.parametrize("name", ["remat", "scan_everything", "stacked_layers"])
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)
-    fn = gather_on_use(
-        constructs.TABLE[name], setup.layout, comm=GlobalCollectives(mesh_of(8), ManualCollectives(("data",)))
-    )
+    comm = GlobalCollectives(mesh_of(8), ManualCollectives(("data",)))
+    fn = gather_on_use(constructs.TABLE[name], setup.layout, comm=comm)
     value, grads = jax.jit(jax.value_and_grad(fn), compiler_options=QUICK)(stored(params, setup), x)
     expected, plain = jax.jit(jax.value_and_grad(constructs.TABLE[name]))(params, x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -108,14 +108,8 @@ class GlobalCollectives:
     def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
         """See `Collectives`; gradients are left as one summand a worker where they can be."""
         closed = jax.make_jaxpr(fn)(cotangents)
-        results = partial_sums.evaluate(
-            *compat.opened(closed),
-            cotangents,
-            grads=range(grads),
-            workers=self._workers,
-            island=self._summands,
-            rule=rule,
-        )
+        how = {"workers": self._workers, "island": self._summands, "rule": rule}
+        results = partial_sums.evaluate(*compat.opened(closed), cotangents, grads=range(grads), **how)
         return results[:grads], results[grads:]
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:

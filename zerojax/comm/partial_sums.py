@@ -124,11 +124,8 @@ def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable) -> li
     """A scan whose results `grads` are of gradients alone; those that it stacks are left as rows."""
     scan = compat.scan_params(eqn)
     stacked = [i for i in grads if i >= scan.carry]
-    consts, carry, slices = (
-        values[: scan.consts],
-        values[scan.consts :][: scan.carry],
-        values[scan.consts + scan.carry :],
-    )
+    consts, rest = values[: scan.consts], values[scan.consts :]
+    carry, slices = rest[: scan.carry], rest[scan.carry :]
     jaxpr, closed_over = compat.opened(scan.body)
 
     def body(carry, slices):
