@@ -86,18 +86,22 @@ class Collectives(Protocol):
         """
         ...
 
-    def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
+    def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """Run a backward pass.
 
         Args:
             fn: The backward pass: from cotangents to a tree of results.
             cotangents: Its argument.
-            grads: How many of its results, the first ones, are gradients for `reduce_scatter`.
+            grads: Which of its results are gradients for `reduce_scatter` or `all_reduce`.
             rule: If given, how its equations are evaluated, as for `jaxprs.evaluate`.
 
         Returns:
-            `(gradients, other results)`. A gradient may have a dim before its own: one summand a worker.
+            The leaves of its results. A gradient may have a dim before its own: one summand a worker.
         """
+        ...
+
+    def all_reduce(self, grads: Sequence[Array], ranks: Sequence[int]) -> list[Array]:
+        """Gradients without a dim of summands: what a function of this view returns; `ranks` are theirs."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -105,7 +109,11 @@ class Collectives(Protocol):
         ...
 
     def add(self, a: Array, b: Array) -> Array:
-        """The sum of two gradients that are not reduced yet."""
+        """The sum of two gradients that are not reduced yet; with summands, if one has them."""
+        ...
+
+    def like(self, grad: Array, other: Array) -> Array:
+        """A gradient with summands, if another has them."""
         ...
 
     def element(self, x: Array) -> Array:
@@ -200,14 +208,16 @@ class ManualCollectives:
                 values[i] = shard
         return values
 
-    def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
+    def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are this worker's own."""
         if rule is None:
-            results = jax.tree.leaves(fn(cotangents))
-        else:
-            closed = jax.make_jaxpr(fn)(cotangents)
-            results = jaxprs.evaluate(*compat.opened(closed), cotangents, rule)
-        return results[:grads], results[grads:]
+            return jax.tree.leaves(fn(cotangents))
+        closed = jax.make_jaxpr(fn)(cotangents)
+        return jaxprs.evaluate(*compat.opened(closed), cotangents, rule)
+
+    def all_reduce(self, grads: Sequence[Array], ranks: Sequence[int]) -> list[Array]:
+        """See `Collectives`; they stay this worker's own, for `psum` or `reduce_scatter`."""
+        return list(grads)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """See `Collectives`."""
@@ -216,6 +226,10 @@ class ManualCollectives:
     def add(self, a: Array, b: Array) -> Array:
         """See `Collectives`."""
         return a + b
+
+    def like(self, grad: Array, other: Array) -> Array:
+        """See `Collectives`."""
+        return grad
 
     def element(self, x: Array) -> Array:
         """See `Collectives`."""

@@ -105,12 +105,19 @@ class GlobalCollectives:
         reduced = dict(zip(partial, shards, strict=True))
         return [reduced[i] if i in reduced else self._kept(grads[i], leaf) for i, leaf in enumerate(leaves)]
 
-    def backward(self, fn: Callable, cotangents: list, grads: int, rule: Rule | None = None) -> tuple[list, list]:
+    def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are left as one summand a worker where they can be."""
         closed = jax.make_jaxpr(fn)(cotangents)
         how = {"workers": self._workers, "island": self._summands, "rule": rule}
-        results = partial_sums.evaluate(*compat.opened(closed), cotangents, grads=range(grads), **how)
-        return results[:grads], results[grads:]
+        return partial_sums.evaluate(*compat.opened(closed), cotangents, grads=grads, **how)
+
+    def all_reduce(self, grads: Sequence[Array], ranks: Sequence[int]) -> list[Array]:
+        """See `Collectives`; one after the backward pass for all of them."""
+        partial = [i for i, (grad, rank) in enumerate(zip(grads, ranks, strict=True)) if grad.ndim > rank]
+        reduce = lambda *rows: self.manual.psum([row[0] for row in rows])
+        sums = self._mapped(reduce, [self._divided] * len(partial), PartitionSpec())(*(grads[i] for i in partial))
+        summed = dict(zip(partial, sums, strict=True))
+        return [summed.get(i, grad) for i, grad in enumerate(grads)]
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """See `Collectives`; one summand a worker."""
@@ -119,9 +126,11 @@ class GlobalCollectives:
 
     def add(self, a: Array, b: Array) -> Array:
         """See `Collectives`."""
-        rank = max(a.ndim, b.ndim)
-        a, b = [x if x.ndim == rank else partial_sums.as_rows(x, self._workers) for x in (a, b)]
-        return a + b
+        return self.like(a, b) + self.like(b, a)
+
+    def like(self, grad: Array, other: Array) -> Array:
+        """See `Collectives`."""
+        return partial_sums.as_rows(grad, self._workers) if grad.ndim < other.ndim else grad
 
     def element(self, x: Array) -> Array:
         """See `Collectives`; each device reads its own."""

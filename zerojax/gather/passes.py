@@ -7,7 +7,7 @@ import jax
 from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.gather.program import Program
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, add
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
 from zerojax.gather.segments import Gathered
 from zerojax.gather.vjp import differentiable
 
@@ -79,19 +79,18 @@ def run_backward(
         One cotangent for each argument; None where it is zero.
     """
     env: dict = dict(zip(program.invars, args, strict=True))
-    found: dict = {}
+    grads = GradScheduler(env, program.invars, options)
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
-            add(found, atom, cotangent)
+            grads.add(atom, cotangent)
     pairs = [(s, r) for s, r in zip(program.segments, residuals, strict=True) if r is not None][::-1]
     gathering = [(s, r) for s, r in pairs if s.params]
     for segment, kept in gathering:
         env.update(zip(segment.operands, kept.operands, strict=True))
     order = [segment.last_gather(kept) for segment, kept in gathering]
     gathers = GatherScheduler(env, program.invars, order, [segment.computes for segment, _ in gathering], options)
-    grads = GradScheduler(env, program.invars, found, options)
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)
     grads.finish()
-    return [found.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
+    return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]

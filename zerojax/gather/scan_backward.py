@@ -5,7 +5,7 @@ place into the stacks', and gathers for the one after.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ class Backward:
         layers: How the iterations gather.
         residuals: What the forward pass kept.
         cotangents: Stacks of the cotangents of the body's results; None where there is none, and for the carry.
+        later: Others that are arguments of the program: their gradients are reduced after the pass.
         ahead: Whether each iteration gathers for the next.
     """
 
@@ -62,6 +63,7 @@ class Backward:
     layers: LayerGathers
     residuals: BlockResiduals
     cotangents: Sequence
+    later: Collection[int]
     ahead: bool
 
     @property
@@ -93,12 +95,13 @@ class Backward:
         """The state before the first iteration."""
         loop, shapes = self.loop, self.two.other_shapes
         inner = loop.consts + loop.carry
-        consts = [jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in self.others_in(0, loop.consts)]
+        zeros = lambda i: (comm.zeros if i in self.later else jnp.zeros)(shapes[i].shape, shapes[i].dtype)
+        consts = [zeros(i) for i in self.others_in(0, loop.consts)]
         # Every row will be written. Filled with a value that is computed only now, and not with zeros, XLA
         # cannot allocate the stacks early.
         seed = self.layers.options.comm.element(next(c for c in cotangents if c is not None))
-        sliced = [shapes[i] for i in self.others_in(inner)]
-        slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in sliced]
+        rows = [zeros(i) for i in self.others_in(inner)]
+        slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.two.active_params if i < len(loop.shared)]
         comm = self.layers.options.comm
         shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
@@ -134,7 +137,8 @@ class Backward:
         ]
         others = [*given[: loop.consts], *carried, *slices]
         comm, cotangents = self.layers.options.comm, self._given(carry, iteration)
-        to_params, to_others = two.pull(comm, [*shared, *gathered], others, saved, cotangents)
+        params = [*shared, *gathered]
+        to_params, to_others = two.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
         pending, to_shared = self._sorted(to_params)
         if not self.ahead:
             stacks, pending = self._reduced_into(stacks, pending, iteration), []
@@ -145,7 +149,7 @@ class Backward:
             gathered=following,
             pending=pending,
             shared=[comm.add(a, c.astype(a.dtype)) for a, c in zip(state.shared, to_shared, strict=True)],
-            consts=[a + c for a, c in zip(state.consts, to_consts, strict=True)],
+            consts=[comm.add(a, c) for a, c in zip(state.consts, to_consts, strict=True)],
             slices=[self._write(s, c, iteration) for s, c in zip(state.slices, to_slices, strict=True)],
             stacks=stacks,
         )
@@ -182,6 +186,7 @@ class Backward:
         return [self._write(stack, shard, iteration) for stack, shard in zip(stacks, shards, strict=True)]
 
     def _write(self, stack, row, iteration):
+        row = self.layers.options.comm.like(row, stack[0])
         return self.loop.write(stack, row.astype(stack.dtype), iteration)
 
 
@@ -203,7 +208,8 @@ def backward(
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
     used = [i - len(loop.shared) for i in two.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
-    run = Backward(loop, two, layers, residuals, cotangents, options.prefetch > 0 and bool(loop.stacked))
+    later = [i for i, k in enumerate(loop.others) if k is not None and segment.others[k] in grads.arguments]
+    run = Backward(loop, two, layers, residuals, cotangents, later, options.prefetch > 0 and bool(loop.stacked))
     shared, gathered = run.entry(entry)
     _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)
 
@@ -241,7 +247,10 @@ def _finish(segment: Segment, run: Backward, state: State, gathers: GatherSchedu
     loop, two, inner = run.loop, run.two, run.loop.consts + run.loop.carry
     carry = gathers.finish(state.carry)
     order = [*run.others_in(0, loop.consts), *run.others_in(loop.consts, inner), *run.others_in(inner)]
-    found = dict(zip(order, [*state.consts, *carry, *state.slices], strict=True))
+    ranks = [two.other_shapes[i].ndim for i in run.others_in(inner)]
+    # A stack of summands becomes the summands of a stack.
+    slices = [jnp.moveaxis(x, 0, x.ndim - rank - 1) for x, rank in zip(state.slices, ranks, strict=True)]
+    found = dict(zip(order, [*state.consts, *carry, *slices], strict=True))
     places = {i: place for i in found if (place := loop.others[i]) is not None}
     grads.add_others([segment.others[place] for place in places.values()], [found[i] for i in places])
     stacked = [loop.stacked[i] for i in run.trained.values()]

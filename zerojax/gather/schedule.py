@@ -189,10 +189,10 @@ class GradScheduler:
         options: How to reduce.
     """
 
-    def __init__(self, env: Mapping, arguments: Collection, cotangents: MutableMapping, options: Options):
+    def __init__(self, env: Mapping, arguments: Collection, options: Options):
         self.env = env
-        self.arguments = frozenset(arguments)
-        self.cotangents = cotangents
+        self.arguments = dict.fromkeys(arguments)
+        self.cotangents: dict = {}
         self.options = options
         self._stacks: list[tuple[ShardedParam, jax.Array]] = []
         self._queue: list[PendingGrad] = []
@@ -216,7 +216,7 @@ class GradScheduler:
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
             else:
-                add(self.cotangents, var, cotangent)
+                self.add(var, cotangent)
 
     def add_params(
         self,
@@ -256,7 +256,15 @@ class GradScheduler:
         while self._queue:
             self.settle(self.due)
         for param, stack in self._stacks:
-            add(self.cotangents, param.root, param.root_grad(stack, self.env))
+            self.add(param.root, param.root_grad(stack, self.env))
+        late = [v for v in self.arguments if v in self.cotangents]
+        reduced = self.options.comm.all_reduce([self.cotangents[v] for v in late], [v.aval.ndim for v in late])
+        self.cotangents.update(zip(late, reduced, strict=True))
+
+    def add(self, key: Any, cotangent: jax.Array) -> None:
+        """Add a cotangent to those of its key."""
+        found = self.cotangents.get(key)
+        self.cotangents[key] = cotangent if found is None else self.options.comm.add(found, cotangent)
 
     def _reduced(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
         shards = self.options.reduce_scatter([p.value for p in computed], [p.key for p in computed], exposed=exposed)
@@ -268,19 +276,14 @@ class GradScheduler:
     def _accumulate(self, pending: PendingGrad) -> None:
         param, decode = pending.key, self.options.comm.wire.decode_grad
         if not isinstance(param, ShardedParam):
-            add(self.cotangents, param, pending.value)
+            self.add(param, pending.value)
         elif pending.stack is None:
             grad = decode(pending.value, self.env[param.root].dtype)
-            add(self.cotangents, param.root, param.root_grad(grad, self.env))
+            self.add(param.root, param.root_grad(grad, self.env))
         else:
             stacked, stack = self._stacks[pending.stack]
             row = decode(pending.value, stack.dtype)
             self._stacks[pending.stack] = stacked, lax.dynamic_update_index_in_dim(stack, row, param.layer, 0)
-
-
-def add(cotangents: MutableMapping, key: Any, cotangent: jax.Array) -> None:
-    """Add a cotangent to those of its key."""
-    cotangents[key] = cotangents[key] + cotangent if key in cotangents else cotangent
 
 
 def cotangents_of(keys: Sequence, variables: Sequence, cotangents: Mapping) -> list | None:

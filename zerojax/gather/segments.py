@@ -20,7 +20,7 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, PlainResiduals, Static
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, add, cotangents_of
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, cotangents_of
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import Passes, differentiable, passes
 
@@ -161,9 +161,10 @@ class PlainSegment(Segment):
         cotangents = self.cotangents(outputs, grads)
         if cotangents is None:
             return
-        (to_inputs,) = residuals.pull(cotangents)
+        later = [k for k, i in enumerate(inputs) if self.others[i] in grads.arguments]
+        to_inputs = gathers.options.comm.backward(residuals.pull, cotangents, later)
         for index, cotangent in zip(inputs, to_inputs, strict=True):
-            add(grads.cotangents, self.others[index], cotangent)
+            grads.add(self.others[index], cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,10 @@ class BlockSegment(Segment):
             gathered = [values.get(i) for i in range(len(self.params))]
         comm = gathers.options.comm
         zero = None if self.computes else comm.zero_after(cotangents)
-        to_params, to_others = two.pull(comm, gathered, residuals.others, residuals.saved, cotangents, zero)
+        later = [i for i, v in enumerate(self.others) if v in grads.arguments]
+        to_params, to_others = two.pull(
+            comm, gathered, residuals.others, residuals.saved, cotangents, zero, reduced_later=later
+        )
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in two.active_others], to_others)
         grads.add_params([self.params[i] for i in two.active_params], to_params, exposed=not gathers.is_hidden_after)

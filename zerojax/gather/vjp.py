@@ -9,7 +9,7 @@ gathered parameters alone is dropped, and recomputed when they are gathered agai
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -100,6 +100,8 @@ class Passes:
         saved: Sequence,
         cotangents: Sequence,
         zero: jax.Array | None = None,
+        *,
+        reduced_later: Collection[int] = (),
     ) -> tuple[list, list]:
         """Cotangents of the active parameters, not reduced yet, and of the active others.
 
@@ -111,6 +113,7 @@ class Passes:
             cotangents: One for each of `active_results`.
             zero: If given, a seed for zero buffers (into which the gradient of a lookup is added), so that
                 XLA cannot allocate them early.
+            reduced_later: Others whose cotangents need not be reduced yet, either.
         """
         derived = self.derive(*[params[i] for i in self.derive_reads])
         pools = {"param": params, "other": others, "saved": saved, "derived": derived}
@@ -124,7 +127,10 @@ class Passes:
             return [jax.lax.broadcast(zero.astype(out.dtype), out.shape)]
 
         rule = None if zero is None else zeros_from_seed
-        return comm.backward(backward, list(cotangents), len(self.active_params), rule)
+        count = len(self.active_params)
+        later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
+        results = comm.backward(backward, list(cotangents), [*range(count), *later], rule)
+        return results[:count], results[count:]
 
 
 def passes(

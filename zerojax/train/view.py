@@ -142,8 +142,7 @@ class View:
         cotangent = scale.astype(total.dtype) / divisor
         if self.gathers_on_use:
             return returned, pull(cotangent)[0], factor
-        grads, _ = self.comm.backward(lambda given: pull(*given), [cotangent], len(primals))
-        return returned, grads, factor
+        return returned, self.comm.backward(lambda given: pull(*given), [cotangent], range(len(primals))), factor
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
