@@ -60,7 +60,7 @@ def test_a_healthy_model_passes_at_all_stages():
         ("mutable", "['mean']"),
         ("aux", "['size']"),
     }
-    assert [line.split()[-1] for line in str(found).splitlines()[2:]] == ["same"] * 4
+    assert [line.split()[-1] for line in str(found).splitlines()[3:]] == ["same"] * 4
 
 
 def test_rows_that_meet_are_reported_with_value_and_gradient():
@@ -72,7 +72,7 @@ def test_rows_that_meet_are_reported_with_value_and_gradient():
         (1, "gradient", "['w']"),
     ]
     assert min(d.difference for d in found.differing[:3]) > 0.1
-    assert re.search(r"step 1  value .*\(allowed 1\.0e-05\)  stages 3", str(found))
+    assert re.search(r"step 1  value .*\(allowed 1\.0e-05\)  stage 3", str(found))
     assert "rows meet in it" in str(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from zerojax.planning.nonfinite import Origin
 
@@ -47,6 +48,11 @@ class Difference:
         """Whether rounding explains it."""
         return self.difference <= self.allowed
 
+    @property
+    def share(self) -> float:
+        """The difference as a share of what is allowed."""
+        return self.difference / self.allowed if self.allowed else (0.0 if self.ok else math.inf)
+
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
@@ -69,7 +75,8 @@ class NonFinite:
     def __str__(self) -> str:
         """Leaf, then line."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
-        begins = "; ".join(map(str, self.origins)) or "made by the update, not by the loss"
+        by_line = {origin.where: origin for origin in self.origins}  # of one line the NaN says enough
+        begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
         return f"not finite: {self.quantity}{self.path} of step {self.step} {where}: {begins}"
 
 
@@ -109,15 +116,15 @@ class Comparison:
         """The largest difference of each quantity and stage, then the leaves that differ, and why they may."""
         present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
         lines = [
-            f"{self.steps} steps on {self.devices} devices beside one; allowed {self.tolerance:.1e}, more where "
-            f"rounding moves one device more",
+            f"{self.steps} steps on {self.devices} devices and on one. The largest differences, as shares of what rounding",
+            f"explains: {self.tolerance:.1e} of a leaf's largest magnitude, or more where one device measures more.",
             f"{'stage':8s}{''.join(f'{q:>12s}' for q in present)}",
         ]
         for stage in self.stages:
             mine = [leaf for leaf in self.leaves if leaf.stage == stage]
-            worst = [max_of([leaf.difference for leaf in mine if leaf.quantity == q]) for q in present]
+            worst = [max_of([leaf.share for leaf in mine if leaf.quantity == q]) for q in present]
             verdict = "same" if all(leaf.ok for leaf in mine) else "DIFFERS"
-            lines.append(f"{stage:<8d}{''.join(f'{x:12.1e}' for x in worst)}   {verdict}")
+            lines.append(f"{stage:<8d}{''.join(f'{x:12.2g}' for x in worst)}   {verdict}")
         if self.nonfinite is not None:
             lines.append(str(self.nonfinite))
         return "\n".join([*lines, *self._differing_lines()])
@@ -134,8 +141,8 @@ class Comparison:
         for (step, quantity, path), same in list(groups.items())[:MOST_SHOWN]:
             worst = max(same, key=lambda leaf: (leaf.difference != leaf.difference, leaf.difference))
             amount = worst.shapes or f"{worst.difference:.1e} (allowed {worst.allowed:.1e})"
-            stages = ", ".join(str(leaf.stage) for leaf in same)
-            lines.append(f"  step {step}  {quantity + path:{width}s}  {amount}  stages {stages}")
+            stages = f"stage{'s' * (len(same) > 1)} {', '.join(str(leaf.stage) for leaf in same)}"
+            lines.append(f"  step {step}  {quantity + path:{width}s}  {amount}  {stages}")
         if len(groups) > MOST_SHOWN:
             lines.append(f"  and {len(groups) - MOST_SHOWN} more")
         return [*lines, HINTS[self.differing[0].quantity]]

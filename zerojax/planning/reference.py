@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,36 @@ def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.chain(optax.GradientTransformation(init, update), tx)
 
 
+class Rounding(NamedTuple):
+    """The state of `rounding_gradients`.
+
+    Attributes:
+        unit: What is added to each element or taken from it, relative to the largest of its leaf.
+        key: Of the signs.
+    """
+
+    unit: Any
+    key: Any
+
+
+def rounding_gradients() -> optax.GradientTransformation:
+    """A transformation that moves gradients as rounding may; by nothing until its state is replaced."""
+
+    def init(params):
+        return Rounding(jnp.zeros(()), jax.random.key(0))
+
+    def update(updates, state, params=None):
+        keys = iter(jax.random.split(state.key, max(len(jax.tree.leaves(updates)), 1)))
+
+        def moved(g):
+            signs = jax.random.rademacher(next(keys), g.shape, g.real.dtype)
+            return jnp.where(state.unit > 0, g + (state.unit * jnp.abs(g).max(initial=0) * signs).astype(g.dtype), g)
+
+        return jax.tree.map(lambda g: moved(g) if is_float(g) else g, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """Steps on one device, and what they are given.
@@ -60,7 +90,7 @@ class Reference:
         """What a training step is to give, its arguments taken off their mesh."""
         program, config = step._program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
-        tx = keeping_gradients(config.tx)
+        tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
         program = dataclasses.replace(program, config=dataclasses.replace(config, stage=0, offload=None, tx=tx))
         plain = PlainStep(program, layout_of(program.config, given))
         made = cls(plain, plain.init(given, to_host(mutable)), to_host(batch), to_host(args))
@@ -108,14 +138,17 @@ class Reference:
         return states, snapshots
 
     def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
-        """For each step and leaf, how far moving the parameters by one unit moves the result.
+        """For each step and leaf, how far moving parameters and gradients by one unit moves the result.
 
         Far where terms cancel, as in the gradient of a bias before a normalisation, and where an
-        optimizer divides such a gradient by its own size.
+        optimizer divides a gradient by its own size.
         """
         noise = [dict.fromkeys(found, 0.0) for found in expected]
         for seed in range(REPEATS):
-            start = self.start._replace(params=jax.tree.map(self._moved(seed), self.start.params))
+            kept, (_, *others) = self.start.opt_state
+            rounding = Rounding(jnp.float32(self.unit), jax.random.key(seed))
+            params = jax.tree.map(self._moved(seed), self.start.params)
+            start = self.start._replace(params=params, opt_state=(kept, (rounding, *others)))
             offset = {
                 key: wide(x) - wide(self.before[key]) for key, x in snapshot({}, None, start.params, None).items()
             }
