@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,24 +108,27 @@ def run_and_compare(
 ) -> Comparison:
     """Run the reference, then each stage."""
     stages = (stages,) if isinstance(stages, int) else tuple(stages)
+    workers = step.config.data.workers
     given = {"params": params, "mutable": mutable, "batch": batch, "args": args}
     configs = [at_stage(step.config, stage) for stage in stages]
     check_given(step, given, stages)
     # On GPU the products of float32 have 10 bits unless told otherwise, and rounding would look like a difference.
     with jax.default_matmul_precision("highest"):
         reference = Reference.of(step, **given)
+        tolerance = max(FLOAT32_TOLERANCE, NARROW_UNITS * reference.unit)
         states, expected = reference.run(reference.start, STEPS)
+        if (nonfinite := find_nonfinite(reference, states, {None: expected})) is not None:
+            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # what differs from a NaN says nothing
         noise = reference.noise(expected)
         runs = {config.stage: run_sharded(step.under(config), **given) for config in configs}
-        nonfinite = find_nonfinite(reference, states, {None: expected, **runs})
-    tolerance = max(FLOAT32_TOLERANCE, NARROW_UNITS * reference.unit)
+        nonfinite = find_nonfinite(reference, states, runs)
     leaves = [
         difference
         for stage, snapshots in runs.items()
         for k, found in enumerate(snapshots)
         for difference in differences(stage, k + 1, found, expected[k], noise[k], tolerance)
     ]
-    return Comparison(stages, step.config.data.workers, STEPS, tolerance, tuple(leaves), nonfinite)
+    return Comparison(stages, workers, STEPS, tolerance, tuple(leaves), nonfinite)
 
 
 def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> None:
@@ -182,15 +185,13 @@ def logical(stored: Any, leaf: Leaf) -> np.ndarray:
     return x[: leaf.size].reshape(leaf.shape) if leaf.kind == "flat" else x[tuple(slice(n) for n in leaf.shape)]
 
 
-def find_nonfinite(
-    reference: Reference, states: Sequence[Any], runs: dict[int | None, list[Snapshot]]
-) -> NonFinite | None:
-    """The first leaf that is not finite, on one device or else on the mesh, and where that begins.
+def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
+    """The first leaf that is not finite, and where that begins.
 
     Args:
         reference: Run where a line is looked for.
         states: Of the reference, before each step.
-        runs: What each step gave, by stage; first the reference's, by None.
+        runs: What each step gave, by stage; the reference's by None.
     """
     workers = reference.plain.program.config.data.workers
     for stage, snapshots in runs.items():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 
 from zerojax.planning.nonfinite import Origin
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
-MOST_SHOWN = 12
+MOST_SHOWN, WIDTH = 12, 100
 HINTS = {
     "value": "The loss of all rows is not the mean over the devices: rows meet in it (batch statistics, in-batch "
     "negatives), rows count differently (weighted=True), or it draws random numbers, which differ by device.",
@@ -90,7 +91,7 @@ class Comparison:
         steps: Updates taken.
         tolerance: Relative difference allowed everywhere, by the narrowest type the loss
             computes in; a leaf that rounding moves farther on one device is allowed more.
-        leaves: Every leaf of every step and stage.
+        leaves: Every leaf of every step and stage; none if one device is not finite already.
         nonfinite: The first leaf that is not finite; None if all are.
     """
 
@@ -115,9 +116,11 @@ class Comparison:
     def __str__(self) -> str:
         """The largest difference of each quantity and stage, then the leaves that differ, and why they may."""
         present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
+        if not self.leaves:
+            return str(self.nonfinite)
         lines = [
-            f"{self.steps} steps on {self.devices} devices and on one. The largest differences, as shares of what rounding",
-            f"explains: {self.tolerance:.1e} of a leaf's largest magnitude, or more where one device measures more.",
+            f"{self.steps} steps on {self.devices} devices and on one; largest differences as shares of what rounding",
+            f"explains, {self.tolerance:.1e} of a leaf's largest magnitude or more where one device measures more",
             f"{'stage':8s}{''.join(f'{q:>12s}' for q in present)}",
         ]
         for stage in self.stages:
@@ -145,7 +148,7 @@ class Comparison:
             lines.append(f"  step {step}  {quantity + path:{width}s}  {amount}  {stages}")
         if len(groups) > MOST_SHOWN:
             lines.append(f"  and {len(groups) - MOST_SHOWN} more")
-        return [*lines, HINTS[self.differing[0].quantity]]
+        return [*lines, *textwrap.wrap(HINTS[self.differing[0].quantity], WIDTH)]
 
 
 def max_of(values: list[float]) -> float:
