@@ -12,6 +12,8 @@ if _TYPE_CHECKING:
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
     from zerojax.planning.check import check
+    from zerojax.planning.compare import compare
+    from zerojax.planning.comparison import Comparison
     from zerojax.planning.compiled_plan import Plan
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
@@ -27,6 +29,8 @@ _MODULES = {
     "inspect.report": "Report report",
     "layout.padded": "Padded",
     "planning.check": "check",
+    "planning.compare": "compare",
+    "planning.comparison": "Comparison",
     "planning.compiled_plan": "Plan",
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
@@ -38,6 +42,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "Collective",
     "Collectives",
+    "Comparison",
     "DynamicScale",
     "Estimate",
     "Offload",
@@ -52,6 +57,7 @@ __all__ = [
     "check",
     "checkpoint",
     "collectives",
+    "compare",
     "estimate",
     "offload",
     "plan",
