@@ -207,7 +207,12 @@ def backward(
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
     used = [i - len(loop.shared) for i in two.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
-    later = [i for i, k in enumerate(loop.others) if k is not None and segment.others[k] in grads.arguments]
+    carried = range(loop.consts, loop.consts + loop.carry)
+    later = [
+        i
+        for i, k in enumerate(loop.others)
+        if i not in carried and k is not None and segment.others[k] in grads.arguments
+    ]
     run = Backward(loop, two, layers, residuals, cotangents, later, options.prefetch > 0 and bool(loop.stacked))
     shared, gathered = run.entry(entry)
     _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)
