@@ -17,6 +17,7 @@ if _TYPE_CHECKING:
     from zerojax.planning.compiled_plan import Plan
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
+    from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.state import ZeroState
     from zerojax.zero import Shardings, ZeroTransformation, zero_shard
 
@@ -34,6 +35,7 @@ _MODULES = {
     "planning.compiled_plan": "Plan",
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
+    "train.aux": "Mean Rows Same Sum",
     "train.state": "ZeroState",
     "zero": "Shardings ZeroTransformation zero_shard",
 }
@@ -45,12 +47,16 @@ __all__ = [
     "Comparison",
     "DynamicScale",
     "Estimate",
+    "Mean",
     "Offload",
     "Padded",
     "Plan",
     "Precision",
     "Report",
+    "Rows",
+    "Same",
     "Shardings",
+    "Sum",
     "ZeroState",
     "ZeroTransformation",
     "block",
