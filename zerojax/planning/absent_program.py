@@ -56,7 +56,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
             f"tx.create(params), of which shapes are enough: tx.create(jax.eval_shape(init))."
         )
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
-    config = dataclasses.replace(step.config, mesh=mesh)
+    config = dataclasses.replace(step.config, user_mesh=mesh)
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     accumulate = step.options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)

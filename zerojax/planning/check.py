@@ -123,7 +123,7 @@ def check(
     """
     shapes = logical_shapes(params, keep_shardings=topology is None)
     if topology is not None:
-        tx = ZeroTransformation.of(dataclasses.replace(tx.config, mesh=absent_mesh(topology, axes=tx.config.axis)))
+        tx = ZeroTransformation.of(dataclasses.replace(tx.config, user_mesh=absent_mesh(topology, axes=tx.config.axis)))
     stored = tx.shard(shapes)
     loss = Loss(loss_fn, has_aux, weighted)
     rows = place_batch(tx.config, jax.tree.map(shape_of, batch))

@@ -159,7 +159,7 @@ class Planner:
             topology = f"{gpu}:{candidate.devices}"
             chosen = {"stage": candidate.stage, "offload": candidate.offload}
             mesh = absent_mesh(topology, axes=config.axis)
-            sharded = ZeroTransformation.of(dataclasses.replace(config, mesh=mesh, **chosen))
+            sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **chosen))
             step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
             limits = {name: getattr(space, name) for name in ("memory", "link", "network")}
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **limits)
