@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def on_auto_mesh(
-    mesh: Mesh, fn: Callable, *args: PyTree, shardings: Callable[[], PyTree] = lambda: PartitionSpec()
+    mesh: Mesh | None, fn: Callable, *args: PyTree, shardings: Callable[[], PyTree] = lambda: PartitionSpec()
 ) -> Any:
     """Call a function where every axis of a mesh is Auto.
 
     Args:
-        mesh: The caller's.
+        mesh: The caller's; None: that of the first array, or shape, that is on one.
         fn: Sees arrays, shapes and shardings of `mesh` on the Auto mesh.
         *args: Its arguments.
         shardings: Gives shardings, or specs, of the results: a tree, or a prefix of one. Read where results are
@@ -38,26 +38,30 @@ def on_auto_mesh(
     Returns:
         `fn(*args)` on `mesh`.
     """
+    mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
+    if mesh is None:
+        return fn(*args)
     with auto_context(mesh):
         results = fn(*to_auto(args))
     return to_explicit(mesh, results, shardings)
 
 
 @contextlib.contextmanager
-def auto_context(mesh: Mesh) -> Iterator[None]:
-    """The Auto mesh as the mesh of the context, where `jax.set_mesh` or an array's type says otherwise."""
-    auto = with_auto_axes(mesh)
-    context = jax.sharding.get_abstract_mesh()
-    if auto is mesh and not context.explicit_axes:
-        yield
-    elif compat.is_tracing():
-        with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
+    """A context without Explicit axes, whatever `jax.set_mesh` says; also a decorator.
+
+    Args:
+        mesh: The caller's, for code that may be traced.
+    """
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not compat.is_tracing():
+        with jax.set_mesh(None) if explicit else contextlib.nullcontext():
             yield
-    elif context.empty:
-        yield
+    elif mesh is not None and (explicit or mesh.explicit_axes):
+        with jax.sharding.use_abstract_mesh(with_auto_axes(mesh).abstract_mesh):
+            yield
     else:
-        with jax.set_mesh(auto):
-            yield
+        yield
 
 
 def to_auto(tree: PyTree) -> Any:

@@ -26,7 +26,7 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """The mesh to use: the one given, checked, or all devices on one axis.
 
     Args:
-        mesh: A mesh of real or absent devices; None for that of `jax.set_mesh`, or all devices.
+        mesh: A mesh of real or absent devices; None for all devices.
         axes: The axes that rows of the batch, and what the stage shards, are divided over.
 
     Returns:
