@@ -157,7 +157,6 @@ def tensor_of(name: str, shape: tuple[int, ...], dtype: Any, wanted: Any, fetch:
 def gather_to_host(x: Any, leaf: Leaf) -> np.ndarray:
     """All of a leaf in host memory, in logical shape; all processes take part."""
 
-
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x
         if not isinstance(x, jax.Array):

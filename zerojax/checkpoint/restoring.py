@@ -62,9 +62,7 @@ def restore(
     return Restored(state, data, manifest.step, matched.missing, matched.unused, matched.cast)
 
 
-def read_state(
-    folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState
-) -> tuple[ZeroState, Match]:
+def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
     """The state in the layout of `like`, and which leaves were matched."""
     wanted = state_leaves(like)
     matched = match(manifest.leaves, wanted, partial=partial, where=where)
