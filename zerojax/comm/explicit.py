@@ -1,9 +1,9 @@
 """Explicit meshes: zerojax computes on the same devices with Auto axes, and gives back arrays of the caller's mesh.
 
-On Explicit axes an array's type says how it is sharded, and every operation must say what becomes of it. Nothing below
-knows of that: a public function takes its arguments to the Auto mesh and its results to the caller's, here. Arrays keep
-their buffers, so that a donated array is still the caller's; traced arrays change their type, which costs nothing
-where the sharding stays.
+On Explicit axes the type of an array says how it is sharded, and every operation must follow that. Only this module knows
+of them: public functions take their arguments to the Auto mesh and their results to the caller's with `on_auto_mesh`,
+programs that are called at every step while they are traced. Live arrays keep their buffers, so donating one donates the
+caller's; a traced array changes its type, which is no operation where its sharding stays.
 """
 
 from __future__ import annotations
@@ -110,8 +110,6 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
         return sharding
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if x.is_deleted():  # it was donated, which is for the one who uses it to say
-        return x
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
 

@@ -79,16 +79,12 @@ def make_plan(config: Config, params: Any) -> ShardingPlan:
         config: The wrapped transformation, stage, mesh and options.
         params: Parameters in any form: arrays, `Padded` arrays or shapes.
     """
-    return plan_of_layout(config, layout_of(config, params))
+    with auto_context(config.user_mesh):
+        return plan_of_layout(config, layout_of(config, params))
 
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     """Complete a layout of parameters: gradients and optimizer state, flat where the transformation is elementwise."""
-    with auto_context(config.user_mesh):
-        return _plan_of_layout(config, layout)
-
-
-def _plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
@@ -84,7 +84,8 @@ def update_tree(
             weights are to be updated and `params` is None.
     """
     check_grads(grads, layout)
-    plan = plan_of_layout(config, layout)
+    with auto_context(config.user_mesh):
+        plan = plan_of_layout(config, layout)
     check_state(config, plan, state)
     if params is None and config.has_master_weights:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
