@@ -1,9 +1,9 @@
 """Explicit meshes: zerojax computes on the same devices with Auto axes, and gives back arrays of the caller's mesh.
 
-On Explicit axes the type of an array says how it is sharded, and every operation must follow that. Only this module knows
-of them: public functions take their arguments to the Auto mesh and their results to the caller's with `on_auto_mesh`,
-programs that are called at every step while they are traced. Live arrays keep their buffers, so donating one donates the
-caller's; a traced array changes its type, which is no operation where its sharding stays.
+On Explicit axes the type of an array says how it is sharded, and every operation must follow that. Only this module
+knows of them: public functions take their arguments to the Auto mesh and their results to the caller's with
+`on_auto_mesh`; what is called at every step does so while it is traced. Live arrays keep their buffers, so donating one
+donates the caller's; a traced array changes its type, which is no operation where its sharding stays.
 """
 
 from __future__ import annotations
