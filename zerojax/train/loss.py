@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,10 +62,19 @@ class Loss:
 
         Raises:
             TypeError: If it is not of the form announced.
-            ValueError: If loss or weight is no scalar.
+            ValueError: If loss or weight is no scalar, or the function closes over an array of
+                an Explicit mesh.
         """
         given = (mutable,) if self.mutable else ()
-        value = self.fn(params, *given, batch, *args)
+        try:
+            value = self.fn(params, *given, batch, *args)
+        except (NotImplementedError, ValueError) as error:
+            if not re.search("Closing over inputs to shard_map|should match the aval mesh", str(error)):
+                raise
+            raise ValueError(
+                "The loss function closes over an array of an Explicit mesh, and inside of it all axes are Auto. Pass "
+                "the array as a further argument of the loss, or close over a NumPy array."
+            ) from error
         aux = new = None
         if self.has_aux or self.mutable:
             count = 1 + self.has_aux + self.mutable
