@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax.flax
-from zerojax import Precision, report, zero_shard
+from zerojax import Mean, Precision, report, zero_shard
 
 STAGES = [0, 1, 2, 3]
 X = jax.random.normal(jax.random.key(0), (16, 8))
@@ -104,7 +104,7 @@ def test_batch_statistics_pass_through_aux():
 
     def loss(params, batch, statistics):
         out, changed = model.apply({"params": params, "batch_stats": statistics}, batch, mutable=["batch_stats"])
-        return jnp.mean(out**2), changed["batch_stats"]
+        return jnp.mean(out**2), Mean(changed["batch_stats"])
 
     state, step = tx.create(variables["params"]), tx.train_step(loss, has_aux=True)
     state, metrics = step(state, X, variables["batch_stats"])
@@ -116,7 +116,7 @@ def test_dropout_differs_between_devices_and_not_between_runs():
     tx = zero(3)
 
     def loss(params, batch, key):
-        return jnp.mean(batch * params), jax.random.bernoulli(key, 0.5, (64,)).astype(jnp.float32)
+        return jnp.mean(batch * params), Mean(jax.random.bernoulli(key, 0.5, (64,)).astype(jnp.float32))
 
     step = tx.train_step(loss, has_aux=True)
     drawn = [step(tx.create(jnp.ones(8)), jnp.ones((8, 8)), jax.random.key(3))[1]["aux"] for _ in range(2)]

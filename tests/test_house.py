@@ -124,7 +124,7 @@ finally:
     print(*sys.modules, file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("estimate", "plan", "doctor", "verify", "export"))
+    assert all(command in done.stdout for command in ("estimate", "plan", "compare", "doctor", "verify", "export"))
     assert not {"jax", "jaxlib", "numpy", "optax", "flax", "matplotlib", "orbax"} & set(done.stderr.split())
 
 

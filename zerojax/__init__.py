@@ -12,9 +12,12 @@ if _TYPE_CHECKING:
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
     from zerojax.planning.check import check
+    from zerojax.planning.compare import compare
+    from zerojax.planning.comparison import Comparison
     from zerojax.planning.compiled_plan import Plan
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
+    from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.state import ZeroState
     from zerojax.zero import Shardings, ZeroTransformation, zero_shard
 
@@ -27,9 +30,12 @@ _MODULES = {
     "inspect.report": "Report report",
     "layout.padded": "Padded",
     "planning.check": "check",
+    "planning.compare": "compare",
+    "planning.comparison": "Comparison",
     "planning.compiled_plan": "Plan",
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
+    "train.aux": "Mean Rows Same Sum",
     "train.state": "ZeroState",
     "zero": "Shardings ZeroTransformation zero_shard",
 }
@@ -38,20 +44,26 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "Collective",
     "Collectives",
+    "Comparison",
     "DynamicScale",
     "Estimate",
+    "Mean",
     "Offload",
     "Padded",
     "Plan",
     "Precision",
     "Report",
+    "Rows",
+    "Same",
     "Shardings",
+    "Sum",
     "ZeroState",
     "ZeroTransformation",
     "block",
     "check",
     "checkpoint",
     "collectives",
+    "compare",
     "estimate",
     "offload",
     "plan",

@@ -1,4 +1,4 @@
-"""The command `zerojax`: estimate memory, plan a step, verify and export checkpoints.
+"""The command `zerojax`: estimate memory, plan and compare a step, verify and export checkpoints.
 
 JAX is imported when a command needs it, and runs on the CPU.
 """
@@ -17,7 +17,7 @@ import typer
 
 FAILED = 2
 app = typer.Typer(
-    help="ZeRO for JAX: estimate memory, plan a step, verify and export checkpoints.",
+    help="ZeRO for JAX: estimate memory, plan and compare a step, verify and export checkpoints.",
     add_completion=False,
 )
 
@@ -169,6 +169,44 @@ def plan(
     if png is not None:
         run_or_exit(lambda: save_plot("timeline", compiled, png))
     print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
+
+
+@app.command()
+def compare(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py or FILE.py:NAME, a function without arguments that returns (step, state, batch, *args), "
+            "arrays. The name is make_step unless given.",
+            show_default=False,
+        ),
+    ],
+    options: Annotated[
+        list[str] | None, typer.Argument(help="After --: arguments of the file itself.", show_default=False)
+    ] = None,
+    stage: Annotated[list[int] | None, typer.Option(help="ZeRO stage; may be repeated.", show_default="all")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take two steps of FILE on one device and on its mesh; exit status 1 if they differ, or are not finite.
+
+    On the CPU there are 8 simulated devices, unless FILE or XLA_FLAGS makes another number.
+    """
+    simulated = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{simulated} {os.environ.get('XLA_FLAGS', '')}".strip()  # the last one counts
+
+    def compute() -> Any:
+        from zerojax import user_code
+        from zerojax.planning.compare import compare_step
+
+        step, state, batch, *args = user_code.load_program(file, options or ())
+        path, _ = user_code.split_reference(file)
+        with user_code.running(path):  # tracing runs its code
+            return compare_step(step, state, batch, *args, stages=tuple(stage or range(4)))
+
+    comparison = run_or_exit(compute)
+    print_result({**dataclasses.asdict(comparison), "ok": comparison.ok} if as_json else comparison, as_json=as_json)
+    if not comparison.ok:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -178,6 +178,13 @@ def on_host(fn: Callable) -> Callable:
     return compute_on("device_host")(jax.jit(fn))
 
 
+def is_tracing() -> bool:
+    """Whether a function is being traced, as under `jax.jit`."""
+    from jax._src.core import trace_state_clean
+
+    return not trace_state_clean()
+
+
 def coordination_client() -> Any:
     """The client of jax's coordination service: what several processes agree through, without devices."""
     from jax._src import distributed

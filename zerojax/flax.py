@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from zerojax.layout.padded import is_padded
-from zerojax.train.loss import Unaveraged
+from zerojax.train.aux import Mean, Same
 from zerojax.zero import ZeroTransformation
 
 
@@ -69,11 +69,11 @@ def value_and_grad(
             returned = loss_fn(inner, batch, *args)
             loss, aux = returned if has_aux else (returned, ())
             _, _, _, statistics, counts, rest = nnx.split(inner, wrt, nnx.RngKey, nnx.BatchStat, nnx.RngCount, ...)
-            return loss, (aux, statistics, Unaveraged(counts), rest)
+            return loss, (aux, Mean(statistics), Same(counts), Mean(rest))
 
         differentiate = tx.value_and_grad(pure, has_aux=True)
         (loss, (aux, statistics, counts, rest)), grads = differentiate(params, batch, keys, statistics, rest, *args)
-        nnx.update(module, statistics, counts.tree, rest)
+        nnx.update(module, statistics, counts, rest)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped

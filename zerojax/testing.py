@@ -9,10 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 
+from zerojax.config import Config
+from zerojax.layout.tree import layout_of
+from zerojax.planning.plain_step import PlainStep
+from zerojax.train.loss import Loss
+from zerojax.train.step_program import StepOptions, StepProgram
 from zerojax.zero import ZeroTransformation
 
 
@@ -48,20 +53,14 @@ def train_plain(tx: optax.GradientTransformation, loss_fn: Callable, params: Any
     Returns:
         `(params, losses)` after one step a batch.
     """
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, batch)
-        zeroed = jax.tree.map(lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, params, grads)
-        updates, state = tx.update(zeroed, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params, state = jax.tree.map(jnp.asarray, params), tx.init(params)
-    losses = []
+    config = Config(tx, 0, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]))
+    program = StepProgram(config, StepOptions(), Loss(loss_fn))
+    plain = PlainStep(program, layout_of(config, params))
+    state, step, losses = plain.init(params), jax.jit(plain.step), []
     for batch in batches:
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
-    return params, losses
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state.params, losses
 
 
 def assert_parity(

@@ -118,8 +118,8 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
         sys.argv = before
     if not isinstance(made, tuple) or len(made) < 3:
         raise ValueError(
-            f"{name} of {path} gives {type(made).__name__}, not (step, state, batch, *args), the arguments of plan. "
-            f"Shapes are enough for all but the step."
+            f"{name} of {path} gives {type(made).__name__}, not (step, state, batch, *args), the arguments of a "
+            f"step. For plan, shapes are enough for all but the step; compare needs arrays."
         )
     return made
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zerojax.comm.explicit import on_auto_mesh, to_explicit
 from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, check_count
 from zerojax.config.data_mesh import spec_entry
@@ -29,7 +30,7 @@ from zerojax.placement.place import (
     place_replicated,
     storage_of,
 )
-from zerojax.placement.storage import in_storage, named, padded_forms, storage_forms
+from zerojax.placement.storage import in_storage, named_tree, padded_forms, storage_forms
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
@@ -101,10 +102,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             divides as a `Padded`. In the types of the master weights, which `create` and
             `init` take from it, and `shard` a copy to compute with.
         """
-        layout = layout_of(self.config, jax.eval_shape(init_fn, *args))
-        check_host_room(self.config, layout)
-        arrays = [x for program in init_programs(self.config, layout, init_fn, args) for x in program(*args)]
-        return in_storage(cast_params(self.config, layout, arrays, like=layout.grads), layout)
+        config, layout = self.config, layout_of(self.config, jax.eval_shape(init_fn, *args))
+        check_host_room(config, layout)
+        arrays = [x for program in init_programs(config, layout, init_fn, args) for x in program(*args)]
+        store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
+        shardings = lambda: named_tree(config, layout.treedef, layout.params)
+        return on_auto_mesh(config.user_mesh, store, arrays, shardings=shardings)
 
     def shard(self, params: Any) -> Any:
         """Put existing parameters into storage.
@@ -118,9 +121,14 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             compute in, so make the optimizer's state from the wider parameters before.
             Of shapes, shapes with their shardings.
         """
-        layout = layout_of(self.config, params)
-        arrays = place_params(self.config, layout, params)
-        return in_storage(cast_params(self.config, layout, arrays, like=layout.params), layout)
+        config, layout = self.config, layout_of(self.config, params)
+
+        def store(params):
+            arrays = place_params(config, layout, params)
+            return in_storage(cast_params(config, layout, arrays, like=layout.params), layout)
+
+        shardings = lambda: named_tree(config, layout.treedef, layout.params)
+        return on_auto_mesh(config.user_mesh, store, params, shardings=shardings)
 
     def unshard(self, params: Any) -> Any:
         """Gather parameters into full logical arrays, replicated on every device.
@@ -133,7 +141,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
         on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
-        return jax.jit(logical, out_shardings=replicated(self.config.mesh))(on_device)
+        mesh = self.config.user_mesh
+        gather = functools.partial(on_auto_mesh, mesh, logical)
+        return jax.jit(gather, out_shardings=replicated(mesh))(on_device)
 
     def value_and_grad(
         self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False, accumulate: int = 1
@@ -194,15 +204,18 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         config = self.config
         plan = make_plan(config, params)
         shapes = are_shapes(params)
-        others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
-        step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
-        if shapes:
-            return ZeroState(step, self.shard(params), state_shapes(config, plan), scaling, mutable, plan)
-        plan = dataclasses.replace(plan, choice=choose_update(config, plan))
-        wide = place_params(config, plan.layout, params)
-        opt_state = init_opt_state(config, plan, wide)
-        stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
-        return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
+        plan = plan if shapes else dataclasses.replace(plan, choice=choose_update(config, plan))
+
+        def begin(params, mutable):
+            others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
+            step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
+            wide = place_params(config, plan.layout, params)
+            opt_state = state_shapes(config, plan) if shapes else init_opt_state(config, plan, wide)
+            stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
+            return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
+
+        shardings = lambda: ZeroState.shardings(config, plan)
+        return on_auto_mesh(config.user_mesh, begin, params, mutable, shardings=shardings)
 
     def train_step(
         self,
@@ -263,15 +276,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         plan = make_plan(self.config, params)
         layout = plan.layout
         parts = returned_grads(self.config, layout, storage_forms(layout.params))
-
-        def tree(structure, leaves) -> Any:
-            return jax.tree.unflatten(structure, [named(self.config, leaf) for leaf in leaves])
-
-        return Shardings(
-            params=tree(layout.treedef, layout.params),
-            grads=tree(layout.treedef, parts),
+        shardings = Shardings(
+            params=named_tree(self.config, layout.treedef, layout.params),
+            grads=named_tree(self.config, layout.treedef, parts),
             opt_state=state_shardings(self.config, plan),
         )
+        return to_explicit(self.config.user_mesh, shardings)
 
 
 def zero_shard(
@@ -295,8 +305,9 @@ def zero_shard(
         tx: Any optax transformation. Its update sees logical arrays, so it is exact.
         stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too.
             3: parameters too.
-        mesh: A mesh with Auto axes, of real or absent devices. Default: all devices on
-            one axis. Axes other than `axis` are left to the compiler.
+        mesh: A mesh of real or absent devices, whose axes are Auto or Explicit: arrays come
+            back on it. Default: all devices on one axis. Axes other than `axis` are left to
+            the compiler; inside of the loss all are Auto.
         axis: The mesh axis, or axes such as `("host", "gpu")`, that rows of the batch, and the
             parts above, are divided over.
         persist_below: A leaf with fewer elements is not sharded by dim: its parameter is
@@ -333,7 +344,7 @@ def zero_shard(
 
     Raises:
         TypeError: If `tx` is no optax transformation.
-        ValueError: If the stage is unknown, or the mesh lacks the axis or has axes that are not Auto.
+        ValueError: If the stage is unknown, or the mesh lacks the axis or has Manual axes.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -369,7 +380,8 @@ def zero_shard(
 def _init(config: Config, params: Any) -> Any:
     """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
     plan = make_plan(config, params)
-    return init_opt_state(config, plan, storage_of(params, plan.layout))
+    init = lambda params: init_opt_state(config, plan, storage_of(params, plan.layout))
+    return on_auto_mesh(config.user_mesh, init, params, shardings=lambda: state_shardings(config, plan))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, verify_steps
+from zerojax.comm.explicit import on_auto_mesh
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -116,7 +117,7 @@ class Checkpointer:
         self.wait()
         text = data_state.dumps(data)
         save = Save(self.directory, step, keep=self.keep, processes=self._processes)
-        save.begin(state, text)
+        on_auto_mesh(None, save.begin, state, text)
         self._last_save = save
         return True
 

@@ -23,6 +23,7 @@ from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.safetensors import NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import dotted, key_paths, state_leaves
 from zerojax.checkpoint.verifying import existing_step, verified
+from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -155,13 +156,17 @@ def tensor_of(name: str, shape: tuple[int, ...], dtype: Any, wanted: Any, fetch:
 
 def gather_to_host(x: Any, leaf: Leaf) -> np.ndarray:
     """All of a leaf in host memory, in logical shape; all processes take part."""
-    x = joined(x) if is_chunked(x) else x
-    if not isinstance(x, jax.Array):
-        return np.asarray(x)
-    mesh = getattr(x.sharding, "mesh", None)
-    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    gather = jax.jit(logical, static_argnums=1, out_shardings=replicated)
-    return np.asarray(gather(to_device(x), leaf).addressable_data(0))
+
+    def gather(x) -> np.ndarray:
+        x = joined(x) if is_chunked(x) else x
+        if not isinstance(x, jax.Array):
+            return np.asarray(x)
+        mesh = getattr(x.sharding, "mesh", None)
+        replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        program = jax.jit(logical, static_argnums=1, out_shardings=replicated)
+        return np.asarray(program(to_device(x), leaf).addressable_data(0))
+
+    return on_auto_mesh(None, gather, x)
 
 
 def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit: int) -> list[Path]:

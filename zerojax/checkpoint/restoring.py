@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.manifest import ARRAYS, Manifest, SavedLeaf, data_file
-from zerojax.checkpoint.matching import match, target_layout
+from zerojax.checkpoint.matching import Match, match, target_layout
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
+from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined, replaced
 from zerojax.train.state import ZeroState
@@ -51,19 +53,26 @@ def restore(
     """Read a verified checkpoint; arguments as for `Checkpointer.restore`."""
     if not isinstance(like, ZeroState):
         raise TypeError(f"restore takes like=a ZeroState, as tx.create makes it, not {type(like).__name__}.")
-    step, wanted = manifest.step, state_leaves(like)
-    folder = root / step_name(step)
-    matched = match(manifest.leaves, wanted, partial=partial, where=f"The checkpoint of step {step} in {root}")
+    folder = root / step_name(manifest.step)
+    where = f"The checkpoint of step {manifest.step} in {root}"
+    state, matched = on_auto_mesh(None, functools.partial(read_state, folder, manifest, partial, where), like)
+    if matched.cast:
+        log.info("Rounded to the type this stage keeps them in: %s.", ", ".join(matched.cast))
+    data = read_data(folder, manifest, data, processes)
+    return Restored(state, data, manifest.step, matched.missing, matched.unused, matched.cast)
+
+
+def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
+    """The state in the layout of `like`, and which leaves were matched."""
+    wanted = state_leaves(like)
+    matched = match(manifest.leaves, wanted, partial=partial, where=where)
     restored = read_leaves(folder, matched.pairs)
     for name in matched.missing:
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
             raise ValueError(f"{name} was not saved, and like= has only its shape: give live arrays to keep the rest.")
         restored[name] = replaced(array, joined(array)) if is_chunked(array) else jnp.copy(array)
-    if matched.cast:
-        log.info("Rounded to the type this stage keeps them in: %s.", ", ".join(matched.cast))
-    state, data = with_leaves(like, restored), read_data(folder, manifest, data, processes)
-    return Restored(state, data, step, matched.missing, matched.unused, matched.cast)
+    return with_leaves(like, restored), matched
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """The mesh to use: the one given, checked, or all devices on one axis.
 
     Args:
-        mesh: A mesh with Auto axes, of real or absent devices; None for all devices.
+        mesh: A mesh of real or absent devices; None for all devices.
         axes: The axes that rows of the batch, and what the stage shards, are divided over.
 
     Returns:
@@ -35,14 +35,14 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
 
     Raises:
         TypeError: If `mesh` is no `jax.sharding.Mesh`.
-        ValueError: If the mesh does not have the axes, or has Explicit or Manual axes, or
-            several axes are named without a mesh.
+        ValueError: If the mesh does not have the axes, or has Manual axes, or several axes
+            are named without a mesh.
     """
     if mesh is None:
         if len(axes) > 1:
             raise ValueError(
                 f"axis={axes!r} names several axes, and no mesh says how the devices are divided over them. "
-                f"Pass mesh=jax.make_mesh(sizes, {axes!r}, axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)})."
+                f"Pass mesh=jax.make_mesh(sizes, {axes!r})."
             )
         return jax.make_mesh((jax.device_count(),), axes, axis_types=(AxisType.Auto,))
     if not isinstance(mesh, Mesh):
@@ -52,12 +52,10 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
             f"The mesh has no {in_words(missing)}: its axes are {mesh.axis_names}. Name the data axis with axis=, "
             f"or build the mesh with an axis called {missing[0]!r}."
         )
-    other = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto}
-    if other:
+    if mesh.manual_axes:
         raise ValueError(
-            f"The mesh has axes that are not Auto: {', '.join(f'{n!r} is {k.name}' for n, k in other.items())}. "
-            f"zerojax leaves other axes to the compiler, which needs Auto axes: "
-            f"jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * {len(mesh.axis_names)})."
+            f"The mesh has Manual axes: {', '.join(map(repr, mesh.manual_axes))}, as inside of shard_map. zerojax "
+            f"writes its own shard_map: give the mesh from outside, whose axes are Auto or Explicit."
         )
     return mesh
 

@@ -1,7 +1,7 @@
 """What the caller chose: every option is a frozen record, checked where it is made."""
 
 from zerojax.config.checks import check_count, check_word
-from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config
+from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy
 from zerojax.config.leaf_mask import LeafMask, path_of
 from zerojax.config.offload import CHUNK_BYTES, Offload
@@ -22,4 +22,5 @@ __all__ = [
     "check_count",
     "check_word",
     "path_of",
+    "with_auto_axes",
 ]

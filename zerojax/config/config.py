@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from zerojax.config.checks import check_count
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy
@@ -26,6 +26,11 @@ PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
 
 
+def with_auto_axes(mesh: Any) -> Any:
+    """A mesh, or an abstract one, with the same axes, all of them Auto."""
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)) if mesh.explicit_axes else mesh
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A transformation and where its parts live.
@@ -33,7 +38,7 @@ class Config:
     Attributes:
         tx: The optax transformation that is wrapped.
         stage: ZeRO stage, 0 to 3.
-        mesh: Mesh with Auto axes.
+        user_mesh: The mesh as the caller gave it.
         axis: The mesh axes that rows of the batch, and what the stage shards, are divided over.
         persist_below: A leaf with fewer elements is not sharded by dim: at stage 3 its
             parameter is persistent (replicated), and its gradient and optimizer state are flat.
@@ -52,7 +57,7 @@ class Config:
 
     tx: optax.GradientTransformation
     stage: int
-    mesh: Mesh
+    user_mesh: Mesh
     axis: tuple[str, ...] = ("data",)
     persist_below: int = PERSIST_BELOW
     prefetch: int = 1
@@ -91,6 +96,11 @@ class Config:
                 f'Offload(params="host") needs stage 3: at stage {self.stage} the loss needs every parameter in full, '
                 f"on the device."
             )
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh that everything is computed on: the caller's, all axes Auto."""
+        return with_auto_axes(self.user_mesh)
 
     @property
     def stores_compute_dtype(self) -> bool:

@@ -94,16 +94,15 @@ class Backward:
     def start(self, cotangents: Sequence, gathered: Sequence) -> State:
         """The state before the first iteration."""
         loop, shapes = self.loop, self.two.other_shapes
-        inner = loop.consts + loop.carry
+        inner, comm = loop.consts + loop.carry, self.layers.options.comm
         zeros = lambda i: (comm.zeros if i in self.later else jnp.zeros)(shapes[i].shape, shapes[i].dtype)
         consts = [zeros(i) for i in self.others_in(0, loop.consts)]
         # Every row will be written. Filled with a value that is computed only now, and not with zeros, XLA
         # cannot allocate the stacks early.
-        seed = self.layers.options.comm.element(next(c for c in cotangents if c is not None))
+        seed = comm.element(next(c for c in cotangents if c is not None))
         rows = [zeros(i) for i in self.others_in(inner)]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.two.active_params if i < len(loop.shared)]
-        comm = self.layers.options.comm
         shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
         shards = [self.layers.shards[i] for i in self.trained.values()]
         stacks = [jnp.full(shard.shape, seed.astype(shard.dtype)) for shard in shards]
@@ -208,7 +207,12 @@ def backward(
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
     used = [i - len(loop.shared) for i in two.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
-    later = [i for i, k in enumerate(loop.others) if k is not None and segment.others[k] in grads.arguments]
+    carried = range(loop.consts, loop.consts + loop.carry)
+    later = [
+        i
+        for i, k in enumerate(loop.others)
+        if i not in carried and k is not None and segment.others[k] in grads.arguments
+    ]
     run = Backward(loop, two, layers, residuals, cotangents, later, options.prefetch > 0 and bool(loop.stacked))
     shared, gathered = run.entry(entry)
     _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)

@@ -1,6 +1,7 @@
 """Mesh axes other than the data axes that divide a leaf already: by its sharding, or by Flax's metadata."""
 
 import jax
+import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax.config import DataMesh
@@ -27,7 +28,9 @@ def partition_metadata(params) -> list:
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
     """The mesh axes, other than the data axes, that already divide each dim of `x`."""
-    sharding = getattr(x.storage if isinstance(x, Padded) else x, "sharding", None)
+    array = x.storage if isinstance(x, Padded) else x
+    # the type of a traced array names Explicit axes
+    sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if not any(spec):
         spec = metadata

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.config import Config
 from zerojax.config.data_mesh import in_words
 from zerojax.layout.cached_hash import CachedHash
@@ -78,7 +79,8 @@ def make_plan(config: Config, params: Any) -> ShardingPlan:
         config: The wrapped transformation, stage, mesh and options.
         params: Parameters in any form: arrays, `Padded` arrays or shapes.
     """
-    return plan_of_layout(config, layout_of(config, params))
+    with auto_context(config.user_mesh):
+        return plan_of_layout(config, layout_of(config, params))
 
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
@@ -111,7 +113,8 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
     state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)
     elements = sum(plan.grads[i].size for i in {plan.owners[k] for k in plan.offloaded} if i is not None)
-    return choose(measure(config.mesh, config.data.batch), state_bytes / max(elements, 1))
+    speed = on_auto_mesh(config.user_mesh, measure, config.mesh, config.data.batch)
+    return choose(speed, state_bytes / max(elements, 1))
 
 
 def offloaded_update(config: Config, plan: ShardingPlan) -> Partition:

@@ -13,6 +13,7 @@ import jax
 import jax.core
 
 from zerojax import compat
+from zerojax.comm.explicit import auto_context, to_auto
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
@@ -27,7 +28,8 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
     def some(indices, *args):
         leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
-        return [x for i, x in enumerate(storage_leaves(leaves, layout.params)) if i in indices]
+        with auto_context(config.user_mesh):
+            return [x for i, x in enumerate(storage_leaves(to_auto(leaves), layout.params)) if i in indices]
 
     return [
         jax.jit(functools.partial(some, group), out_shardings=[named(config, layout.params[i]) for i in group])

@@ -110,6 +110,11 @@ def named(config: Config, leaf: Leaf) -> NamedSharding:
     return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
+def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
+    """The layouts of a tree as `NamedSharding`s; where a leaf is a `Padded`, one for the node."""
+    return jax.tree.unflatten(treedef, [named(config, leaf) for leaf in leaves])
+
+
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
     """Logical shapes."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

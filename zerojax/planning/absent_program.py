@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.comm.explicit import auto_context
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.layout.tree import Layout
@@ -56,7 +58,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
             f"tx.create(params), of which shapes are enough: tx.create(jax.eval_shape(init))."
         )
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
-    config = dataclasses.replace(step.config, mesh=mesh)
+    config = dataclasses.replace(step.config, user_mesh=mesh)
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     accumulate = step.options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)
@@ -69,7 +71,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         notes=offload_notes(moved, shapes) if any(shapes.plan.chunkings) else (),
     )
     lower = lambda batch: moved.lower(shapes, abstract(batch), *abstract(args))
-    return AbsentProgram(lower, config.data.workers * accumulate, facts)
+    return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts)
 
 
 def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
@@ -128,11 +130,13 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     given = next(iter(meshes)) if meshes else Mesh(np.array(jax.devices()[:1]), ("data",))
     axes = given.axis_names if len(given.axis_names) == 1 else batch_axes(batch)
     mesh = absent_mesh_like(given, topology, axes=axes)
+    context = jax.sharding.get_abstract_mesh()
     move = functools.partial(on_mesh, mesh)
 
     def lower(batch: Any) -> Any:
         try:
-            return f.lower(move(state), move(batch), *move(args))
+            with contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
+                return f.lower(move(state), move(batch), *move(args))
         except ValueError as error:
             if not re.search("incompatible devices|memory kind", str(error), re.IGNORECASE):
                 raise

@@ -141,7 +141,7 @@ class Setup(NamedTuple):
     @classmethod
     def of(cls, config: Config, params: Any, stage: int, offload: Offload | None, count: int) -> Setup:
         """Lay out shapes of parameters; stage, offload and mesh of the configuration are replaced."""
-        config = dataclasses.replace(config, stage=stage, offload=offload, mesh=abstract_mesh(count, config.axis))
+        config = dataclasses.replace(config, stage=stage, offload=offload, user_mesh=abstract_mesh(count, config.axis))
         plan = make_plan(config, params)
         return cls(config, plan.layout, estimate_stage(config, plan, accumulate=1))
 

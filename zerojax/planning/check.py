@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat
+from zerojax.comm.explicit import auto_context, to_auto
 from zerojax.config import Config
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.collectives import Collective, Collectives, collectives
@@ -87,6 +88,7 @@ class Check:
         return "\n".join(lines)
 
 
+@auto_context()
 def check(
     tx: ZeroTransformation,
     loss_fn: Callable,
@@ -121,13 +123,13 @@ def check(
         ValueError: If the topology is unknown, or the axes do not divide the batch.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
-    shapes = logical_shapes(params, keep_shardings=topology is None)
-    if topology is not None:
-        tx = ZeroTransformation.of(dataclasses.replace(tx.config, mesh=absent_mesh(topology, axes=tx.config.axis)))
-    stored = tx.shard(shapes)
+    shapes = to_auto(logical_shapes(params, keep_shardings=topology is None))
+    mesh = tx.config.mesh if topology is None else absent_mesh(topology, axes=tx.config.axis)
+    config = dataclasses.replace(tx.config, user_mesh=mesh)
+    stored = ZeroTransformation.of(config).shard(shapes)
     loss = Loss(loss_fn, has_aux, weighted)
-    rows = place_batch(tx.config, jax.tree.map(shape_of, batch))
-    return check_program(tx.config, layout_of(tx.config, shapes), loss, stored, rows, args)
+    rows = place_batch(config, jax.tree.map(shape_of, batch))
+    return check_program(config, layout_of(config, shapes), loss, stored, rows, to_auto(args))
 
 
 def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch: Any, args: tuple) -> Check:

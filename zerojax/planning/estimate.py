@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
 from zerojax.gpus.topology import abstract_mesh
 from zerojax.optim.plan import make_plan
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
+@auto_context()
 def estimate(
     model: Any,
     *,

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import optax
 
+from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, absent_mesh
@@ -88,6 +89,7 @@ class Planner:
         largest = largest_rows(program, batch, rows, peak_bytes(compiled), usable) if largest_batch and rows else None
         return read_plan(compiled, topology, device, program.facts, batch=rows, usable=usable, largest_batch=largest)
 
+    @auto_context()
     def fit(
         self,
         tx: optax.GradientTransformation,
@@ -159,7 +161,7 @@ class Planner:
             topology = f"{gpu}:{candidate.devices}"
             chosen = {"stage": candidate.stage, "offload": candidate.offload}
             mesh = absent_mesh(topology, axes=config.axis)
-            sharded = ZeroTransformation.of(dataclasses.replace(config, mesh=mesh, **chosen))
+            sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **chosen))
             step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
             limits = {name: getattr(space, name) for name in ("memory", "link", "network")}
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **limits)

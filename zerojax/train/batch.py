@@ -59,7 +59,7 @@ def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
         ValueError: As `check_batch`.
     """
     check_batch(batch, config.data, accumulate)
-    sharding = batch_sharding(config.mesh, config.data)
+    sharding = batch_sharding(config.user_mesh, config.data)
 
     def place(x):
         if isinstance(x, jax.core.Tracer):

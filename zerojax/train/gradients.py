@@ -21,8 +21,9 @@ from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.train.accumulation import accumulate as accumulate_microbatches
+from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.batch import check_args, check_batch, fold_keys
-from zerojax.train.loss import Loss, mean_mutable, weighted_mean
+from zerojax.train.loss import Loss, mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.view import View
 
@@ -37,7 +38,8 @@ class Gradients(NamedTuple):
         loss: The mean loss.
         grads: Its gradient, one array a trained parameter, in storage shape of its gradient;
             zeros for integers. NaN if the weights cannot divide.
-        aux: Averaged, weighted where the loss is.
+        aux: Combined as its markers say; None in place of `rows`.
+        rows: What of aux has one entry a row; None in place of everything else.
         mutable: The new mutable state, averaged over the devices.
         weights_valid: Whether no weight is negative and their sum is positive.
         squares: For each trained parameter, the sum of its gradient's squares, float32.
@@ -46,6 +48,7 @@ class Gradients(NamedTuple):
     loss: Float[Array, ""]
     grads: list[Shaped[Array, "*storage"]]
     aux: PyTree
+    rows: PyTree
     mutable: PyTree
     weights_valid: Bool[Array, ""]
     squares: Float[Array, " trained"]
@@ -75,7 +78,8 @@ def loss_and_grads(
     if config.view == "global":
         batch = jax.lax.with_sharding_constraint(batch, batch_sharding(config.mesh, config.data))
         found = view_gradients(view, stored, batch, args, mutable, scale)
-        return found._replace(grads=[constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)])
+        constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)]
+        return found._replace(grads=constrained, aux=merged(found.aux, found.rows))
     check_args(args)
 
     def local(stored, batch, args, mutable, scale):
@@ -84,8 +88,8 @@ def loss_and_grads(
     replicated = PartitionSpec()
     untyped: Any = replicated
     rows = PartitionSpec(spec_entry(config.data.batch))
-    specs: Any = Gradients(*[untyped] * 6)._replace(grads=[leaf.local_spec for leaf in grads])
-    return jax.shard_map(
+    specs: Any = Gradients(*[untyped] * 7)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows)
+    found = jax.shard_map(
         local,
         mesh=config.mesh,
         in_specs=([leaf.local_spec for leaf in layout.params], rows, replicated, replicated, replicated),
@@ -93,6 +97,7 @@ def loss_and_grads(
         axis_names=set(config.data.batch),
         check_vma=False,
     )(list(stored), batch, args, mutable, scale)
+    return found._replace(aux=merged(found.aux, found.rows))
 
 
 def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients:
@@ -117,9 +122,13 @@ def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients
         grads = unscale(grads, scale)
     of = dict(zip(view.differentiable, grads, strict=True))
     grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
-    aux, mutable = weighted_mean(aux, weights, weight, comm), mean_mutable(mutable, comm)
+    if view.is_one_loss:
+        aux = unmarked(jax.tree.map(lambda x: x[0], aux))
+        rows = jax.tree.map(lambda _: None, aux)
+    else:
+        aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
-    return Gradients(total / weight, grads, aux, mutable, weights_valid, squares)
+    return Gradients(total / weight, grads, aux, rows, mean_mutable(mutable, comm), weights_valid, squares)
 
 
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,10 +62,19 @@ class Loss:
 
         Raises:
             TypeError: If it is not of the form announced.
-            ValueError: If loss or weight is no scalar.
+            ValueError: If loss or weight is no scalar, or the function closes over an array of
+                an Explicit mesh.
         """
         given = (mutable,) if self.mutable else ()
-        value = self.fn(params, *given, batch, *args)
+        try:
+            value = self.fn(params, *given, batch, *args)
+        except (NotImplementedError, ValueError) as error:
+            if not re.search("Closing over inputs to shard_map|should match the aval mesh", str(error)):
+                raise
+            raise ValueError(
+                "The loss function closes over an array of an Explicit mesh, and inside of it all axes are Auto. Pass "
+                "the array as a further argument of the loss, or close over a NumPy array."
+            ) from error
         aux = new = None
         if self.has_aux or self.mutable:
             count = 1 + self.has_aux + self.mutable
@@ -86,18 +95,6 @@ class Loss:
         else:
             total, weight = scalar("loss", value), jnp.ones((), jnp.float32)
         return Returned(at_least_float32(total), at_least_float32(weight), aux, new)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Unaveraged:
-    """A part of aux that is equal on all devices (a counter, say), and is not averaged.
-
-    Attributes:
-        tree: Arrays of any type.
-    """
-
-    tree: PyTree
 
 
 def scalar(name: str, value: Any) -> Array:
@@ -121,35 +118,6 @@ def scalar(name: str, value: Any) -> Array:
 def at_least_float32(value: Array) -> Array:
     """In float32, or as it is if it is wider: sums over devices need the precision."""
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
-
-
-def weighted_mean(aux: PyTree, weights: Array, total: Array | int, comm: Collectives) -> Any:
-    """Average the float leaves of aux over devices and microbatches (dim 0), each with its weight.
-
-    Args:
-        aux: Each leaf with the microbatches on dim 0; `Unaveraged` parts are taken from the last.
-        weights: One weight a microbatch.
-        total: Their sum over the devices.
-        comm: Sums over the devices.
-
-    Raises:
-        TypeError: If a leaf is not a float, since its mean means nothing.
-    """
-
-    def mean(path, x):
-        if isinstance(x, Unaveraged):
-            return jax.tree.map(lambda leaf: leaf[-1], x)
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is {x.dtype}; aux is averaged over the devices, which "
-                f"only floats can be. Return it as a float, or as a float mean over the rows."
-            )
-        wide = at_least_float32(x)
-        each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
-        # with weight 0 the mean itself may be 0/0
-        return comm.psum(jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
-
-    return jax.tree_util.tree_map_with_path(mean, aux, is_leaf=lambda x: isinstance(x, Unaveraged))
 
 
 def check_mutable(new: PyTree, old: PyTree) -> None:

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from zerojax.comm.mesh import replicated
+from zerojax.config import Config
 from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.state_memory import state_shardings
+from zerojax.placement.storage import named_tree
 from zerojax.train.loss_scaling import ScalingState
 
 if TYPE_CHECKING:
@@ -40,6 +44,13 @@ class ZeroState:
     scaling: ScalingState
     mutable: PyTree
     plan: ShardingPlan
+
+    @classmethod
+    def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
+        """A state of `NamedSharding`s; where a part is replicated, one for all of it."""
+        same = replicated(config.mesh)
+        params = named_tree(config, plan.layout.treedef, plan.layout.params)
+        return cls(same, params, state_shardings(config, plan), same, same, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:
         """The state with its skipped steps forgotten, to go on after a step raised; the loss scale stays."""

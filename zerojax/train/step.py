@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.core
 
+from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
@@ -37,7 +39,8 @@ class Step:
         self._program = program = StepProgram(config, options, loss)
 
         def step(state, batch, *args):
-            return program.step(state, batch, args)
+            shardings = lambda: (ZeroState.shardings(config, state.plan), replicated(config.mesh))
+            return on_auto_mesh(config.user_mesh, program.step, state, batch, args, shardings=shardings)
 
         def step_before_streaming(state, batch, *args):
             return program.step_before_streaming(state, batch, args)
@@ -92,7 +95,7 @@ class Step:
         rows = place_batch(self.config, batch, self.options.accumulate)
         if not state.plan.offloaded or isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
-        return self._stream(state, rows, args)
+        return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, dict]:
         """The step with its update streamed: one program up to the gradients, then one for each chunk."""
@@ -114,7 +117,8 @@ class Step:
         rows = place_batch(self.config, batch, self.options.accumulate)
         if not state.plan.offloaded:
             return self._jitted.lower(state, rows, *args)
-        return self._before_streaming.lower(state.replace(opt_state=resident_state(state)), rows, *args)
+        resident = state.replace(opt_state=resident_state(state))
+        return on_auto_mesh(self.config.user_mesh, self._before_streaming.lower, resident, rows, *args)
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """The programs that update offloaded chunks on the device, lowered; one for each kind of chunk.
@@ -126,7 +130,9 @@ class Step:
             What `jax.jit(...).lower` gives; empty if nothing is offloaded.
         """
         self._check(state)
-        return self._streamed(state.plan).lower() if state.plan.offloaded else []
+        if not state.plan.offloaded:
+            return []
+        return on_auto_mesh(self.config.user_mesh, self._streamed(state.plan).lower)
 
     def _check(self, state: ZeroState) -> None:
         if not isinstance(state, ZeroState):

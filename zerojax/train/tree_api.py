@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.explicit import auto_context, on_auto_mesh
+from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -22,9 +24,9 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
-from zerojax.optim.state_memory import state_to_device, state_to_host
+from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
-from zerojax.placement.storage import cast, constrain, storage_leaves, unflatten_params
+from zerojax.placement.storage import cast, constrain, named_tree, storage_leaves, unflatten_params
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 
@@ -56,15 +58,20 @@ def value_and_grad_tree(
 ) -> tuple[Any, Any]:
     """Loss and gradient, the gradient in the form of `params`; traced under jit."""
     parts = returned_grads(config, layout, forms)
-    given = storage_leaves(params, layout.params)
-    stored = cast(given, [leaf.dtype for leaf in layout.params])
-    trained = [parts[i] for i in layout.trained]
-    found = loss_and_grads(config, layout, trained, loss, stored, batch, args, accumulate=accumulate)
-    zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
-    grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
-    arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
-    tree = unflatten_params(arrays, layout, parts, forms)
-    return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
+
+    def differentiate(params, batch, *args):
+        given = storage_leaves(params, layout.params)
+        stored = cast(given, [leaf.dtype for leaf in layout.params])
+        trained = [parts[i] for i in layout.trained]
+        found = loss_and_grads(config, layout, trained, loss, stored, batch, args, accumulate=accumulate)
+        zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
+        grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
+        arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
+        tree = unflatten_params(arrays, layout, parts, forms)
+        return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
+
+    shardings = lambda: (replicated(config.mesh), named_tree(config, layout.treedef, parts))
+    return on_auto_mesh(config.user_mesh, differentiate, params, batch, *args, shardings=shardings)
 
 
 def update_tree(
@@ -77,24 +84,31 @@ def update_tree(
             weights are to be updated and `params` is None.
     """
     check_grads(grads, layout)
-    plan = plan_of_layout(config, layout)
+    with auto_context(config.user_mesh):
+        plan = plan_of_layout(config, layout)
     check_state(config, plan, state)
-    state = state_to_device(config, plan, state)
-    extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
     if params is None and config.has_master_weights:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
-    sharded = None if params is None else shard_for_update(config, plan, params)
-    reduced = shard_for_update(config, plan, grads)
-    if sharded is not None and config.has_master_weights:
-        stored = storage_leaves(params, layout.params)
-        updated, state = apply_update(config, plan, reduced, state, sharded, extra)
-        new = unshard_after_update(config, plan, updated, frozen=stored)
-        updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
-    else:
-        increments, state = update(config, plan, reduced, state, sharded, extra)
-        zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
-        updates = unshard_after_update(config, plan, increments, frozen=zeros)
-    return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
+
+    def run(grads, state, params, extra):
+        state = state_to_device(config, plan, state)
+        extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
+        sharded = None if params is None else shard_for_update(config, plan, params)
+        reduced = shard_for_update(config, plan, grads)
+        if sharded is not None and config.has_master_weights:
+            stored = storage_leaves(params, layout.params)
+            updated, state = apply_update(config, plan, reduced, state, sharded, extra)
+            new = unshard_after_update(config, plan, updated, frozen=stored)
+            updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
+        else:
+            increments, state = update(config, plan, reduced, state, sharded, extra)
+            zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
+            updates = unshard_after_update(config, plan, increments, frozen=zeros)
+        return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
+
+    like = jax.tree.map(lambda x: jax.typeof(x).sharding, grads if params is None else params)
+    shardings = lambda: (like, state_shardings(config, plan))
+    return on_auto_mesh(config.user_mesh, run, grads, state, params, extra, shardings=shardings)
 
 
 def difference(new: Array, old: Array) -> Array:

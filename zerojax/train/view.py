@@ -90,6 +90,17 @@ class View:
         divided = rows.reshape(devices, self.accumulate, -1, *rows.shape[1:])
         return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, -1, *rows.shape[1:])
 
+    def rows_of(self, microbatches: Array) -> Array:
+        """The inverse of `microbatches_of`."""
+        devices = self.config.data.workers // self.comm.losses
+        divided = microbatches.reshape(self.accumulate, devices, -1, *microbatches.shape[2:])
+        return jnp.moveaxis(divided, 0, 1).reshape(-1, *microbatches.shape[2:])
+
+    @property
+    def is_one_loss(self) -> bool:
+        """Whether a step calls the loss once, for all rows."""
+        return self.config.view == "global" and self.accumulate == 1
+
     def loss_of_storage(self) -> Callable:
         """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
         config, layout = self.config, self.layout

@@ -1,0 +1,120 @@
+"""Explicit meshes: zerojax computes on the same devices with Auto axes, and gives back arrays of the caller's mesh.
+
+On Explicit axes the type of an array says how it is sharded, and every operation must follow that. Only this module
+knows of them: public functions take their arguments to the Auto mesh and their results to the caller's with
+`on_auto_mesh`; what is called at every step does so while it is traced. Live arrays keep their buffers, so donating one
+donates the caller's; a traced array changes its type, which is no operation where its sharding stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import compat
+from zerojax.config import with_auto_axes
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+def on_auto_mesh(
+    mesh: Mesh | None, fn: Callable, *args: PyTree, shardings: Callable[[], PyTree] = lambda: PartitionSpec()
+) -> Any:
+    """Call a function where every axis of a mesh is Auto.
+
+    Args:
+        mesh: The caller's; None: that of the first array, or shape, that is on one.
+        fn: Sees arrays, shapes and shardings of `mesh` on the Auto mesh.
+        *args: Its arguments.
+        shardings: Gives shardings, or specs, of the results: a tree, or a prefix of one. Read where results are
+            traced, whose types do not say how they are sharded over Auto axes. Default: replicated.
+
+    Returns:
+        `fn(*args)` on `mesh`.
+    """
+    mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
+    if mesh is None:
+        return fn(*args)
+    with auto_context(mesh):
+        results = fn(*to_auto(args))
+    return to_explicit(mesh, results, shardings)
+
+
+@contextlib.contextmanager
+def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
+    """A context without Explicit axes, whatever `jax.set_mesh` says; also a decorator.
+
+    Args:
+        mesh: The caller's, for code that may be traced.
+    """
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not compat.is_tracing():
+        with jax.set_mesh(None) if explicit else contextlib.nullcontext():
+            yield
+    elif mesh is not None and (explicit or mesh.explicit_axes):
+        with jax.sharding.use_abstract_mesh(with_auto_axes(mesh).abstract_mesh):
+            yield
+    else:
+        yield
+
+
+def to_auto(tree: PyTree) -> Any:
+    """What is on meshes with Explicit axes (arrays, shapes, shardings), on the same devices with Auto axes."""
+
+    def one(x):
+        mesh = mesh_of(x)
+        return x if mesh is None or not mesh.explicit_axes else moved(x, with_auto_axes(mesh), PartitionSpec())
+
+    return jax.tree.map(one, tree)
+
+
+def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[], PyTree] = lambda: PartitionSpec()) -> Any:
+    """What is on the Auto mesh, on the caller's `mesh`; arguments as for `on_auto_mesh`."""
+    if not mesh.explicit_axes:
+        return tree
+
+    def one(x, spec: PartitionSpec):
+        if isinstance(x, jax.core.Tracer):
+            return moved(x, mesh, explicit_part(spec, mesh))
+        return moved(x, mesh, spec) if mesh_of(x) == with_auto_axes(mesh) else x
+
+    def subtree(sharding, values):
+        spec = getattr(sharding, "spec", sharding)
+        return jax.tree.map(lambda x: one(x, spec), values)
+
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return jax.tree.map(subtree, shardings() if traced else PartitionSpec(), tree)
+
+
+def mesh_of(x: Any) -> Any:
+    """The mesh, abstract for a traced array, that a leaf is on; None where it is on none."""
+    if isinstance(x, jax.core.Tracer):
+        x = jax.typeof(x)
+    sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    """A leaf on another mesh of the same devices; `spec` is the sharding of a traced array there."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, spec))
+    old = x if isinstance(x, NamedSharding) else x.sharding
+    sharding = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
+    if isinstance(x, NamedSharding):
+        return sharding
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+
+
+def explicit_part(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The axes of a spec that a type may name."""
+    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return PartitionSpec(*(tuple(axis for axis in axes if axis in mesh.explicit_axes) or None for axes in named))

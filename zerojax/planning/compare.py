@@ -1,0 +1,207 @@
+"""`compare`: run a loss on one device and on the mesh, and report leaf by leaf where the two differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.config import STAGES, Config
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.placement.chunking import joined
+from zerojax.planning.comparison import Comparison, NonFinite
+from zerojax.planning.nonfinite import origins
+from zerojax.planning.reference import Reference, keeping_gradients
+from zerojax.planning.snapshot import Snapshot, differences, first_nonfinite, snapshot
+from zerojax.train.batch import check_batch
+from zerojax.train.state import ZeroState
+from zerojax.train.step import Step
+from zerojax.zero import ZeroTransformation
+
+STEPS = 2
+# Sums over many rows in another order differ by this in float32; in a narrower type by two of its units.
+FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
+
+
+def compare(
+    tx: ZeroTransformation,
+    loss_fn: Callable,
+    params: Any,
+    batch: Any,
+    *args: Any,
+    stages: int | Sequence[int] = tuple(STAGES),
+    mutable: Any = None,
+    has_aux: bool = False,
+    weighted: bool = False,
+    accumulate: int = 1,
+) -> Comparison:
+    """Take two steps on one device and on the mesh, and say leaf by leaf where they differ.
+
+    One device runs plain JAX and optax on the entire batch. Compared are the loss, the
+    gradients that the optimizer is given, the parameters after each update, and where the
+    loss has them its mutable state and aux. All products are computed in full float32.
+    Where the loss, a gradient or a parameter is not finite, the result names the leaf and
+    the line of the model that makes the first NaN.
+
+    Args:
+        tx: From `zero_shard`; its stage is replaced, and its offload dropped where a stage has none.
+        loss_fn: As for `train_step`.
+        params: Parameters in any form; arrays, as small as the model allows. One device
+            holds all of them, their gradients and their optimizer state.
+        batch: The global batch; arrays. The same for both steps.
+        *args: Further arguments of the loss.
+        stages: ZeRO stages to compare, one or several.
+        mutable: As for `create`; if it is given, the loss is as for `train_step(mutable=True)`.
+        has_aux: As for `train_step`.
+        weighted: As for `train_step`.
+        accumulate: As for `train_step`; one device takes all rows at once.
+
+    Returns:
+        A `Comparison`; its `ok` says whether both give the same, but for rounding.
+
+    Raises:
+        TypeError: If `tx` is not of `zero_shard`, or the loss is no function.
+        ValueError: If an argument is of shapes, no stage is given or one is unknown, the mesh
+            is of absent devices, or devices and microbatches do not divide the batch.
+    """
+    if not isinstance(tx, ZeroTransformation):
+        raise TypeError(
+            f"compare takes a transformation of zero_shard, not {type(tx).__name__}. Wrap it: zero_shard(tx, stage=3)."
+        )
+    if not callable(loss_fn):
+        raise TypeError(f"compare takes a loss function after tx, not {type(loss_fn).__name__}.")
+    updates = mutable is not None
+    step = tx.train_step(loss_fn, has_aux=has_aux, weighted=weighted, mutable=updates, accumulate=accumulate)
+    return run_and_compare(step, params, mutable, batch, args, stages)
+
+
+def compare_step(
+    step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
+) -> Comparison:
+    """`compare` for a training step, with its options.
+
+    Args:
+        step: Of `train_step`.
+        state: Of `create`; its parameters and mutable state count, and are left as they are.
+        batch: The global batch.
+        *args: Further arguments of the step.
+        stages: ZeRO stages to compare, one or several.
+
+    Raises:
+        TypeError: If the step is not of `train_step`, or the state not of `create`.
+        ValueError: As `compare`.
+    """
+    if not (isinstance(step, Step) and isinstance(state, ZeroState)):
+        raise TypeError(
+            f"compare takes a step of tx.train_step and a state of tx.create, not {type(step).__name__} and "
+            f"{type(state).__name__}."
+        )
+    return run_and_compare(step, state.params, state.mutable, batch, args, stages)
+
+
+def run_and_compare(
+    step: Step, params: Any, mutable: Any, batch: Any, args: tuple, stages: int | Sequence[int]
+) -> Comparison:
+    """Run the reference, then each stage."""
+    stages = (stages,) if isinstance(stages, int) else tuple(stages)
+    workers = step.config.data.workers
+    given = {"params": params, "mutable": mutable, "batch": batch, "args": args}
+    configs = [at_stage(step.config, stage) for stage in stages]
+    check_given(step, given, stages)
+    # On GPU the products of float32 have 10 bits unless told otherwise, and rounding would look like a difference.
+    with jax.default_matmul_precision("highest"):
+        reference = Reference.of(step, **given)
+        tolerance = max(FLOAT32_TOLERANCE, NARROW_UNITS * reference.unit)
+        states, expected = reference.run(reference.start, STEPS)
+        if (nonfinite := find_nonfinite(reference, states, {None: expected})) is not None:
+            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # what differs from a NaN says nothing
+        noise = reference.noise(expected)
+        runs = {config.stage: run_sharded(step.under(config), **given) for config in configs}
+        nonfinite = find_nonfinite(reference, states, runs)
+    leaves = [
+        difference
+        for stage, snapshots in runs.items()
+        for k, found in enumerate(snapshots)
+        for difference in differences(stage, k + 1, found, expected[k], noise[k], tolerance)
+    ]
+    return Comparison(stages, workers, STEPS, tolerance, tuple(leaves), nonfinite)
+
+
+def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        ValueError: If an argument has shapes, there is no stage, the mesh is of absent devices, or
+            devices and microbatches do not divide the batch.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(given)[0]:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+            raise ValueError(f"{name} is a shape, {x.dtype}{list(x.shape)}, and compare runs the loss. Give arrays.")
+    if not stages:
+        raise ValueError("stages= names no ZeRO stage. Give one or several of 0, 1, 2 and 3.")
+    if not set(step.config.mesh.devices.flat) <= set(jax.devices()):
+        raise ValueError("The mesh of tx is of absent devices, and compare runs the loss. Give a mesh of real devices.")
+    check_batch(given["batch"], step.config.data, step.options.accumulate)
+
+
+def at_stage(config: Config, stage: int) -> Config:
+    """The configuration at another stage, that keeps the gradients; offloaded is what the stage can offload.
+
+    Raises:
+        ValueError: If the stage is unknown.
+    """
+    offload = config.offload if stage else None
+    if offload is not None and stage != 3:
+        offload = dataclasses.replace(offload, params=None)
+    return dataclasses.replace(config, stage=stage, offload=offload, tx=keeping_gradients(config.tx))
+
+
+def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> list[Snapshot]:
+    """What each step gives on the mesh."""
+    tx, snapshots = ZeroTransformation.of(step.config), []
+    state = tx.create(params, mutable=mutable)
+    for _ in range(STEPS):
+        state, metrics = step(state, batch, *args)
+        snapshots.append(snapshot(metrics, kept_gradients(state), tx.unshard(state.params), state.mutable))
+    return snapshots
+
+
+def kept_gradients(state: ZeroState) -> Any:
+    """The gradients that the optimizer was given, the first leaves of its state; logical shapes."""
+    plan = state.plan
+    arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
+    values = [logical(joined(x) if is_chunked(x) else x, leaf) for x, leaf in zip(arrays, plan.state, strict=False)]
+    return plan.trained.treedef.unflatten(values)
+
+
+def logical(stored: Any, leaf: Leaf) -> np.ndarray:
+    """An array in storage without its padding, on the host; logical shape."""
+    x = np.asarray(stored)
+    return x[: leaf.size].reshape(leaf.shape) if leaf.kind == "flat" else x[tuple(slice(n) for n in leaf.shape)]
+
+
+def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
+    """The first leaf that is not finite, and where that begins.
+
+    Args:
+        reference: Run where a line is looked for.
+        states: Of the reference, before each step.
+        runs: What each step gave, by stage; the reference's by None.
+    """
+    workers = reference.plain.program.config.data.workers
+    for stage, snapshots in runs.items():
+        for k, found in enumerate(snapshots):
+            if (leaf := first_nonfinite(found, reference.before)) is None:
+                continue
+            begins = ()
+            if leaf[0] != "parameters":  # the mesh alone: some device's rows make it
+                shares = range(workers) if stage is not None else [None]
+                each = (origins(reference.plain.value_and_grad, **reference.inputs(states[k], i)) for i in shares)
+                begins = next(filter(None, each), ())
+            return NonFinite(stage, k + 1, *leaf, begins)
+    return None

@@ -1,0 +1,156 @@
+"""What `compare` found: each leaf of each step on the mesh beside one device, and where a NaN begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+
+from zerojax.planning.nonfinite import Origin
+
+QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
+MOST_SHOWN, WIDTH = 12, 100
+HINTS = {
+    "value": "The loss of all rows is not the mean over the devices: rows meet in it (batch statistics, in-batch "
+    "negatives), rows count differently (weighted=True), or it draws random numbers, which differ by device.",
+    "gradient": "The loss is the same and its gradient is not: a rule for derivatives (a clipped cotangent, say) sees "
+    "the rows of one device.",
+    "parameters": "The gradients are the same and the update is not: please report the optimizer.",
+    "mutable": "The mutable state is averaged over the devices: it is no mean over the rows.",
+    "aux": "aux is averaged over the devices: it is no mean over the rows.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One leaf after one step, on the mesh and on one device.
+
+    Attributes:
+        stage: ZeRO stage on the mesh.
+        step: 1 or 2.
+        quantity: `"value"` (of the loss), `"gradient"`, `"parameters"`, `"mutable"` or `"aux"`.
+        path: The leaf, as `jax.tree_util.keystr` writes it; empty for the value.
+        difference: Largest absolute difference, relative to the leaf's largest magnitude on one
+            device, or absolute if that is 0; NaN if one of them is not finite.
+        allowed: What rounding explains, in the same unit.
+        shapes: Both shapes where they are not the same; else empty.
+    """
+
+    stage: int
+    step: int
+    quantity: str
+    path: str
+    difference: float
+    allowed: float
+    shapes: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether rounding explains it."""
+        return self.difference <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of what is allowed."""
+        return self.difference / self.allowed if self.allowed else (0.0 if self.ok else math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """The first leaf that is not finite.
+
+    Attributes:
+        stage: ZeRO stage, or None: on one device already.
+        step: 1 or 2.
+        quantity: `"value"`, `"gradient"` or `"parameters"`.
+        path: The leaf; empty for the value.
+        origins: Where the first NaN, and an inf before it, are made; empty if not by the loss.
+    """
+
+    stage: int | None
+    step: int
+    quantity: str
+    path: str
+    origins: tuple[Origin, ...]
+
+    def __str__(self) -> str:
+        """Leaf, then line."""
+        where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
+        by_line = {origin.where: origin for origin in self.origins}  # of one line the NaN says enough
+        begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
+        return f"not finite: {self.quantity}{self.path} of step {self.step} {where}: {begins}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Steps on the mesh beside the same steps on one device.
+
+    Attributes:
+        stages: ZeRO stages that were compared.
+        devices: Data-parallel workers of the mesh.
+        steps: Updates taken.
+        tolerance: Relative difference allowed everywhere, by the narrowest type the loss
+            computes in; a leaf that rounding moves farther on one device is allowed more.
+        leaves: Every leaf of every step and stage; none if one device is not finite already.
+        nonfinite: The first leaf that is not finite; None if all are.
+    """
+
+    stages: tuple[int, ...]
+    devices: int
+    steps: int
+    tolerance: float
+    leaves: tuple[Difference, ...]
+    nonfinite: NonFinite | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the mesh gives what one device gives, all of it finite."""
+        return self.nonfinite is None and not self.differing
+
+    @property
+    def differing(self) -> tuple[Difference, ...]:
+        """The leaves that differ by more than rounding, in the order in which a step computes them."""
+        bad = [leaf for leaf in self.leaves if not leaf.ok]
+        return tuple(sorted(bad, key=lambda leaf: (leaf.step, QUANTITIES.index(leaf.quantity))))
+
+    def __str__(self) -> str:
+        """The largest difference of each quantity and stage, then the leaves that differ, and why they may."""
+        present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
+        if not self.leaves:
+            return str(self.nonfinite)
+        lines = [
+            f"{self.steps} steps on {self.devices} devices and on one; largest differences as shares of what rounding",
+            f"explains, {self.tolerance:.1e} of a leaf's largest magnitude or more where one device measures more",
+            f"{'stage':8s}{''.join(f'{q:>12s}' for q in present)}",
+        ]
+        for stage in self.stages:
+            mine = [leaf for leaf in self.leaves if leaf.stage == stage]
+            worst = [max_of([leaf.share for leaf in mine if leaf.quantity == q]) for q in present]
+            verdict = "same" if all(leaf.ok for leaf in mine) else "DIFFERS"
+            lines.append(f"{stage:<8d}{''.join(f'{x:12.2g}' for x in worst)}   {verdict}")
+        if self.nonfinite is not None:
+            lines.append(str(self.nonfinite))
+        return "\n".join([*lines, *self._differing_lines()])
+
+    def _differing_lines(self) -> list[str]:
+        """One line for a leaf of a step, its stages together."""
+        groups: dict[tuple, list[Difference]] = {}
+        for leaf in self.differing:
+            groups.setdefault((leaf.step, leaf.quantity, leaf.path), []).append(leaf)
+        if not groups:
+            return []
+        width = max(len(quantity + path) for _, quantity, path in groups)
+        lines = ["differing, relative to the leaf's largest magnitude:"]
+        for (step, quantity, path), same in list(groups.items())[:MOST_SHOWN]:
+            worst = max(same, key=lambda leaf: (leaf.difference != leaf.difference, leaf.difference))
+            amount = worst.shapes or f"{worst.difference:.1e} (allowed {worst.allowed:.1e})"
+            stages = f"stage{'s' * (len(same) > 1)} {', '.join(str(leaf.stage) for leaf in same)}"
+            lines.append(f"  step {step}  {quantity + path:{width}s}  {amount}  {stages}")
+        if len(groups) > MOST_SHOWN:
+            lines.append(f"  and {len(groups) - MOST_SHOWN} more")
+        return [*lines, *textwrap.wrap(HINTS[self.differing[0].quantity], WIDTH)]
+
+
+def max_of(values: list[float]) -> float:
+    """The largest; NaN if one is, 0 of none."""
+    return next((x for x in values if x != x), max(values, default=0.0))

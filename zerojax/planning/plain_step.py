@@ -1,0 +1,111 @@
+"""The reference: a training step on one device by plain JAX and optax, without any of this library's collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.layout.tree import Layout
+from zerojax.placement.storage import cast
+from zerojax.train.loss import Returned
+from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
+from zerojax.train.step_program import StepProgram
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
+
+
+class PlainState(NamedTuple):
+    """A run on one device; logical shapes.
+
+    Attributes:
+        params: In the types of the master weights.
+        opt_state: Of the transformation.
+        mutable: What the loss updates beside; None if nothing.
+        scaling: The loss scale.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    mutable: PyTree
+    scaling: ScalingState
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainStep:
+    """What a step program computes, on one device and on all rows at once.
+
+    Attributes:
+        program: The loss, the transformation, and in which types they are computed.
+        layout: Says which parameters are trained, and the type of each.
+        axes: Mesh axes of size 1 to bind around the loss, for one that names them.
+    """
+
+    program: StepProgram
+    layout: Layout
+    axes: tuple[str, ...] = ()
+
+    def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
+        """The state of step 0."""
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
+        params = self.layout.treedef.unflatten(cast(leaves, [leaf.dtype for leaf in self.layout.grads]))
+        scaling = init_scaling(self.program.config.precision, len(self.layout.trained))
+        return PlainState(params, self.program.config.tx.init(self._trained(params)), mutable, scaling)
+
+    def value_and_grad(
+        self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float = 1.0
+    ) -> tuple[Returned, list[Array]]:
+        """What the loss returned, and `scale` times its gradient, one array a trained parameter; zeros for integers."""
+        leaves = jax.tree.leaves(params)
+        floats = [i for i in self.layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
+
+        def objective(values):
+            merged = dict(enumerate(leaves)) | dict(zip(floats, values, strict=True))
+            seen = cast([merged[i] for i in range(len(leaves))], self.layout.compute)
+            returned = self._call(self.layout.treedef.unflatten(seen), mutable, batch, args)
+            return scale * returned.total / jax.lax.stop_gradient(returned.weight), returned
+
+        grads, returned = jax.grad(objective, has_aux=True)([leaves[i] for i in floats])
+        of = dict(zip(floats, grads, strict=True))
+        return returned, [of.get(i, jnp.zeros_like(leaves[i])) for i in self.layout.trained]
+
+    def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
+        """One step; traced under jit. Metrics have `loss`, and `aux` where the loss has it."""
+        config, trained = self.program.config, self.layout.trained_only()
+        scale = state.scaling.scale
+        returned, grads = self.value_and_grad(state.params, state.mutable, batch, args, scale)
+        grads = cast(unscale(grads, scale), [leaf.dtype for leaf in trained.grads])
+        loss = returned.total / returned.weight
+        metrics = {"loss": loss, **({"aux": returned.aux} if self.program.loss.has_aux else {})}
+        tree, params = trained.treedef.unflatten(grads), self._trained(state.params)
+        tx = optax.with_extra_args_support(config.tx)
+        updates, opt_state = tx.update(tree, state.opt_state, params, value=loss)
+        updated = jax.tree.leaves(optax.apply_updates(params, updates))
+        leaves = dict(enumerate(jax.tree.leaves(state.params))) | dict(zip(self.layout.trained, updated, strict=True))
+        params = self.layout.treedef.unflatten([leaves[i] for i in range(len(leaves))])
+        new = PlainState(params, opt_state, returned.mutable, state.scaling)
+        if not self.program.skips_nonfinite:
+            return new, metrics
+        finite = jnp.stack([jnp.isfinite(jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))) for g in grads])
+        scaling = update_scaling(state.scaling, config.precision, finite=finite, weights_valid=jnp.array(True))
+        selected = jax.tree.map(lambda x, old: jnp.where(finite.all(), x, old), new, state)
+        return selected._replace(scaling=scaling), metrics
+
+    def _call(self, *args: Any) -> Returned:
+        """The loss, its axes bound: over one device their collectives are identities."""
+        fn = self.program.loss.call
+        for axis in self.axes:
+            fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]
+        returned = fn(*args)
+        for _ in self.axes:
+            returned = jax.tree.map(lambda x: x[0], returned)
+        return returned
+
+    def _trained(self, params: PyTree) -> Any:
+        """The parameters that are trained, the others holes in the tree."""
+        leaves = jax.tree.leaves(params)
+        return self.layout.trained_only().treedef.unflatten([leaves[i] for i in self.layout.trained])

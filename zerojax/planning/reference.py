@@ -1,0 +1,181 @@
+"""What a comparison is made with: steps on one device, and how far rounding moves them.
+
+The gradients are read out of the optimizer, which is chained to one that keeps them: what is
+compared is what real steps use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax import compat
+from zerojax.layout.tree import is_numeric, layout_of
+from zerojax.planning.nonfinite import is_float
+from zerojax.planning.plain_step import PlainState, PlainStep
+from zerojax.planning.snapshot import Key, Snapshot, largest, snapshot, wide
+from zerojax.train.step import Step
+from zerojax.zero import ZeroTransformation
+
+REPEATS = 3
+
+
+def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same transformation, the first leaves of whose state are the gradients it was given last."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates, state, params=None):
+        return updates, updates
+
+    return optax.chain(optax.GradientTransformation(init, update), tx)
+
+
+class Rounding(NamedTuple):
+    """The state of `rounding_gradients`.
+
+    Attributes:
+        unit: What is added to each element or taken from it, relative to the largest of its leaf.
+        key: Of the signs.
+    """
+
+    unit: Any
+    key: Any
+
+
+def rounding_gradients() -> optax.GradientTransformation:
+    """A transformation that moves gradients as rounding may; by nothing until its state is replaced."""
+
+    def init(params):
+        return Rounding(jnp.zeros(()), jax.random.key(0))
+
+    def update(updates, state, params=None):
+        keys = iter(jax.random.split(state.key, max(len(jax.tree.leaves(updates)), 1)))
+
+        def moved(g):
+            signs = jax.random.rademacher(next(keys), g.shape, g.real.dtype)
+            return jnp.where(state.unit > 0, g + (state.unit * jnp.abs(g).max(initial=0) * signs).astype(g.dtype), g)
+
+        return jax.tree.map(lambda g: moved(g) if is_float(g) else g, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Steps on one device, and what they are given.
+
+    Attributes:
+        plain: The step.
+        start: The state of step 0.
+        batch: All rows.
+        args: Further arguments of the loss.
+    """
+
+    plain: PlainStep
+    start: PlainState
+    batch: Any
+    args: tuple
+
+    @classmethod
+    def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> Reference:
+        """What a training step is to give, its arguments taken off their mesh."""
+        program, config = step._program, step.config
+        given = to_host(ZeroTransformation.of(config).unshard(params))
+        tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
+        program = dataclasses.replace(program, config=dataclasses.replace(config, stage=0, offload=None, tx=tx))
+        plain = PlainStep(program, layout_of(program.config, given))
+        made = cls(plain, plain.init(given, to_host(mutable)), to_host(batch), to_host(args))
+        try:
+            jax.eval_shape(plain.value_and_grad, **made.inputs(made.start))
+        except NameError:  # in device view a loss may name the mesh axes
+            return dataclasses.replace(made, plain=dataclasses.replace(plain, axes=config.data.batch))
+        return made
+
+    def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
+        """The arguments of `plain.value_and_grad`: on all rows, or on those of one device."""
+        workers = self.plain.program.config.data.workers
+
+        def share(x: Any) -> Any:
+            rows = len(x) // workers
+            return x if worker is None else x[worker * rows : (worker + 1) * rows]
+
+        batch = jax.tree.map(share, self.batch)
+        return {"params": state.params, "mutable": state.mutable, "batch": batch, "args": self.args}
+
+    @functools.cached_property
+    def before(self) -> Snapshot:
+        """The parameters before the first step."""
+        return snapshot({}, None, self.start.params, None)
+
+    @functools.cached_property
+    def unit(self) -> float:
+        """The unit in the last place of 1, in the narrowest floating type that the gradient is computed in."""
+        closed = jax.make_jaxpr(lambda given: self.plain.value_and_grad(**given))(self.inputs(self.start))
+        floats = {dtype for dtype in dtypes_in(compat.opened(closed)[0]) if jnp.issubdtype(dtype, jnp.floating)}
+        return max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """The step, jitted."""
+        return jax.jit(self.plain.step)
+
+    def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
+        """The state before each step, and what each gave."""
+        states, snapshots = [], []
+        for _ in range(steps):
+            states.append(state)
+            state, metrics = self.step(state, self.batch, self.args)
+            snapshots.append(snapshot(metrics, state.opt_state[0], state.params, state.mutable))
+        return states, snapshots
+
+    def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
+        """For each step and leaf, how far moving parameters and gradients by one unit moves the result.
+
+        Far where terms cancel, as in the gradient of a bias before a normalisation, and where an
+        optimizer divides a gradient by its own size.
+        """
+        noise = [dict.fromkeys(found, 0.0) for found in expected]
+        for seed in range(REPEATS):
+            kept, (_, *others) = self.start.opt_state
+            rounding = Rounding(jnp.float32(self.unit), jax.random.key(seed))
+            params = jax.tree.map(self._moved(seed), self.start.params)
+            start = self.start._replace(params=params, opt_state=(kept, (rounding, *others)))
+            offset = {
+                key: wide(x) - wide(self.before[key]) for key, x in snapshot({}, None, start.params, None).items()
+            }
+            for k, found in enumerate(self.run(start, len(expected))[1]):
+                for key, x in found.items():
+                    shift = wide(x) - wide(expected[k][key]) - offset.get(key, 0.0)
+                    noise[k][key] = max(noise[k][key], largest(shift))
+        return noise
+
+    def _moved(self, seed: int) -> Any:
+        random = np.random.default_rng(seed)
+
+        def one(x: Any) -> Any:
+            signs = random.choice([-1.0, 1.0], x.shape)
+            return jnp.asarray((wide(np.asarray(x)) * (1 + self.unit * signs)).astype(x.dtype)) if is_float(x) else x
+
+        return one
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of NumPy, which jit puts on the default device; PRNG keys as they are."""
+    return jax.tree.map(lambda x: jax.device_get(x) if is_numeric(jnp.result_type(x)) else x, tree)
+
+
+def dtypes_in(jaxpr: Any) -> Iterator[Any]:
+    """Types of the results of a jaxpr's equations, and of the jaxprs inside."""
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
+        for inner in compat.inner_jaxprs(eqn):
+            yield from dtypes_in(inner)
