@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 ROWS = 48  # divides by 1, 3 and 8 devices, and by 2 microbatches on each
 WIDTH, HIDDEN, CLASSES = 16, 24, 8
-UNROLLED = {"embed": (WIDTH, HIDDEN), "layers": [(HIDDEN, HIDDEN)] * 2}
+UNROLLED = {"embed": (WIDTH, HIDDEN), "layers": [(HIDDEN, HIDDEN)]}
 SCANNED = {"embed": (WIDTH, HIDDEN), "stack": (3, HIDDEN, HIDDEN)}
 HEAD = (HIDDEN, WIDTH)
 X = {"x": (WIDTH,)}

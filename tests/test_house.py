@@ -95,6 +95,7 @@ def test_the_readmes_example_runs():
     assert losses[0] < scope["first"]
 
 
+@pytest.mark.slow
 def test_the_programs_on_losses_run():
     """Each checks itself."""
     page = (ROOT.parent / "docs" / "loss.md").read_text()
