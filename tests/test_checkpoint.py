@@ -389,13 +389,13 @@ def test_leftovers_are_cleaned_and_a_killed_replacement_is_undone(tmp_path, capl
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state)
         checkpoints.save(state, step=5)
-    (tmp_path / ".tmp-step_00000007" / "arrays").mkdir(parents=True)
+    (tmp_path / ".tmp-step_00000007-0123abcd" / "arrays").mkdir(parents=True)
     (tmp_path / "step_00000005").rename(tmp_path / ".old-step_00000005")
     assert Checkpointer(tmp_path, read_only=True).latest() == 0
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.steps() == [0, 5]
         assert checkpoints.verify() == [0, 5]
-    assert "Cleaned up .tmp-step_00000007" in caplog.text
+    assert ".tmp-step_00000007-0123abcd in " in caplog.text
     assert not list(tmp_path.glob(".tmp*")) + list(tmp_path.glob(".old*"))
 
 
