@@ -154,7 +154,7 @@ def plan(
         if batch is not None and rows_of(rows) is None:
             raise ValueError(
                 f"--batch {batch}: the leaves of the batch that {file} gives have different numbers of rows on dim 0, "
-                f"or none. Leave --batch out, and give such a batch in the file."
+                f"or none. Give every leaf as many."
             )
         rows = rows if batch is None else with_rows(rows, batch)
         try:

@@ -94,11 +94,11 @@ def clean(directory: Path) -> dict[str, str]:
         if not (match := OURS.fullmatch(entry.name)):
             continue
         try:
-            if entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
+            if entry.is_symlink() or not entry.is_dir():
+                outcomes[entry.name] = "is no folder that a save made: it stays"
+            elif entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
                 os.rename(entry, final)
                 outcomes[entry.name] = "was put back"
-            elif entry.is_symlink() or not entry.is_dir():
-                outcomes[entry.name] = "is no folder that a save made: it stays"
             elif match[1] and is_being_written(entry, match[1]):
                 outcomes[entry.name] = "may be another run's that is writing it: it stays"
             else:
