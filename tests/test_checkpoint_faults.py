@@ -144,7 +144,7 @@ def test_a_save_under_way_at_exit_is_finished(tmp_path, how):
         assert "ZeroDivisionError" in done.stderr
 
 
-def test_threads_take_turns(tmp_path, state, monkeypatch):
+def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
     """Two saves at a time would share what is known of the last one."""
     digest, saving, overlaps = Save._digest, threading.Lock(), []
 

@@ -26,8 +26,8 @@ class Checkpointer:
     """Saves states into a directory and restores them, at any stage, mesh and number of devices.
 
     A checkpoint is committed atomically, each of its files has a digest that is verified when it
-    is restored, and the newest `keep` stay. All processes of a run call it alike; threads of a
-    process take turns. What is under way when the interpreter exits is finished first.
+    is restored, and the newest `keep` stay. All processes of a run call it alike; calls of
+    several threads are serialized. What is under way when the interpreter exits is finished first.
 
     Attributes:
         directory: Where the checkpoints are; one run at a time writes there.
