@@ -64,6 +64,9 @@ def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=0.01)
 
 
+BF16 = Precision.bf16()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options"),
