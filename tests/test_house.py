@@ -95,6 +95,16 @@ def test_the_readmes_example_runs():
     assert losses[0] < scope["first"]
 
 
+def test_the_programs_on_losses_run():
+    """Each checks itself."""
+    page = (ROOT.parent / "docs" / "loss.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) > page.count("\n## ")
+    scope = {}
+    for block in blocks:
+        exec(compile(block, "docs/loss.md", "exec"), scope)
+
+
 def test_importing_costs_little():
     code = "import jax, optax, sys; before = set(sys.modules); import zerojax; print(*set(sys.modules) - before)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -159,7 +159,7 @@ class GlobalCollectives:
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
         """One summand a worker of what an equation sums."""
-        row = lambda *values: compat.evaluate_one(eqn, values)[0][None]
+        row = lambda *values: eqn.primitive.bind(*values, **eqn.params)[None]
         return self._mapped(row, divided.specs(spec_entry(self.manual.axes)), self._divided)(*values)
 
     def _on_rows(self, fn: Callable, x: Array) -> Array:

@@ -90,14 +90,14 @@ def evaluate(
     again = functools.partial(evaluate, workers=workers, island=island)
 
     def partial_rule(eqn, values):
-        (out, *others) = eqn.outvars
+        out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
         if eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]:
             zeros.add(out)
         if any(isinstance(x, PartialSum) for x in values):
             return _linear(eqn, values, workers)
         if eqn.primitive.name == "scan" and not only_grads.isdisjoint(eqn.outvars):
             return _scan(eqn, values, [i for i, var in enumerate(eqn.outvars) if var in only_grads], again)
-        if not others and out in only_grads and (divided := _divided(eqn, workers, zeros)) is not None:
+        if out in only_grads and (divided := _divided(eqn, workers, zeros)) is not None:
             return [PartialSum(island(eqn, divided, values))]
         return None if rule is None else rule(eqn, values)
 

@@ -126,6 +126,8 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
     """The parameter after one more equation on its shard, or None if that needs the gathered value."""
+    if not eqn.outvars:
+        return None
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     leaf = param.leaf
     assert leaf.dim is not None

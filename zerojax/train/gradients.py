@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.mesh import batch_sharding, constrain
+from zerojax.comm.mesh import batch_sharding, constrain, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
@@ -79,20 +79,21 @@ def loss_and_grads(
         batch = jax.lax.with_sharding_constraint(batch, batch_sharding(config.mesh, config.data))
         found = view_gradients(view, stored, batch, args, mutable, scale)
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)]
-        return found._replace(grads=constrained, aux=merged(found.aux, found.rows))
+        # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.
+        mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
+        return found._replace(grads=constrained, mutable=mutable, aux=merged(found.aux, found.rows))
     check_args(args)
 
     def local(stored, batch, args, mutable, scale):
         return view_gradients(view, stored, batch, fold_keys(args, lax.axis_index(config.data.batch)), mutable, scale)
 
-    replicated = PartitionSpec()
-    untyped: Any = replicated
+    full: Any = PartitionSpec()
     rows = PartitionSpec(spec_entry(config.data.batch))
-    specs: Any = Gradients(*[untyped] * 7)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows)
+    specs: Any = Gradients(*[full] * 7)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows)
     found = jax.shard_map(
         local,
         mesh=config.mesh,
-        in_specs=([leaf.local_spec for leaf in layout.params], rows, replicated, replicated, replicated),
+        in_specs=([leaf.local_spec for leaf in layout.params], rows, full, full, full),
         out_specs=specs,
         axis_names=set(config.data.batch),
         check_vma=False,
