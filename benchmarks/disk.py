@@ -75,7 +75,7 @@ def measure(args, directory):
     with DiskStore(directory / "store", specs, threads=args.threads) as store:
         fill = [np.random.default_rng(0).standard_normal(elements, np.float32)] * 3
         for i in range(count):
-            store.write(i, fill, step=0)
+            store.write(i, fill, version=0)
         store.flush()
         file_bytes = specs[0].bytes
         plain = Plain(directory / "plain", count, file_bytes, direct=store.direct)
@@ -126,14 +126,14 @@ def timed(work):
 
 def cycle(store, count, step, ahead):
     """One training step's worth: every chunk read, changed and written."""
-    reads = [store.read(i, step=step) for i in range(min(ahead, count))]
+    reads = [store.read(i, version=step) for i in range(min(ahead, count))]
     for i in range(count):
         with reads.pop(0).result() as lease:
             if i + ahead < count:
-                reads.append(store.read(i + ahead, step=step))
+                reads.append(store.read(i + ahead, version=step))
             for array in lease.arrays:
                 array[:1] += 1
-            store.write(i, lease.arrays, step=step + 1)
+            store.write(i, lease.arrays, version=step + 1)
     store.flush()
 
 

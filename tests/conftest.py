@@ -24,6 +24,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import contextlib
 import functools
+import itertools
 import subprocess
 
 import jax
@@ -52,9 +53,15 @@ def optimized():
 
 
 def quick_or_slow(cases, quick):
-    """The cases of a grid, marked slow but for those in `quick`."""
-    assert not set(quick) - set(cases)
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+    """The cases of a grid and those in `quick`, the others marked slow."""
+    every = dict.fromkeys([*cases, *quick])
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
+
+
+def fraction(k, *dims):
+    """The k-th part of a grid in which any two values of two dims still meet, where a third has k values or more."""
+    grid = itertools.product(*(enumerate(values) for values in dims))
+    return [tuple(value for _, value in case) for case in grid if sum(i for i, _ in case) % k == 0]
 
 
 @contextlib.contextmanager

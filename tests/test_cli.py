@@ -138,6 +138,29 @@ def test_what_is_wrong_is_one_line(arguments, message, models):
     assert outcome.stdout == ""
 
 
+@pytest.mark.parametrize("text", ["print('a result'); raise SystemExit(3)", "raise SystemExit('no data')"])
+def test_a_file_that_exits_says_why_and_not_what_it_printed(tmp_path, text):
+    (tmp_path / "exits.py").write_text(text)
+    outcome = run("estimate", f"{tmp_path}/exits.py:f")
+    why = "no data" if "data" in text else "it exits with 3"
+    assert outcome.stderr == f"zerojax: {tmp_path}/exits.py cannot be used: {why}\n"
+
+
+def test_json_is_all_that_is_printed(tmp_path, capfd):
+    """Also beside a file that writes past Python, and where something is wrong."""
+    (tmp_path / "noisy.py").write_text("import os\nos.write(1, b'noise')\n")
+    outcome = run("estimate", f"{tmp_path}/noisy.py:absent", "--json")
+    assert json.loads(outcome.stdout)["error"].startswith(f"{tmp_path}/noisy.py does not define")
+    assert capfd.readouterr() == ("", "noise")
+
+
+def test_a_wrong_use_is_json_where_that_is_wanted(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zerojax", "verify", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    assert json.loads(capsys.readouterr().out)["error"].startswith("Missing argument")
+
+
 def test_a_file_that_fails_says_how(tmp_path):
     (tmp_path / "bad.py").write_text("import nothing_of_the_sort\n")
     outcome = run("estimate", f"{tmp_path}/bad.py:f")

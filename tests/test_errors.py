@@ -57,6 +57,9 @@ def tx():
         ({"tokens": jnp.ones((10, 16))}, r"batch\['tokens'\].*'data'.*10 rows.*8 devices.*8 or 16 rows"),
         ({"tokens": jnp.ones((3, 16))}, r"3 rows.*8 devices.*of 8 rows"),
         ({"tokens": jnp.float32(1)}, r"batch\['tokens'\].*scalar.*after the batch"),
+        ({"tokens": [[1.0] * 16] * 8}, r"batch\['tokens'\]\[0\]\[0\].*scalar.*lists as arrays"),
+        ({"tokens": jnp.ones((0, 16))}, r"batch\['tokens'\] has the shape \[0, 16\], of no rows"),
+        ({"other": jnp.ones(8), "tokens": jnp.ones((16, 16))}, r"\['tokens'\] has 16 rows, and batch\['other'\] has 8"),
     ],
 )
 def test_a_batch_that_cannot_be_cut(tx, batch, message):
@@ -149,3 +152,9 @@ def test_a_state_of_other_parameters_stage_or_mesh(tx):
 def test_a_parameter_that_is_no_array(tx):
     with pytest.raises(TypeError, match=r"params\['s'\] is a float, not an array.*jnp\.asarray"):
         tx.create({"s": 1.0})
+
+
+def test_a_state_of_another_transformation(tx):
+    other = zero_shard(optax.sgd(1e-3), stage=3, persist_below=10)
+    with pytest.raises(ValueError, match=r"another transformation than the step's, whose .* \[0\]\.count beyond"):
+        tx.train_step(mean_square)(other.create(PARAMS), jnp.ones((8, 16)))

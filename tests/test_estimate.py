@@ -1,14 +1,12 @@
 """Estimates equal the paper's table, the bytes of live arrays, and the volume of compiled programs."""
 
-import itertools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of, quick_or_slow
+from conftest import fraction, mesh_of, quick_or_slow
 from flax import nnx
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params
 from test_volume import CLIPPED, DEPTH, MERGES, WIDTH, compiled_step, make_params
@@ -85,7 +83,7 @@ QUICK = [
 
 @pytest.mark.parametrize(
     ("name", "stage", "count", "precision", "where"),
-    quick_or_slow(list(itertools.product(NAMES, range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host"))), QUICK),
+    quick_or_slow(fraction(4, NAMES, range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host")), QUICK),
 )
 def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, where):
     precision = PRECISIONS[precision]

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, export
 from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
+from zerojax.offload import close
 from zerojax.offload.disk import DiskStateError
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
@@ -158,7 +160,7 @@ def run(folder, steps, kill_after=None):
 def test_a_killed_run_restores_its_checkpoint_and_goes_on_bit_for_bit(tmp_path):
     """Whatever its files on disk have: the next run removes them."""
     steps, moments = 120, random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
     run(tmp_path / "killed", steps)
     run(tmp_path / "straight", steps)
@@ -201,7 +203,7 @@ def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     with pytest.raises(DiskError, match="cannot be offloaded to"):
         create(tmp_path / "file")
     kept = create(tmp_path / "state")
-    with pytest.raises(DiskError, match="is in use by another run"):
+    with pytest.raises(DiskError, match="is in use by this process"):
         create(tmp_path / "state")
     del kept
 
@@ -218,3 +220,51 @@ def test_a_copy_of_a_state_whose_files_have_changed_is_refused(tmp_path):
     checkpoints.save(copied, step=1)
     with pytest.raises(CheckpointError, match="is of version 3, and this state is of 2"):
         checkpoints.close()
+
+
+def small(path):
+    return zero_shard(
+        optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=4, offload=Offload(optimizer="disk", path=path)
+    )
+
+
+def test_a_state_can_be_closed_after_an_interrupt(tmp_path, monkeypatch):
+    """Its folder is locked by this process for as long as anything refers to the state."""
+    tx = small(tmp_path / "state")
+    state, params = tx.create({"w": np.ones((8, 8), np.float32)}), {"w": np.ones((8, 8), np.float32)}
+    step = tx.train_step(lambda params, batch: (batch @ params["w"]).mean())
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zerojax.streaming.stream.UpdateQueue.update", interrupt)
+        patched.setattr("zerojax.streaming.stores.DiskStateStore.abandon", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, np.ones((2, 8), np.float32))
+    with pytest.raises(DiskError, match=r"in use by this process. First close .* zerojax.offload.close\(state\)"):
+        tx.create(params)
+    close(state)
+    close(state)
+    step(tx.create(params), np.ones((2, 8), np.float32))
+
+
+def test_the_folder_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "other").mkdir()
+    state = small("state").create({"w": np.ones((8, 8), np.float32)})
+    small("~/state").create({"w": np.ones((8, 8), np.float32)})
+    assert (tmp_path / "home" / "state").is_dir()
+    monkeypatch.chdir(tmp_path / "other")
+    leaves_of(state)
+    assert not os.listdir()
+    with pytest.raises(ValueError, match="names no folder"):
+        small("").create({"w": np.ones((8, 8), np.float32)})
+
+
+def test_an_offloaded_state_is_not_pickled(tmp_path):
+    state = small(tmp_path / "state").create({"w": np.ones((8, 8), np.float32)})
+    with pytest.raises(TypeError, match=r"opt_state.*mu.* is offloaded, and cannot be pickled .*Checkpointer"):
+        pickle.dumps(state)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import fraction, mesh_of
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
@@ -128,14 +128,13 @@ def test_a_model_trains_as_with_its_parameters_on_the_device():
     assert_training_is_the_same(scanned, devices=3, precision=Precision.bf16())
 
 
+PRECISIONS = {"float32": None, "bf16": Precision.bf16(), "fp16": Precision.fp16(loss_scale=256.0)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [3, 8])
-@pytest.mark.parametrize(
-    "precision", [None, Precision.bf16(), Precision.fp16(loss_scale=256.0)], ids=["float32", "bf16", "fp16"]
-)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "precision", "devices"), fraction(2, LOSSES, PRECISIONS, (3, 8)))
 def test_every_model_and_precision_trains_the_same(name, precision, devices):
-    assert_training_is_the_same(LOSSES[name], steps=3, devices=devices, precision=precision)
+    assert_training_is_the_same(LOSSES[name], steps=3, devices=devices, precision=PRECISIONS[precision])
 
 
 SETTINGS = {
@@ -154,8 +153,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["remat_loop", "one_by_one"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "name"), fraction(2, SETTINGS, ["remat_loop", "one_by_one"]))
 def test_every_setting_trains_the_same(setting, name):
     assert_training_is_the_same(LOSSES[name], **SETTINGS[setting])
 

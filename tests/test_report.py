@@ -1,13 +1,12 @@
 """The report counts bytes on live arrays and says why a leaf is not sharded."""
 
 import io
-import itertools
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import mesh_of, quick_or_slow
+from conftest import fraction, mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_params
 from rich.console import Console
 
@@ -53,7 +52,7 @@ def test_layers_on_different_devices_are_not_added_up():
 
 
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
-CASES = list(itertools.product(("adamw", "adafactor"), range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host")))
+CASES = fraction(4, ("adamw", "adafactor"), range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host"))
 QUICK = [
     ("adamw", 3, 8, "fp32", "device"),
     ("adamw", 3, 8, "bf16", "host"),

@@ -39,7 +39,7 @@ def verify(
 
         return verify_steps(directory, step)
 
-    intact = run_or_exit(check)
+    intact = run_or_exit(check, as_json=as_json)
     text = "\n".join(f"step {number}: intact" for number in intact)
     print_result({"intact": intact} if as_json else text, as_json=as_json)
 
@@ -61,7 +61,7 @@ def export(
 
         return export_checkpoint(directory, out, step=step, dtype=dtype)
 
-    written = [str(path) for path in run_or_exit(write)]
+    written = [str(path) for path in run_or_exit(write, as_json=as_json)]
     print_result({"written": written} if as_json else "\n".join(written), as_json=as_json)
 
 
@@ -105,9 +105,9 @@ def estimate(
             offload=user_code.parse_offload(offload),
         )
 
-    estimated = run_or_exit(compute)
+    estimated = run_or_exit(compute, as_json=as_json)
     if png is not None:
-        run_or_exit(lambda: save_plot("memory", estimated, png))
+        run_or_exit(lambda: save_plot("memory", estimated, png), as_json=as_json)
     if as_json:
         totals = [{**dataclasses.asdict(row), "total": row.total} for row in estimated.rows]
         print_result({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
@@ -154,7 +154,7 @@ def plan(
         if batch is not None and rows_of(rows) is None:
             raise ValueError(
                 f"--batch {batch}: the leaves of the batch that {file} gives have different numbers of rows on dim 0, "
-                f"or none. Leave --batch out, and give such a batch in the file."
+                f"or none. Give every leaf as many."
             )
         rows = rows if batch is None else with_rows(rows, batch)
         try:
@@ -165,9 +165,9 @@ def plan(
         except Exception as error:
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
 
-    compiled = run_or_exit(compute)
+    compiled = run_or_exit(compute, as_json=as_json)
     if png is not None:
-        run_or_exit(lambda: save_plot("timeline", compiled, png))
+        run_or_exit(lambda: save_plot("timeline", compiled, png), as_json=as_json)
     print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
 
 
@@ -203,7 +203,7 @@ def compare(
         with user_code.running(path):  # tracing runs its code
             return compare_step(step, state, batch, *args, stages=tuple(stage or range(4)))
 
-    comparison = run_or_exit(compute)
+    comparison = run_or_exit(compute, as_json=as_json)
     print_result({**dataclasses.asdict(comparison), "ok": comparison.ok} if as_json else comparison, as_json=as_json)
     if not comparison.ok:
         raise typer.Exit(1)
@@ -227,7 +227,7 @@ def doctor(
                 print_result(f"  {finding.name:24s} {finding.result}", verdict)
         return findings
 
-    findings = run_or_exit(check, on_cpu=False)
+    findings = run_or_exit(check, as_json=as_json, on_cpu=False)
     if as_json:
         print_result([dataclasses.asdict(finding) for finding in findings], as_json=True)
     if not all(finding.ok for finding in findings):
@@ -265,15 +265,22 @@ def save_plot(name: str, data: Any, png: Path) -> None:
     getattr(plot, name)(data).savefig(png, dpi=150)
 
 
-def run_or_exit(command: Callable[[], Any], *, on_cpu: bool = True) -> Any:
-    """Run a command, on the CPU unless told otherwise; an error is one line and exit status 2."""
+def run_or_exit(command: Callable[[], Any], *, as_json: bool, on_cpu: bool = True) -> Any:
+    """Run a command, on the CPU unless told otherwise; an error is one line, JSON if wanted, and exit status 2."""
     if on_cpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         return command()
     except Exception as error:
-        print(f"zerojax: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print_error(" ".join(str(error).split()) or type(error).__name__, as_json=as_json)
         raise typer.Exit(FAILED) from None
+
+
+def print_error(text: str, *, as_json: bool) -> None:
+    """Print an error to standard error and, where JSON is wanted, as `{"error": ...}` to standard output."""
+    print(f"zerojax: {text}", file=sys.stderr)
+    if as_json:
+        print_result({"error": text}, as_json=True)
 
 
 def main() -> None:
@@ -284,7 +291,8 @@ def main() -> None:
         message = getattr(error, "format_message", None)  # typer's own errors have it
         if message is None:
             raise
-        print(f"zerojax: {' '.join(message().split()).rstrip('.')}. See zerojax --help.", file=sys.stderr)
+        text = f"{' '.join(message().split()).rstrip('.')}. See zerojax --help."
+        print_error(text, as_json="--json" in sys.argv)
         status = FAILED
 
     sys.exit(status)

@@ -130,14 +130,14 @@ def disk_bandwidth(path: Path) -> str:
     ):
         begin = time.perf_counter()
         for i in range(CHUNKS):
-            store.write(i, [data], step=0)
+            store.write(i, [data], version=0)
         store.flush()
         written = time.perf_counter()
-        reads = [store.read(i, step=0) for i in range(PREFETCH)]
+        reads = [store.read(i, version=0) for i in range(PREFETCH)]
         for i in range(CHUNKS):
             reads[i].result().release()
             if i + PREFETCH < CHUNKS:
-                reads.append(store.read(i + PREFETCH, step=0))
+                reads.append(store.read(i + PREFETCH, version=0))
         done = time.perf_counter()
     size = CHUNKS * CHUNK_BYTES
     return f"writes {format_bytes(size / (written - begin))}/s, reads {format_bytes(size / (done - written))}/s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -65,18 +66,25 @@ def load_from_file(path: Path, name: str) -> Any:
 def running(path: Path) -> Iterator[None]:
     """Context in which a file's code runs: imports from its folder work, and its output is captured.
 
+    What it writes past Python to standard output, as its subprocesses do, goes to standard error.
+
     Raises:
         ValueError: If it exits.
     """
-    output = io.StringIO()
+    errors = io.StringIO()
     sys.path.insert(0, str(path.parent))
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
             yield
-    except SystemExit as error:  # argparse prints the reason last
-        reason = output.getvalue().strip().split("\n")[-1] or f"it exits with {error.code}"
+    except SystemExit as error:
+        said = error.code if isinstance(error.code, str) else errors.getvalue()  # argparse prints the reason last
+        reason = said.strip().split("\n")[-1] or f"it exits with {error.code}"
         raise ValueError(f"{path} cannot be used: {reason}") from error
     finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
         sys.path.remove(str(path.parent))
 
 

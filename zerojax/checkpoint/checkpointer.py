@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
-from zerojax.checkpoint.verifying import newest_verified, verify_steps
+from zerojax.checkpoint.verifying import newest_verified, reading, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.train.state import ZeroState
 
@@ -26,7 +27,8 @@ class Checkpointer:
     """Saves states into a directory and restores them, at any stage, mesh and number of devices.
 
     A checkpoint is committed atomically, each of its files has a digest that is verified when it
-    is restored, and the newest `keep` stay. All processes of a run call it alike.
+    is restored, and the newest `keep` stay. All processes of a run call it alike; calls of
+    several threads are serialized. What is under way when the interpreter exits is finished first.
 
     Attributes:
         directory: Where the checkpoints are; one run at a time writes there.
@@ -47,7 +49,7 @@ class Checkpointer:
         """Open a directory, made if it is not there.
 
         Args:
-            directory: On a file system that all processes see.
+            directory: On a file system that all processes see; `~` is the user's.
             keep: How many checkpoints stay, the newest; None is all.
             every: In steps.
             timeout: In seconds: how long a process waits for the others while saving.
@@ -55,16 +57,19 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If another run writes there, or the directory cannot be written.
-            ValueError: If a number is out of range.
+            ValueError: If a number is out of range, or `directory` is empty.
         """
         for name, value in (("keep", keep), ("every", every)):
             if not (name == "keep" and value is None) and (isinstance(value, bool) or not value or value < 1):
                 raise ValueError(f"Checkpointer({name}=) counts and must be at least 1, but is {value!r}.")
-        self.directory = Path(directory).absolute()
+        if not os.fspath(directory):
+            raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
+        self.directory = Path(directory).expanduser().absolute()
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
         self._processes = Processes(timeout)
         self._last_save: Save | None = None
         self._lock: int | None = None
+        self._mutex = threading.RLock()
         if not read_only:
             self._open()
 
@@ -75,11 +80,16 @@ class Checkpointer:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = folders.lock(self.directory)
-                for name in folders.clean(self.directory):
-                    log.warning("Cleaned up %s, which a killed run left in %s.", name, self.directory)
+                for name, outcome in folders.clean(self.directory).items():
+                    log.warning("%s in %s, which a killed run left, %s.", name, self.directory, outcome)
             except (OSError, CheckpointError) as error:
                 failure = f"Checkpoints cannot be written to {self.directory}: {error}"
-        self._processes.agree("open", failure)
+        try:
+            self._processes.agree("open", failure)
+        except CheckpointError:
+            self._unlock()  # another process cannot
+            raise
+        OPEN.add(self)
 
     def save(self, state: ZeroState, data: Any = None, *, step: int | None = None, force: bool = False) -> bool:
         """Begin to save a state; it is written while training goes on.
@@ -92,8 +102,8 @@ class Checkpointer:
             data: What else goes with it: a pytree, or anything with `get_state` and
                 `set_state` such as an iterator of grain, or a pytree that contains some. Small:
                 it is kept as JSON, one file a process.
-            step: Its number; default `int(state.step)`, which waits for the step. A loop that
-                counts for itself gives its count and does not wait.
+            step: Its number, an integer of any kind; default `int(state.step)`, which waits for
+                the step. A loop that counts for itself gives its count and does not wait.
             force: Whether to save though `every` does not divide the step.
 
         Returns:
@@ -103,7 +113,8 @@ class Checkpointer:
         Raises:
             CheckpointError: If this save cannot begin, or the one before failed: why, and
                 which checkpoint is the newest. The state is unchanged.
-            TypeError: If `state` is no `ZeroState`, or `data` cannot be written.
+            TypeError: If `state` is no `ZeroState`, `data` cannot be written, or `step` is no int.
+            ValueError: If `step` is negative.
         """
         if not isinstance(state, ZeroState):
             raise TypeError(f"save takes a ZeroState, as tx.create makes it, not {type(state).__name__}.")
@@ -111,15 +122,17 @@ class Checkpointer:
             raise CheckpointError("This Checkpointer is read_only=True. Open one without it to save.")
         if self._lock is None and self._processes.is_first:
             raise CheckpointError("This Checkpointer is closed. Open another to save.")
-        step, last = int(state.step) if step is None else step, self._last_save
-        if (step % self.every and not force) or (last is not None and last.step == step and last.error is None):
-            return False
-        self.wait()
-        text = data_state.dumps(data)
-        save = Save(self.directory, step, keep=self.keep, processes=self._processes)
-        on_auto_mesh(None, save.begin, state, text)
-        self._last_save = save
-        return True
+        step = folders.step_number(state.step if step is None else step)
+        with self._mutex:
+            last = self._last_save
+            if (step % self.every and not force) or (last is not None and last.step == step and last.error is None):
+                return False
+            self.wait()
+            text = data_state.dumps(data)
+            save = Save(self.directory, step, keep=self.keep, processes=self._processes)
+            on_auto_mesh(None, save.begin, state, text)
+            self._last_save = save
+            return True
 
     def restore(
         self,
@@ -147,14 +160,18 @@ class Checkpointer:
             The state, the data, the step, and what was not restored.
 
         Raises:
-            CheckpointError: If there is no checkpoint.
+            CheckpointError: If there is no checkpoint, or the run that writes there replaced it
+                while it was read.
             DamagedError: If it is damaged, naming leaf and file, and the newest intact one.
+            TypeError: If `like` is no `ZeroState`, or `step` is no int.
             ValueError: If it is of another tree, shape, type or optimizer.
         """
-        self.wait()
-        manifest = newest_verified(self.directory, step, fallback, self._processes)
-        self._last_save = None  # a run that went back may save the same steps again
-        return restore(self.directory, manifest, like, data=data, partial=partial, processes=self._processes)
+        with self._mutex:
+            self.wait()
+            manifest = newest_verified(self.directory, step, fallback, self._processes)
+            self._last_save = None  # a run that went back may save the same steps again
+            with reading(self.directory, manifest):
+                return restore(self.directory, manifest, like, data=data, partial=partial, processes=self._processes)
 
     def latest(self) -> int | None:
         """The newest step that has a checkpoint; None if none has."""
@@ -177,8 +194,9 @@ class Checkpointer:
             CheckpointError: If there is no such checkpoint.
             DamagedError: Naming leaf and file of the first that is damaged.
         """
-        self.wait()
-        return verify_steps(self.directory, step)
+        with self._mutex:
+            self.wait()
+            return verify_steps(self.directory, step)
 
     def wait(self) -> None:
         """Wait until the save under way is done.
@@ -186,21 +204,27 @@ class Checkpointer:
         Raises:
             CheckpointError: If it failed.
         """
-        if self._last_save is not None:
+        with self._mutex:
             try:
-                self._last_save.wait()
+                if self._last_save is not None:
+                    self._last_save.wait()
             except CheckpointError:
                 self._last_save = None  # reported once
                 raise
 
     def close(self) -> None:
         """Wait as `wait` does, and let others write to the directory."""
-        try:
-            self.wait()
-        finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+        with self._mutex:
+            try:
+                self.wait()
+            finally:
+                self._unlock()
+
+    def _unlock(self) -> None:
+        OPEN.discard(self)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Checkpointer:
         """The object itself."""
@@ -214,3 +238,21 @@ class Checkpointer:
             if error is None:
                 raise
             warnings.warn(str(failure), stacklevel=2)
+
+
+# Those that may have a save under way.
+OPEN: set[Checkpointer] = set()
+
+
+def close_open() -> None:
+    """At exit: finish the saves under way, and say what failed."""
+    for one in list(OPEN):
+        try:
+            one.close()
+        except CheckpointError as error:
+            log.error("%s", error)
+
+
+# Not `atexit`, which runs once the interpreter's executors are shut down: saves need them.
+threading._register_atexit(close_open)  # pyright: ignore[reportAttributeAccessIssue]
+os.register_at_fork(after_in_child=OPEN.clear)  # the thread of a save is not in the child

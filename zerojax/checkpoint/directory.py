@@ -2,28 +2,56 @@
 
 step_00000100         a checkpoint, complete and on disk
 step_00000200.aside   one of a later step than the run went back to
-.tmp-…                one being written, or removed
-.old-…                one being replaced
+.tmp-step_…-<hex>     one being written, or removed; locked, and written in, by its writer
+.old-step_…           one being replaced
 .lock                 locked by the run that writes
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import operator
 import os
 import re
 import secrets
 import shutil
+import socket
 import time
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
-from zerojax.offload.folder import DiskError
+from zerojax.offload.folder import LOCK, DiskError
 
 STEP = re.compile(r"step_(\d{8,})")
+ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?")
 TEMPORARY, OLD = ".tmp-", ".old-"
+OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}")
+# A folder of another host, where locks may not be seen, is taken for left behind after so many seconds without a write.
+IDLE = 3600.0
+
+
+def step_number(step: Any) -> int:
+    """A step that the caller gives, as an int.
+
+    Raises:
+        TypeError: If it is no integer of Python, NumPy or JAX.
+        ValueError: If it is negative.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
+        raise TypeError(f"step= is {step!r}, a {type(step).__name__}. Give an integer.")
+    if number < 0:
+        raise ValueError(f"step= is {number}. Give an integer of at least 0.")
+    return number
 
 
 def step_name(step: int) -> str:
@@ -52,29 +80,81 @@ def lock(directory: Path) -> int:
         raise CheckpointError(f"{error} Checkpointer(..., read_only=True) restores beside it.") from error
 
 
-def clean(directory: Path) -> list[str]:
+def clean(directory: Path) -> dict[str, str]:
     """Remove what killed saves left, and put back a checkpoint whose replacement was killed.
 
-    Only for the run that has the lock.
+    Only for the run that has the lock. What another writer is at work in stays all the same: the
+    lock file may have been deleted, or not be seen by another host.
 
     Returns:
-        The names of what was there.
+        The names of what was there, and what became of each.
     """
-    names = []
+    outcomes = {}
     for entry in sorted(directory.iterdir()):
-        if entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
-            os.rename(entry, final)
-        elif entry.name.startswith((TEMPORARY, OLD)):
-            shutil.rmtree(entry)
-        else:
+        if not (match := OURS.fullmatch(entry.name)):
             continue
-        names.append(entry.name)
-    return names
+        try:
+            if entry.is_symlink() or not entry.is_dir():
+                outcomes[entry.name] = "is no folder that a save made: it stays"
+            elif entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
+                os.rename(entry, final)
+                outcomes[entry.name] = "was put back"
+            elif match[1] and is_being_written(entry, match[1]):
+                outcomes[entry.name] = "may be another run's that is writing it: it stays"
+            else:
+                shutil.rmtree(entry)
+                outcomes[entry.name] = "was removed"
+        except OSError as error:
+            outcomes[entry.name] = f"cannot be removed ({error.strerror}): it stays"
+    return outcomes
+
+
+def require_space(directory: Path, size: int) -> None:
+    """Refuse to begin what the disk has no room for.
+
+    Raises:
+        CheckpointError: Saying how many bytes are needed, and how many there are.
+    """
+    disk = os.statvfs(directory)
+    if size > (available := disk.f_bavail * disk.f_frsize):
+        raise CheckpointError(
+            f"it takes about {size} bytes, and {available} are available there: No space left on device. Make room, "
+            f"or keep= fewer checkpoints."
+        )
 
 
 def temporary_name(step: int) -> str:
     """A folder to write a checkpoint into; another at each call, since a write of a failed save may come late."""
-    return f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
+    return f"{TEMPORARY}{step_name(step)}-{host()}{secrets.token_hex(4)}"
+
+
+def host() -> str:
+    """This host, in eight hexadecimal digits."""
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def mark_as_written(temporary: Path) -> int:
+    """Lock a folder while it is written; closing the handle unlocks it."""
+    handle = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            os.close(handle)
+            raise
+    return handle  # where folders cannot be locked, as on NFS, unlocked
+
+
+def is_being_written(temporary: Path, writer: str) -> bool:
+    """Whether its writer may be alive: on this host it has the lock, on another one it wrote a short time ago."""
+    try:
+        os.close(mark_as_written(temporary))
+    except BlockingIOError:
+        return True
+    if writer == host():
+        return False
+    last = max(os.lstat(temporary / name).st_mtime for name in [".", *files_in(temporary)])
+    return last > os.stat(temporary.parent / LOCK).st_mtime - IDLE  # the file system's clock: the lock was just taken
 
 
 def commit(temporary: Path, step: int) -> None:
@@ -110,10 +190,16 @@ def rename_later_steps(directory: Path, step: int) -> list[str]:
 
 
 def prune(directory: Path, keep: int | None) -> None:
-    """Remove all but the newest checkpoints. Each is renamed first, so that a kill leaves no incomplete one."""
-    for step in [] if keep is None else steps_in(directory)[:-keep]:
-        doomed = directory / temporary_name(step)
-        os.rename(directory / step_name(step), doomed)
+    """Remove all but the newest checkpoints, and all but the newest that were renamed as later ones.
+
+    Each is renamed first, so that a kill leaves no incomplete one.
+    """
+    if keep is None:
+        return
+    asides = sorted(name for name in os.listdir(directory) if ASIDE.fullmatch(name))
+    for name in [*map(step_name, steps_in(directory)[:-keep]), *asides[:-keep]]:
+        doomed = directory / temporary_name(int(name[5:].partition(".")[0]))
+        os.rename(directory / name, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -41,7 +41,7 @@ def attempt(work: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """An error's type and text."""
     text = " ".join(str(error).split())[:MAX_LENGTH]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

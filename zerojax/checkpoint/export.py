@@ -22,7 +22,7 @@ from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
 from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.safetensors import NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import dotted, key_paths, state_leaves
-from zerojax.checkpoint.verifying import existing_step, verified
+from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
@@ -67,8 +67,10 @@ def export(
     Raises:
         CheckpointError: If the folder is not empty.
         TypeError: If a leaf has a type that safetensors does not know.
-        ValueError: If leaves said to be tied are not equal, or two have the same name.
+        ValueError: If leaves said to be tied are not equal, two have the same name, or `dtype`
+            is no floating type.
     """
+    check_dtype(dtype)
     leaves = list(leaves_of_state(state) if isinstance(state, ZeroState) else leaves_of_params(state))
     ties = dict(tied or {})
     first: dict[int, str] = {}
@@ -109,6 +111,7 @@ def export_checkpoint(
         CheckpointError: If there is no such checkpoint.
         DamagedError: If it is damaged.
     """
+    check_dtype(dtype)
     directory = Path(directory)
     manifest = verified(directory, existing_step(directory, step))
     folder = directory / step_name(manifest.step) / ARRAYS
@@ -124,7 +127,14 @@ def export_checkpoint(
         for saved in manifest.leaves
         if saved.path[0] == "params"
     ]
-    return write_folder(Path(path), tensors, dict(tied or {}), file_bytes)
+    with reading(directory, manifest):
+        return write_folder(Path(path), tensors, dict(tied or {}), file_bytes)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse to cast weights to integers."""
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype= is {dtype}, which would destroy weights. Give a floating type, such as bfloat16.")
 
 
 def leaves_of_state(state: ZeroState) -> Iterator[tuple[str, Any, Leaf]]:

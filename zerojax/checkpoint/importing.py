@@ -35,7 +35,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree) -> PyTree:
 
     Raises:
         FileNotFoundError: If there is nothing to read.
-        ValueError: If a leaf is missing, or has another shape or kind of type.
+        ValueError: If a file is damaged, a leaf is missing, or has another shape or kind of type.
     """
     files = Files(Path(path))
     tree = master_shapes(like) if isinstance(like, ZeroState) else like

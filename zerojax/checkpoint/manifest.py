@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
-from collections.abc import Iterable
+import operator
+import os
+import stat
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ VERSION = 1
 ARRAYS = "arrays"
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
 DIGESTS = ".digests."
+NAMED = 5
 Damage = tuple[str, str, str]
 
 
@@ -102,20 +107,52 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
     Raises:
         ValueError: If it was written by a later version of zerojax.
     """
+    name = MANIFEST
     try:
-        text, line = (directory / MANIFEST).read_bytes(), (directory / MANIFEST_DIGEST).read_bytes()
+        text = plain_file(directory, name).read_bytes()
+        line = plain_file(directory, name := MANIFEST_DIGEST).read_bytes()
     except OSError as error:
-        return [("", str(error.filename or MANIFEST).rsplit("/", 1)[-1], f"cannot be read: {error.strerror}")]
+        return [("", name, f"cannot be read: {error.strerror}")]
     if line != digest_line(text).encode():
         return [("", f"{MANIFEST} or {MANIFEST_DIGEST}", "the digest is of another manifest")]
-    body = json.loads(text)
-    if body.pop("version") > VERSION:
-        raise ValueError(f"{directory} was written by a later version of zerojax. Restore it with that one.")
+    try:
+        body = json.loads(text)
+        if (made := body.pop("version")) <= VERSION:
+            return manifest_of(body)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        return [("", MANIFEST, f"is no manifest ({type(error).__name__}: {error})")]
+    raise ValueError(
+        f"{directory} was written by a later version of zerojax, in format {made}. Restore it with that one."
+    )
+
+
+def manifest_of(body: dict[str, Any]) -> Manifest:
+    """A manifest from its JSON; whatever is raised, it is none."""
     leaves = tuple(
         SavedLeaf(**{**leaf, "path": tuple(leaf["path"]), "shape": tuple(leaf["shape"])}) for leaf in body["leaves"]
     )
     files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
-    return Manifest(body["step"], leaves, files, body["made_by"])
+    for leaf in leaves:
+        words = (leaf.name, leaf.dtype, leaf.kind, leaf.folder, leaf.key or "", *leaf.path)
+        if not all(isinstance(word, str) for word in words) or any(operator.index(n) < 0 for n in leaf.shape):
+            raise ValueError(f"leaf {leaf.name!r}")
+    if not 0 < operator.index(body["made_by"]["processes"]) <= len(files):
+        raise ValueError("the number of processes")
+    return Manifest(operator.index(body["step"]), leaves, files, body["made_by"])
+
+
+def plain_file(directory: Path, name: str) -> Path:
+    """A file of a checkpoint, which may come from anyone: it may not leave the folder, or be a device or a pipe.
+
+    Raises:
+        OSError: If it is none, or is not there.
+    """
+    path, root = (os.path.realpath(one) for one in (directory / name, directory))
+    if not path.startswith(f"{root}{os.sep}"):
+        raise OSError(errno.EPERM, "it is outside the checkpoint", name)
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EPERM, "it is no plain file", name)
+    return Path(path)
 
 
 def digest_line(text: bytes) -> str:
@@ -151,11 +188,11 @@ def damage_in(directory: Path, manifest: Manifest, names: Iterable[str]) -> list
 
     def problem(name: str) -> str:
         try:
-            size, sha256 = digest(directory / name)
+            size, sha256 = digest(plain_file(directory, name))
         except FileNotFoundError:
             return "is missing"
-        except OSError as error:
-            return f"cannot be read: {error.strerror}"
+        except (OSError, ValueError) as error:
+            return f"cannot be read: {getattr(error, 'strerror', error)}"
         if size != manifest.files[name][0]:
             return f"has {size} bytes instead of {manifest.files[name][0]}"
         return "" if sha256 == manifest.files[name][1] else "has other contents than were written"
@@ -164,3 +201,9 @@ def damage_in(directory: Path, manifest: Manifest, names: Iterable[str]) -> list
     with ThreadPoolExecutor(8) as pool:
         problems = zip(names, pool.map(problem, names), strict=True)
         return [(manifest.leaf_of(name), name, what) for name, what in problems if what]
+
+
+def in_words(damage: Sequence[Damage]) -> str:
+    """The first damaged files, for an error."""
+    named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {what}" for leaf, file, what in damage[:NAMED])
+    return f"{named}; and {len(damage) - NAMED} more files" if len(damage) > NAMED else named

@@ -48,6 +48,8 @@ def match(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf], *, partial
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
     differences |= {name: why for name, why in surplus.items() if name not in wanted}
+    # parameters first: what differs elsewhere mostly follows from them
+    differences = dict(sorted(differences.items(), key=lambda one: not one[0].startswith("params")))
     if differences and not partial:
         first = "\n".join(f"  {name}: {why}" for name, why in list(differences.items())[:NAMED])
         more = f"\n  and {len(differences) - NAMED} more" if len(differences) > NAMED else ""

@@ -123,19 +123,18 @@ class Files:
 
         Raises:
             FileNotFoundError: If there is no such file or folder, or none in it.
+            ValueError: If a file is damaged, or the index names one outside the folder.
         """
-        from safetensors import safe_open
-
         folder, index = path if path.is_dir() else path.parent, path / INDEX
         if path.is_file():
             names = {path.name}
         elif index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = names_in_index(index)
         else:
             names = {file.name for file in path.glob("*.safetensors")}
         if not names:
             raise FileNotFoundError(f"There are no files of safetensors at {path}.")
-        opened = [safe_open(folder / name, framework="numpy") for name in sorted(names)]
+        opened = [open_file(folder / name) for name in sorted(names)]
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         self.tied = {
             name: other
@@ -169,3 +168,27 @@ class Files:
     def _slices(self, name: str):
         name = self.tied.get(name, name)
         return self._files[name].get_slice(name)
+
+
+def names_in_index(index: Path) -> set[str]:
+    """The files that an index names, all beside it."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        foreign = [name for name in names if name != os.path.basename(name) or name in ("", "..")]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of safetensors: {type(error).__name__}: {error}.") from error
+    if foreign:
+        raise ValueError(f"{index} names {min(foreign)!r}, which is not a file beside it. It is not opened.")
+    return names
+
+
+def open_file(path: Path) -> Any:
+    """A file of safetensors, its header read."""
+    from safetensors import SafetensorError, safe_open
+
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no plain file.")
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no intact file of safetensors: {error}. Export or download it again.") from error

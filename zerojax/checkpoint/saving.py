@@ -6,8 +6,10 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,8 +17,9 @@ import jax
 
 from zerojax.checkpoint import arrays, directory
 from zerojax.checkpoint.arrays import is_key
+from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
-from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, made_by
+from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, in_words, made_by
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.train.state import ZeroState
@@ -24,6 +27,7 @@ from zerojax.train.state import ZeroState
 log = logging.getLogger("zerojax.checkpoint")
 
 MAX_FOLDER_NAME = 200
+BLOCK = 4096
 
 
 class Save:
@@ -40,16 +44,27 @@ class Save:
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
+        self._mark: int | None = None
+        self._done = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended: CPython gh-90882
 
     def begin(self, state: ZeroState, data: str) -> None:
-        """Copy the state to host memory, and leave the rest to the thread; raises if the folder cannot be made."""
+        """Copy the state to host memory, and leave the rest to the thread.
+
+        If this raises, Ctrl-C included, nothing is saved, and what was begun is removed.
+        """
+        try:
+            self._begin(state, data)
+        except BaseException as error:
+            self.error = self._failed(error)
+            if isinstance(error, CheckpointError):
+                raise self.error from error
+            raise
+
+    def _begin(self, state: ZeroState, data: str) -> None:
         leaves = state_leaves(state)
         manifest = Manifest(self.step, saved_leaves(leaves), {}, made_by(self._processes.count))
-        try:
-            failure = attempt(self._make_folders) if self._processes.is_first else ""
-            name = self._processes.agree("begin", failure, self._temporary.name)
-        except CheckpointError as error:
-            raise self._failed(error) from error
+        failure = attempt(self._make_folders, leaves.values()) if self._processes.is_first else ""
+        name = self._processes.agree("begin", failure, self._temporary.name)
         self._temporary = self._temporary.with_name(name)
         by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
         failure, finish = "", None
@@ -63,8 +78,7 @@ class Save:
 
     def wait(self) -> None:
         """Block until all is done; raises `error` if it failed."""
-        if self.thread is not None:
-            self.thread.join()
+        self._done.wait()
         if self.error is not None:
             raise self.error
 
@@ -77,10 +91,20 @@ class Save:
             self._processes.agree("committed", failure)
         except Exception as error:
             self.error = self._failed(error)
+        finally:
+            self._release_mark()
+            self._done.set()
 
-    def _make_folders(self) -> None:
+    def _make_folders(self, leaves: Iterable[StateLeaf]) -> None:
+        directory.require_space(self._temporary.parent, sum(map(disk_bytes, leaves)))
         self._temporary.mkdir()  # without its parents: whoever deleted the directory deleted its lock
+        self._mark = directory.mark_as_written(self._temporary)
         (self._temporary / ARRAYS).mkdir()
+
+    def _release_mark(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            os.close(mark)
 
     def _write(self, finish: Callable[[], None], data: str) -> None:
         finish()
@@ -96,12 +120,17 @@ class Save:
 
     def _commit(self, manifest: Manifest) -> None:
         """Write the manifest, with the digests of all processes, and give the folder its name."""
+        if self.error is not None:  # `begin` was interrupted
+            raise self.error
         files: dict[str, tuple[int, str]] = {}
         for i in range(self._processes.count):
             path = self._temporary / f"{DIGESTS}{i}.json"
             files |= json.loads(path.read_text())
             path.unlink()
-        dataclasses.replace(manifest, files=dict(sorted(files.items()))).write(self._temporary)
+        manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())))
+        if lacking := incomplete(self._temporary, manifest, manifest.leaves):
+            raise CheckpointError(in_words(lacking))
+        manifest.write(self._temporary)
         directory.sync(directory.folders_in(self._temporary))
         root = self._temporary.parent
         for name in directory.rename_later_steps(root, self.step):
@@ -110,17 +139,21 @@ class Save:
         if failure := attempt(directory.prune, root, self._keep):
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
 
-    def _failed(self, error: Exception) -> CheckpointError:
+    def _failed(self, error: BaseException) -> CheckpointError:
         """The error to raise; what was begun is removed."""
+        self._release_mark()
         if self._processes.is_first:
             directory.remove(self._temporary)
         root = self._temporary.parent
         newest = max(directory.steps_in(root), default=None)
-        kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        return CheckpointError(
-            f"Saving step {self.step} to {root} failed: {in_one_line(error)}\nThe state of the run is unchanged, "
-            f"and {kept}."
-        )
+        kept = "There is no checkpoint yet" if newest is None else f"The newest checkpoint is that of step {newest}"
+        return CheckpointError(f"Saving step {self.step} to {root} failed: {in_one_line(error)}\n{kept}.")
+
+
+def disk_bytes(one: StateLeaf) -> int:
+    """About what a leaf takes on disk: its bytes, and a block for each file."""
+    files = 1 if one.leaf.kind == "replicated" else one.leaf.shards
+    return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize + (files + 1) * BLOCK
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:

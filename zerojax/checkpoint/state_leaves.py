@@ -58,7 +58,11 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
 
     Returns:
         The leaves in a fixed order: step, scaling, parameters, optimizer state, mutable.
+
+    Raises:
+        TypeError: If a leaf is no array, naming it.
     """
+    require_arrays(state)
     plan = state.plan
     opt_state, masters = split_masters(state)
     leaves = [
@@ -74,6 +78,15 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
         leaves.append(state_leaf("opt_state", path, layout, x))
     leaves += replicated_leaves("mutable", state, plan.layout.policy.data)
     return {leaf.name: leaf for leaf in leaves}
+
+
+def require_arrays(state: ZeroState) -> None:
+    """Refuse numbers of Python in a state, naming the first."""
+    for field in ("opt_state", "mutable"):
+        for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field), is_leaf=is_chunked)[0]:
+            if not hasattr(x, "dtype"):
+                name = name_of(field, path)
+                raise TypeError(f"{name} is {x!r}, a {type(x).__name__} of Python. Give an array: jnp.asarray({x!r}).")
 
 
 def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:

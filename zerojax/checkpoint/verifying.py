@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
-from zerojax.checkpoint.directory import step_name, steps_in
+from zerojax.checkpoint.completeness import incomplete
+from zerojax.checkpoint.directory import step_name, step_number, steps_in
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
-from zerojax.checkpoint.manifest import Manifest, damage_in, read_manifest
+from zerojax.checkpoint.manifest import MANIFEST, NAMED, Damage, Manifest, damage_in, in_words, read_manifest
 from zerojax.checkpoint.processes import Processes
-
-NAMED = 5
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
@@ -54,9 +53,10 @@ def existing_step(root: Path, step: int | None) -> int:
 
     Raises:
         CheckpointError: If it has no checkpoint, saying which have one.
+        TypeError: If it is no int.
     """
     steps = steps_in(root)
-    chosen = max(steps, default=None) if step is None else step
+    chosen = max(steps, default=None) if step is None else step_number(step)
     if chosen is None or chosen not in steps:
         of = "" if step is None else f" of step {step}"
         others = f"; there are those of steps {', '.join(map(str, steps))}" if steps else ""
@@ -72,17 +72,44 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
     """
     folder = root / step_name(step)
     manifest = read_manifest(folder)
-    if isinstance(manifest, Manifest):
-        names = list(manifest.files)
-        damage = damage_in(folder, manifest, names if processes is None else names[processes.index :: processes.count])
-    else:
+    index, count = (0, 1) if processes is None else (processes.index, processes.count)
+    if not isinstance(manifest, Manifest):
         damage = manifest
+    elif manifest.step != step:
+        damage = [("", MANIFEST, f"is of step {manifest.step}: rename the folder to {step_name(manifest.step)}")]
+    else:
+        damage = damage_in(folder, manifest, list(manifest.files)[index::count])
+        damage = damage or incomplete(folder, manifest, manifest.leaves[index::count])
     if processes is not None:
         messages = processes.exchange("verified", json.dumps(damage[:NAMED]))
         damage = [tuple(one) for text in messages for one in json.loads(text)]
     if damage or not isinstance(manifest, Manifest):
-        named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {what}" for leaf, file, what in damage[:NAMED])
-        more = f"; and {len(damage) - NAMED} more files" if len(damage) > NAMED else ""
-        text = f"The checkpoint of step {step} in {root} is damaged ({named}{more})."
+        require_unchanged(root, step, manifest)
+        text = f"The checkpoint of step {step} in {root} is damaged ({in_words(damage)})."
         raise DamagedError(text, step=step, damage=tuple(damage))
-    return dataclasses.replace(manifest, step=step)  # a folder that was renamed counts as what it is named
+    return manifest
+
+
+@contextlib.contextmanager
+def reading(root: Path, manifest: Manifest) -> Iterator[None]:
+    """Around what reads a verified checkpoint, beside a run that may remove or replace it.
+
+    Raises:
+        CheckpointError: If that happened: zarr reads files that vanish as zeros.
+    """
+    try:
+        yield
+    except Exception as error:
+        require_unchanged(root, manifest.step, manifest, error)
+        raise
+    require_unchanged(root, manifest.step, manifest)
+
+
+def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
+    """Raise unless the folder of a step still has this manifest, or the same that is wrong with it."""
+    folder = root / step_name(step)
+    if not folder.is_dir() or read_manifest(folder) != manifest:
+        raise CheckpointError(
+            f"The checkpoint of step {step} in {root} was removed or replaced while it was read, as a run that writes "
+            f"there does. Restore again, or give that run's Checkpointer a larger keep=."
+        ) from cause

@@ -89,6 +89,17 @@ class Chunked:
     sharding: NamedSharding
     store: Any = None
 
+    def __reduce__(self):
+        """Refuse to be pickled.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"opt_state{self.leaf.path} is offloaded, and cannot be pickled or deep-copied. Save the state with a "
+            f"zerojax.checkpoint.Checkpointer."
+        )
+
     @property
     def mesh(self) -> Mesh:
         """The devices."""

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerojax.offload.remat import remat_policy
+    from zerojax.offload.state_files import close
 
-__all__ = ["remat_policy"]
+__all__ = ["close", "remat_policy"]
+MODULES = {"close": ".state_files", "remat_policy": ".remat"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the policy when it is first used: the files of a disk store can be inspected without JAX."""
-    if name != "remat_policy":
+    """Import it when it is first used: a disk store needs no JAX."""
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(".remat", __name__).remat_policy
+    return getattr(import_module(MODULES[name], __name__), name)

@@ -25,11 +25,11 @@ from zerojax.offload.folder import DiskError
 class DiskStateError(DiskError):
     """A file does not have the state that is required."""
 
-    def __init__(self, path: Path, found: str, step: int):
-        """Say which file, what it is and of which step it should be."""
+    def __init__(self, path: Path, found: str, version: int):
+        """Say which file, what it is and of which version it should be."""
         super().__init__(
-            f"{path} {found}; required is what was written of step {step}. Restore the run from its last checkpoint, "
-            f"which writes the offloaded state anew."
+            f"{path} {found}; required is what was written of version {version} (of the state's writes, not a "
+            f"step). Restore the run from its last checkpoint, which writes the offloaded state anew."
         )
 
 
@@ -107,11 +107,11 @@ class DiskStore:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # of each chunk
         self._writes: list[Future[None]] = []
-        self._written: dict[int, tuple[int, int]] = {}  # step and checksum of each chunk
+        self._written: dict[int, tuple[int, int]] = {}  # version and checksum of each chunk
         self._closed = False
 
-    def read(self, index: int, *, step: int) -> Future[Lease]:
-        """Begin to read a chunk; the result, once its step and its bytes are checked, may be a `DiskStateError`.
+    def read(self, index: int, *, version: int) -> Future[Lease]:
+        """Begin to read a chunk; the result, once its version and its bytes are checked, may be a `DiskStateError`.
 
         Raises:
             ValueError: If all buffers are lent.
@@ -124,11 +124,11 @@ class DiskStore:
                 f"Chunk {index} in {self.path} cannot be read: all buffers are lent. Give one back first, or have "
                 f"more in flight."
             ) from None
-        reading = self._begin(index, self._read, step, buffer)
+        reading = self._begin(index, self._read, version, buffer)
         reading.add_done_callback(lambda done: self._to_read.put(buffer) if done.cancelled() else None)
         return reading
 
-    def write(self, index: int, arrays: Sequence[np.ndarray], *, step: int) -> None:
+    def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
         """Copy a chunk's new state to a buffer, blocking until one is free, and begin to write it."""
         self._raise_failure()
         spec = self._specs[index]
@@ -137,7 +137,7 @@ class DiskStore:
         try:
             for array, view in zip(arrays, spec.views(buffer), strict=True):
                 np.copyto(view, array)
-            self._writes.append(self._begin(index, self._write, step, buffer))
+            self._writes.append(self._begin(index, self._write, version, buffer))
         except BaseException:
             self._to_write.put(buffer)
             raise
@@ -180,39 +180,39 @@ class DiskStore:
         self._begun[index] = [*before, future]
         return future
 
-    def _read(self, before: list[Future], index: int, step: int, buffer: memoryview) -> Lease:
+    def _read(self, before: list[Future], index: int, version: int, buffer: memoryview) -> Lease:
         wait(before)
         spec = self._specs[index]
         try:
-            self._fill(index, step, buffer[: spec.bytes])
+            self._fill(index, version, buffer[: spec.bytes])
             return Lease(spec.views(buffer), lambda: self._to_read.put(buffer))
         except BaseException:
             self._to_read.put(buffer)
             raise
 
-    def _fill(self, index: int, step: int, content: memoryview) -> None:
+    def _fill(self, index: int, version: int, content: memoryview) -> None:
         path = folder.chunk_file(self.path, index)
         found, expected = self._written.get(index, (None, None))
-        if found != step:
-            raise DiskStateError(path, "was not written" if found is None else f"is of step {found}", step)
+        if found != version:
+            raise DiskStateError(path, "was not written" if found is None else f"is of version {found}", version)
         try:
             size = chunks.transfer(path, content, write=False, direct=self.direct)
         except OSError as error:
-            raise DiskStateError(path, f"cannot be read: {error.strerror}", step) from error
+            raise DiskStateError(path, f"cannot be read: {error.strerror}", version) from error
         if size < len(content):
-            raise DiskStateError(path, f"is torn: it ends after {size} of {len(content)} bytes", step)
+            raise DiskStateError(path, f"is torn: it ends after {size} of {len(content)} bytes", version)
         if chunks.checksum(content) != expected:
-            raise DiskStateError(path, "is damaged: its bytes have another checksum", step)
+            raise DiskStateError(path, "is damaged: its bytes have another checksum", version)
 
-    def _write(self, before: list[Future], index: int, step: int, buffer: memoryview) -> None:
+    def _write(self, before: list[Future], index: int, version: int, buffer: memoryview) -> None:
         wait(before)
         path, spec = folder.chunk_file(self.path, index), self._specs[index]
         try:
             chunks.transfer(path, buffer[: spec.bytes], write=True, direct=self.direct)
-            self._written[index] = step, chunks.checksum(buffer[: spec.bytes])
+            self._written[index] = version, chunks.checksum(buffer[: spec.bytes])
         except OSError as error:
             raise DiskError(
-                f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) of step {step} to {path} failed: "
+                f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) of version {version} to {path} failed: "
                 f"{error.strerror}. Make room or mend the disk, then restore the run from its last checkpoint."
             ) from error
         finally:

@@ -85,7 +85,7 @@ def lock(folder: Path) -> int:
     """Lock a folder for as long as this process lives, however it ends; a handle of the lock file.
 
     Raises:
-        DiskError: If another process has locked it, naming that.
+        DiskError: If another process has locked it, naming that, or this one has.
     """
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -99,6 +99,11 @@ def lock(folder: Path) -> int:
         os.close(handle)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
+        if holder == str(os.getpid()):
+            raise DiskError(
+                f"{folder} is in use by this process. First close what uses it, a Checkpointer with close(), a "
+                f"state with zerojax.offload.close(state); or give another folder."
+            ) from error
         raise DiskError(
             f"{folder} is in use by another run (process {holder or 'unknown'}). Give this one another folder, or end "
             f"or close() that one first."

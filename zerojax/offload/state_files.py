@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from zerojax.layout.chunked import Chunking
+from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
@@ -25,7 +25,7 @@ from zerojax.offload.disk import DiskStore, Lease
 from zerojax.offload.folder import DiskError
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Int, PyTree
 
 
 class StateFiles:
@@ -43,8 +43,14 @@ class StateFiles:
             path: The folder in which each process makes its own.
             leaves: Layout, chunking and sharding of each leaf, by its index in the state.
             in_flight: How many chunks are read ahead, and how many written behind.
+
+        Raises:
+            ValueError: If the path is empty.
         """
-        self.path = Path(path, f"process_{jax.process_index()}")
+        if not os.fspath(path):
+            raise ValueError('Offload(path="") names no folder. Give one, or "." for this one.')
+        # absolute, since the working directory may change
+        self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
         self._leaves = leaves
         self._in_flight = in_flight
         self._index: dict[tuple[int, int], int] = {}
@@ -62,12 +68,12 @@ class StateFiles:
         with folder.writable(parent := self.path.parent):
             parent.mkdir(exist_ok=True)
         store = DiskStore(self.path, self._specs, in_flight=self._in_flight)
-        weakref.finalize(self, close, store)
+        weakref.finalize(self, close_store, store)
         return store
 
     def read(self, k: int, n: int) -> Future[Lease]:
         """Begin to read chunk `n` of leaf `k`."""
-        return self._store.read(self._index[k, n], step=self._version)
+        return self._store.read(self._index[k, n], version=self._version)
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
         """The chunk that `read` began to read, in a kind of the devices' memory; storage shape."""
@@ -90,7 +96,7 @@ class StateFiles:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
         index = self._index[k, n]
-        self._store.write(index, shards, step=self._version + 1)
+        self._store.write(index, shards, version=self._version + 1)
         self._written.add(index)
         if len(self._written) == len(self._specs):
             self._version += 1
@@ -118,7 +124,7 @@ class StateFiles:
         """Give up files that are of two versions, and the folder with them, until a state is written anew."""
         self._written.clear()
         if store := self.__dict__.pop("_store", None):
-            close(store)
+            close_store(store)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +163,21 @@ class LeafFiles:
         return version
 
 
-def close(store: DiskStore) -> None:
+def close(state: PyTree) -> None:
+    """Unlock the folder of a state on disk, which cannot be used any more.
+
+    As after Ctrl-C in a step: the state is lost, and its folder locked for as long as something,
+    a traceback perhaps, refers to it. What is not on disk is left alone.
+
+    Args:
+        state: A `ZeroState`, donated or not, or any tree with offloaded leaves.
+    """
+    for x in jax.tree.leaves(state, is_leaf=is_chunked):
+        if is_chunked(x) and x.store is not None:
+            x.store.files.abandon()
+
+
+def close_store(store: DiskStore) -> None:
     """Unlock the folder of a state that nobody has any more; what fails then concerns nobody."""
     with contextlib.suppress(DiskError):
         store.close()

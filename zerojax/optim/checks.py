@@ -14,7 +14,9 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout, layout_of
+from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan
+from zerojax.placement.storage import shapes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -77,6 +79,15 @@ def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
                 f"The state was made with another precision= or trainable= than the step: {required}, and the step "
                 f"needs {found}. Make a new state with this transformation's create(params)."
             )
+    trained = plan.trained
+    init = wrapped_tx(config, trained).init
+    state = jax.eval_shape(init, jax.tree.unflatten(trained.treedef, shapes(trained.grads)))
+    if jax.tree.structure(state) != plan.state_def:
+        found = jax.tree_util.tree_flatten_with_path(state)[0]
+        raise ValueError(
+            f"The state was made with another transformation than the step's, whose state "
+            f"{tree_difference(found, plan.state)}. Make a new state with this transformation's create(params)."
+        )
 
 
 def policy_in_words(policy: LayoutPolicy) -> str:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
-    """Refuse a batch whose rows do not divide by the devices and their microbatches.
+    """Refuse a batch without rows, or whose rows do not divide by the devices and their microbatches.
 
     Raises:
         ValueError: Naming the leaf, its rows, what they are divided by and the remedy.
     """
+    first: tuple[str, int] | None = None
     parts = data.workers * accumulate
     where = f"mesh {in_words(data.batch)}"
     among = f"the {'axis has' if len(data.batch) == 1 else 'axes have'} {data.workers} devices"
@@ -33,7 +34,15 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
         if not shape:
             raise ValueError(
                 f"Cannot divide {name} over {where}: it is a scalar and has no dim 0. "
-                f"Pass values that belong to no row as further arguments, after the batch."
+                f"Pass values that belong to no row as further arguments, after the batch, and lists as arrays."
+            )
+        first = first or (name, shape[0])
+        if not shape[0]:
+            raise ValueError(f"{name} has the shape {list(shape)}, of no rows: their mean would be NaN. Drop it.")
+        if shape[0] != first[1]:
+            raise ValueError(
+                f"{name} has {shape[0]} rows, and {first[0]} has {first[1]}: rows would be paired wrongly. Give every "
+                f"leaf of a batch as many, and values that belong to no row as further arguments, after the batch."
             )
         if shape[0] % parts:
             below, above = shape[0] // parts * parts, -(-shape[0] // parts) * parts

@@ -1,0 +1,418 @@
+"""No save is lost or falsely reported, nothing of others is touched, and a checkpoint may come from a stranger."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import zero_shard
+from zerojax.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    DamagedError,
+    arrays,
+    directory,
+    export_checkpoint,
+    import_params,
+    restoring,
+)
+from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
+from zerojax.checkpoint.saving import Save
+
+TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
+LEFT = ".tmp-step_00000007-0123abcd"
+
+
+@pytest.fixture(scope="module")
+def state():
+    return TX.create({"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(3)})
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory):
+    """Steps 1 and 2."""
+    path = tmp_path_factory.mktemp("saved")
+    with Checkpointer(path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state, step=step)
+    return path
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def rewrite(root, step, **changes):
+    """Give a checkpoint another manifest, with its digest, as a stranger could."""
+    folder = root / f"step_{step:08d}"
+    manifest = read_manifest(folder)
+    assert isinstance(manifest, Manifest)
+    dataclasses.replace(manifest, **changes).write(folder)
+
+
+def assert_damaged(root, state, match):
+    """Verifying and restoring name it, and the step before can be taken."""
+    checkpoints = Checkpointer(root, read_only=True)
+    for look in (checkpoints.verify, lambda: checkpoints.restore(state)):
+        with pytest.raises(DamagedError, match=match):
+            look()
+    with pytest.warns(UserWarning, match="Taking that of step 1"):
+        assert checkpoints.restore(state, fallback=True).step == 1
+
+
+# --- interrupts and exits ----------------------------------------------------------------------------------------
+
+
+def interrupt(*args, **options):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that orbax leaves behind
+@pytest.mark.parametrize("where", ["write", "start"])
+def test_an_interrupted_save_is_not_taken_for_done(tmp_path, state, monkeypatch, where):
+    """Also where the thread has begun, as an interrupt in Thread.start finds it."""
+    start = threading.Thread.start
+    with Checkpointer(tmp_path) as checkpoints:
+        with monkeypatch.context() as patched:
+            if where == "write":
+                patched.setattr(arrays, "write", interrupt)
+            else:
+                begun = lambda self: (start(self), self.name.startswith("zerojax") and interrupt())
+                patched.setattr(threading.Thread, "start", begun)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(state, step=1)
+        for thread in threading.enumerate():
+            if thread.name.startswith("zerojax save"):
+                thread.join()
+        assert not checkpoints.steps()
+        assert where == "start" or not list(tmp_path.glob(".tmp*"))
+        assert checkpoints.save(state, step=1, force=True)
+        checkpoints.wait()
+        assert checkpoints.verify() == [1]
+
+
+def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, monkeypatch):
+    digest, go_on = Save._digest, threading.Event()
+    monkeypatch.setattr(Save, "_digest", lambda self: (go_on.wait(20), digest(self)))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=1)
+        interrupted = threading.Timer(0.2, lambda: os.kill(os.getpid(), 2))
+        interrupted.start()
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(state, step=2)
+        threading.Timer(0.2, go_on.set).start()
+    assert checkpoints.steps() == [1]
+
+
+CHILD = """
+import sys
+import jax.numpy as jnp, optax
+from zerojax import zero_shard
+from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint.saving import Save
+import time
+
+write = Save._write
+Save._write = lambda *args: (time.sleep(1), write(*args))
+if sys.argv[2] == "fails":
+    Save._digest = lambda self: 1 / 0
+checkpoints = Checkpointer(sys.argv[1])
+checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}), step=3)
+"""
+
+
+@pytest.mark.parametrize("how", ["works", pytest.param("fails", marks=pytest.mark.slow)])
+def test_a_save_under_way_at_exit_is_finished(tmp_path, how):
+    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path, how], capture_output=True, text=True, check=True)
+    if how == "works":
+        assert Checkpointer(tmp_path, read_only=True).verify() == [3]
+        assert not done.stderr
+    else:
+        assert "Saving step 3 " in done.stderr
+        assert "ZeroDivisionError" in done.stderr
+
+
+def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
+    """Two saves at a time would share what is known of the last one."""
+    digest, saving, overlaps = Save._digest, threading.Lock(), []
+
+    def alone(self):
+        overlaps.append(not saving.acquire(blocking=False))
+        time.sleep(0.05)
+        digest(self)
+        saving.release()
+
+    monkeypatch.setattr(Save, "_digest", alone)
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        threads = [threading.Thread(target=checkpoints.save, args=(state,), kwargs={"step": i}) for i in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert overlaps == [False] * 4
+
+
+# --- incomplete checkpoints --------------------------------------------------------------------------------------
+
+LACKING = [
+    ("params.w/1.0", r"params\['w'\], arrays/params.w/1.0: is missing"),
+    ("params.w/.zarray", r"params\['w'\], arrays/params.w/.zarray: is missing"),
+    ("step", r"step, arrays/step/.zarray: is missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), LACKING)
+def test_a_checkpoint_that_lacks_files_is_not_committed(tmp_path, state, monkeypatch, name, says):
+    digest = Save._digest
+
+    def lose(self):
+        path = self._temporary / "arrays" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        digest(self)
+
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(state, step=1)
+    checkpoints.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(Save, "_digest", lose)
+        checkpoints.save(state, step=2)
+        with pytest.raises(CheckpointError, match=rf"(?s)Saving step 2 .*{says}.*newest checkpoint is that of step 1"):
+            checkpoints.close()
+    assert checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize(("name", "says"), LACKING)
+def test_a_checkpoint_that_lacks_files_is_damaged(copied, state, name, says):
+    path = copied / "step_00000002" / "arrays" / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={key: x for key, x in files.items() if not key.startswith(f"arrays/{name}")})
+    assert_damaged(copied, state, says)
+
+
+def test_a_checkpoint_without_its_data_is_damaged(copied, state):
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={key: x for key, x in files.items() if key != "data.0.json"})
+    assert_damaged(copied, state, r"data.0.json: is missing")
+
+
+def test_a_checkpoint_in_the_folder_of_another_step_is_damaged(copied, state):
+    shutil.rmtree(copied / "step_00000002")
+    shutil.copytree(copied / "step_00000001", copied / "step_00000002")
+    assert_damaged(copied, state, r"manifest.json: is of step 1: rename the folder to step_00000001")
+
+
+# --- leftovers and other writers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, monkeypatch, elsewhere):
+    """Its lock file is gone; or it is on another host, and locks are not seen."""
+    digest, go_on = Save._digest, threading.Event()
+    monkeypatch.setattr(Save, "_digest", lambda self: (go_on.wait(20), digest(self)))
+    first = Checkpointer(tmp_path)
+    first.save(state, step=1)
+    (tmp_path / ".lock").unlink()
+    with monkeypatch.context() as patched:
+        if elsewhere:
+            patched.setattr(directory.fcntl, "flock", lambda *args: None)
+            patched.setattr(directory.socket, "gethostname", lambda: "elsewhere")
+        Checkpointer(tmp_path).close()
+        assert list(tmp_path.glob(".tmp-step_00000001-*"))
+        go_on.set()
+        first.close()
+        assert first.verify() == [1]
+        if elsewhere:  # what its host left long ago is removed
+            left = tmp_path / directory.temporary_name(9).replace(directory.host(), "00000000")
+            left.mkdir()
+            os.utime(left, (1, 1))
+            Checkpointer(tmp_path).close()
+            assert not left.exists()
+
+
+def test_only_names_that_saves_make_are_removed(tmp_path):
+    others = [".tmp-mywork", ".tmp-step_00000001-mine", ".old-step_1", ".old-mine"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    Checkpointer(tmp_path).close()
+    assert set(others) < set(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "pipe"])
+def test_a_leftover_that_cannot_be_removed_is_warned_of(tmp_path, kind, caplog):
+    left, elsewhere = tmp_path / LEFT, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    {"link": lambda: left.symlink_to(elsewhere), "file": left.touch, "pipe": lambda: os.mkfifo(left)}[kind]()
+    for _ in range(2):
+        Checkpointer(tmp_path).close()
+    assert f"{LEFT} in {tmp_path}, which a killed run left, is no folder" in caplog.text
+    assert elsewhere.exists()
+
+
+def test_an_open_that_fails_releases_its_lock(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "clean", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            Checkpointer(tmp_path)
+    Checkpointer(tmp_path).close()
+
+
+def test_as_many_renamed_checkpoints_as_others_are_kept(tmp_path, state):
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        for last in (3, 4, 5):
+            for step in range(1, last):
+                checkpoints.save(state, step=step)
+    asides = sorted(name for name in os.listdir(tmp_path) if ".aside" in name)
+    assert len(asides) == 2
+    assert checkpoints.steps() == [3, 4]
+
+
+# --- a reader beside a writer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["verified", "read", "after"])
+def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatch, when):
+    def vanish(work):
+        def vanishing(*args, **options):
+            if when == "after":
+                result = work(*args, **options)
+                shutil.rmtree(copied / "step_00000002")
+                return result
+            shutil.rmtree(copied / "step_00000002")
+            return work(*args, **options)
+
+        return vanishing
+
+    if when == "verified":
+        monkeypatch.setattr(
+            "zerojax.checkpoint.verifying.damage_in", vanish(lambda *args: [("", "file", "is missing")])
+        )
+    else:
+        monkeypatch.setattr(restoring, "read_leaves", vanish(restoring.read_leaves))
+    with pytest.raises(CheckpointError, match=r"step 2 .* was removed or replaced while it was read") as caught:
+        Checkpointer(copied, read_only=True).restore(state)
+    assert not isinstance(caught.value, DamagedError)
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_an_integer_of_any_kind(tmp_path, state):
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        for i, kind in enumerate((int, np.int64, np.uint8, jnp.int32)):
+            assert checkpoints.save(state, step=kind(i))
+        checkpoints.wait()
+        assert checkpoints.verify() == [0, 1, 2, 3]
+        assert checkpoints.restore(state, step=np.int32(2)).step == 2
+        for wrong in (1.0, "1", True, np.float32(1), jnp.ones(())):
+            with pytest.raises(TypeError, match=r"step= is .*Give an integer"):
+                checkpoints.save(state, step=wrong)
+            with pytest.raises(TypeError, match=r"step= is .*Give an integer"):
+                checkpoints.restore(state, step=wrong)
+        with pytest.raises(ValueError, match="step= is -1"):
+            checkpoints.save(state, step=-1)
+
+
+def test_weights_are_not_exported_as_integers(saved, tmp_path):
+    for dtype in ("int32", "bool", jnp.int8):
+        with pytest.raises(ValueError, match=r"which would destroy weights. Give a floating type"):
+            export_checkpoint(saved, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_directory_may_be_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Checkpointer("~/runs") as checkpoints:
+        assert checkpoints.directory == tmp_path / "runs"
+    with pytest.raises(ValueError, match="names no folder"):
+        Checkpointer("")
+
+
+def test_a_number_of_python_in_the_state_is_named(tmp_path, state):
+    with Checkpointer(tmp_path) as checkpoints, pytest.raises(TypeError, match=r"mutable\['rate'\] is 0.1, a float of"):
+        checkpoints.save(state.replace(mutable={"rate": 0.1}))
+
+
+def test_a_changed_model_is_told_by_its_parameters(saved):
+    with pytest.raises(ValueError, match=r"given as like=:\n  params\['v'\]: nothing was saved"):
+        Checkpointer(saved, read_only=True).restore(TX.create({"v": jnp.ones((8, 4))}))
+
+
+def test_a_disk_too_small_is_one_error(tmp_path, state, monkeypatch, capfd):
+    disk = os.statvfs(tmp_path)
+    with Checkpointer(tmp_path) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "statvfs", lambda path: os.statvfs_result((*disk[:4], 0, *disk[5:])))
+            with pytest.raises(CheckpointError, match=r"failed: it takes about \d+ bytes, and 0 are available"):
+                checkpoints.save(state)
+        assert checkpoints.save(state)
+    assert not capfd.readouterr().err
+
+
+# --- strangers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["absolute", "above", "link", "pipe"])
+def test_a_file_outside_the_checkpoint_is_not_opened(copied, state, monkeypatch, kind):
+    folder = copied / "step_00000002"
+    (copied / "secret").write_text("mine")
+    name = {"absolute": str(copied / "secret"), "above": "../secret"}.get(kind, "beside")
+    if kind == "link":
+        (folder / name).symlink_to("../secret")
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    rewrite(copied, 2, files={**read_manifest(folder).files, name: (4, "")})
+    assert_damaged(copied, state, "no plain file" if kind == "pipe" else "outside the checkpoint")
+
+
+@pytest.mark.parametrize("key", ["chunks", "shape", "dtype", "compressor"])
+def test_an_array_that_is_not_what_its_files_are_is_damaged(copied, state, key):
+    """So that a small checkpoint cannot have much memory allocated."""
+    path = copied / "step_00000002" / "arrays" / "params.w" / ".zarray"
+    others = {"chunks": [1 << 40, 4], "shape": [1 << 40, 4], "dtype": "<f8", "compressor": {"id": "zlib", "level": 1}}
+    text = json.dumps({**json.loads(path.read_text()), key: others[key]})
+    path.write_text(text)
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={**files, "arrays/params.w/.zarray": digest(path)})
+    assert_damaged(copied, state, r"params\['w'\], arrays/params.w/")
+
+
+MANIFESTS = ["", "[]", "{}", "nonsense", '{"version": "x"}', '{"version": 1, "leaves": 3}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
+def test_a_manifest_that_cannot_be_read_is_damaged(copied, state, text):
+    (copied / "step_00000002" / "manifest.json").write_text(text)
+    (copied / "step_00000002" / "manifest.sha256").write_text(digest_line(text.encode()))
+    assert_damaged(copied, state, "manifest.json: is no manifest")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", ".."])
+def test_an_index_names_files_beside_it_alone(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ValueError, match=r"index.json names .*not a file beside it"):
+        import_params(tmp_path, {"w": jnp.ones(3)})
+
+
+def test_a_damaged_file_of_safetensors_is_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for content in (b"", b"nonsense of some length"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model.safetensors is no intact file of safetensors"):
+            import_params(path, {"w": jnp.ones(3)})
+    path.unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"index.json is no index of safetensors"):
+        import_params(tmp_path, {"w": jnp.ones(3)})
