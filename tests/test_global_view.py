@@ -2,6 +2,7 @@
 
 import functools
 
+import constructs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +84,7 @@ def zero(stage, count, optimizer="adamw"):
     return zero_shard(OPTIMIZERS[optimizer](), stage=stage, mesh=mesh_of(count), view="global", persist_below=50)
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, rounding=3e-6):
     """Floats are equal but for the rounding of sums in another order, all else exactly; shapes and types too."""
     found, expected = jax.device_get((found, expected))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -91,7 +92,7 @@ def assert_same(found, expected):
         name = jax.tree_util.keystr(path)
         assert (np.shape(x), x.dtype) == (np.shape(y), y.dtype), name
         # relative to the leaf's largest magnitude; jit with NamedSharding alone is off by up to 1e-6
-        allowed = 3e-6 * np.max(np.abs(y), initial=0) if np.issubdtype(y.dtype, np.floating) else 0
+        allowed = rounding * np.max(np.abs(y), initial=0) if np.issubdtype(y.dtype, np.floating) else 0
         np.testing.assert_allclose(x, y, rtol=0, atol=allowed, err_msg=name)
 
 
@@ -236,3 +237,12 @@ def test_a_model_names_axes_of_the_mesh_in_context(stage, mesh):
     with jax.set_mesh(mesh):
         value, grads = tx.value_and_grad(loss)(tx.shard(params), batch)
     assert_same((value, tx.unshard(grads)), jax.jit(jax.value_and_grad(program.loss))(params, batch))
+
+
+@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in constructs.TABLE], [("scan_everything",)]))
+def test_every_construct_around_a_parameter(name):
+    loss, params = constructs.TABLE[name], constructs.make_params()
+    batch, tx = TABLE["rows_alone"].batch(0)["x"][:, :8], zero(3, 8)
+    found = tx.value_and_grad(loss)(tx.shard(params), batch)
+    # bfloat16 gradients are summed over the devices in bfloat16, which has 8 bits of mantissa
+    assert_same(tx.unshard(found), jax.jit(jax.value_and_grad(loss))(params, batch), 3e-2 if "cast" in name else 3e-6)
