@@ -75,6 +75,8 @@ def loss_and_grads(
     """
     check_batch(batch, config.data, accumulate)
     view, scale = View(config, layout, grads, loss, accumulate), jnp.asarray(scale, jnp.float32)
+    if not view.is_one_loss:
+        check_args(args)
     if config.view == "global":
         batch = jax.lax.with_sharding_constraint(batch, batch_sharding(config.mesh, config.data))
         found = view_gradients(view, stored, batch, args, mutable, scale)
@@ -82,7 +84,6 @@ def loss_and_grads(
         # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
         return found._replace(grads=constrained, mutable=mutable, aux=merged(found.aux, found.rows))
-    check_args(args)
 
     def local(stored, batch, args, mutable, scale):
         return view_gradients(view, stored, batch, fold_keys(args, lax.axis_index(config.data.batch)), mutable, scale)
