@@ -212,7 +212,7 @@ def test_a_restored_state_needs_no_new_program(tmp_path):
 # --- what is saved -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_what_is_saved_is_the_state_at_the_call(stage, tmp_path):
     tx = transformation(stage)
     state, step = trained(tx)

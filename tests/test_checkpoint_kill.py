@@ -34,11 +34,11 @@ def start(devices, *args):
     )
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_what_a_killed_save_leaves_is_a_committed_step(tmp_path, kills):
+@pytest.mark.slow
+def test_what_a_killed_save_leaves_is_a_committed_step(tmp_path):
     """Each process first restores what the one before left; a state that mixes two steps would be found."""
     moments, seen = random.Random(0), 0
-    for _ in range(kills):
+    for _ in range(20):
         child = start(1, "save", tmp_path)
         begun = child.stdout.readline()
         assert begun.startswith("begun"), child.communicate()[1]
@@ -91,6 +91,7 @@ def test_a_process_that_dies_while_saving_is_named_in_time(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
+@pytest.mark.slow
 def test_two_processes_leave_at_the_same_step_when_one_is_told_to(tmp_path):
     children = two(tmp_path, "preempted")
     for child in children:

@@ -23,7 +23,7 @@ def check(name, stage, count):
 
 
 # Those whose update is of rows, columns or norms at both stages, the others at one of them.
-BOTH = ("adamw", "adafactor", "clip-adamw", "muon")
+BOTH = ("adafactor", "muon")
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,7 @@ def plain_linen_loop(tx):
 
 @pytest.mark.parametrize(
     ("stage", "sharded"),
-    quick_or_slow(
-        list(itertools.product(STAGES, (False, True))), [(0, False), (1, True), (2, False), (3, False), (3, True)]
-    ),
+    quick_or_slow(list(itertools.product(STAGES, (False, True))), [(0, False), (2, True), (3, True)]),
 )
 def test_a_linen_train_state_runs_unchanged(stage, sharded):
     tx = zero(stage)
@@ -157,7 +155,7 @@ def explicit_nnx_loop(tx, **options):
     ("stage", "count", "tolerance"),
     quick_or_slow(
         [(stage, *each) for stage in STAGES for each in ((1, 1e-5), (8, 1e-4))],
-        [(0, 8, 1e-4), (1, 1, 1e-5), (2, 8, 1e-4), (3, 8, 1e-4)],
+        [(1, 1, 1e-5), (3, 8, 1e-4)],
     ),
 )
 def test_an_nnx_optimizer_runs_unchanged(stage, count, tolerance):

@@ -16,7 +16,7 @@ from zerojax import Precision, collectives, report, zero_shard
 from zerojax.testing import assert_parity, train_plain
 
 STEPS = 3
-QUICK = [(0, 2), (1, 8), (2, 3), (3, 8)]
+QUICK = [(0, 2), (2, 3), (3, 8)]
 
 
 def on_the_grid(name=None, values=(None,)):
@@ -101,7 +101,9 @@ def multi_steps_reference():
     return train_plain(optax.MultiSteps(optax.adam(1e-2), 2), awkward_loss, awkward_params(), awkward_batches(4))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
+)
 def test_multi_steps_around_a_sharded_transformation(stage, mesh):
     params, batches = awkward_params(), awkward_batches(4)
     expected, _ = multi_steps_reference()
@@ -334,7 +336,7 @@ def test_any_transformation_keeps_master_weights(name, stage, mesh):
 
 @pytest.mark.parametrize(
     ("stage", "name"),
-    quick_or_slow(list(itertools.product((0, 2, 3), ("bf16", "fp16"))), [(2, "bf16"), (3, "fp16")]),
+    quick_or_slow(list(itertools.product((0, 2, 3), ("bf16", "fp16"))), [(3, "fp16")]),
 )
 def test_a_loop_of_ones_own_ends_where_the_step_does(stage, name, mesh):
     """`apply_updates` reaches the very narrow numbers that the master weights round to."""

@@ -113,7 +113,12 @@ def test_microbatches_and_master_weights_equal_those_without(stage, update):
 
 
 @pytest.mark.parametrize(
-    ("where", "update"), [pytest.param("host", "device", marks=pytest.mark.slow), ("host", "host"), ("disk", "device")]
+    ("where", "update"),
+    [
+        pytest.param("host", "device", marks=pytest.mark.slow),
+        pytest.param("host", "host", marks=pytest.mark.slow),
+        ("disk", "device"),
+    ],
 )
 def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     tx = zero(

@@ -61,10 +61,9 @@ def assert_same(found, expected):
         assert found[name].tobytes() == x.tobytes(), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "way", ["disk", pytest.param("none", marks=pytest.mark.slow), pytest.param("host", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["disk", "none", "host"])
 def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_path):
     state, _ = trained(transformation(way, tmp_path, precision=PRECISIONS[precision]))
     expected = leaves_of(state)

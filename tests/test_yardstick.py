@@ -61,7 +61,8 @@ def test_a_scanned_model_is_gathered_twice_and_scattered_once():
     assert found.moved("reduce-scatter").elements == pytest.approx(elements + tied, rel=0.02)
 
 
-@pytest.mark.parametrize("style", ["scan", pytest.param("unrolled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["scan", "unrolled"])
 def test_gradients_equal_the_replicated_ones(style):
     init, loss, (rows, length) = yardstick.build("tiny", scan=style == "scan")
     tx = zero_shard(optax.adam(1e-3), stage=3, persist_below=100)
