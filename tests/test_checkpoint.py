@@ -80,7 +80,7 @@ def saved(request, tmp_path_factory):
     ("saved", "others"),
     quick_or_slow(
         list(itertools.product(PRECISIONS, ("all", "next"))),
-        [("bf16", "next"), ("fp16", "next")],
+        [("bf16", "next")],
     ),
     indirect=["saved"],
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import train_gpt
-from conftest import mesh_of, quick_or_slow
+from conftest import mesh_of
 from memory import stage_memory
 
 from zerojax import Precision, report, zero_shard
@@ -48,15 +48,20 @@ def stage_0(tmp_path_factory):
     return train(tmp_path_factory.mktemp("stage_0"), "--stage", "0", "--devices", "2", *SMALL)
 
 
-@pytest.mark.parametrize(("stage", "devices"), quick_or_slow([(2, 8), (3, 2)], [(3, 2)]))
-def test_it_trains_a_little_draws_its_pictures_and_learns_as_at_stage_0(stage, devices, stage_0, tmp_path):
-    printed = train(tmp_path, "--stage", str(stage), "--devices", str(devices), *SMALL)
+def test_it_trains_a_little_and_draws_its_pictures(tmp_path):
+    printed = train(tmp_path, "--stage", "3", "--devices", "2", *SMALL)
     assert 0 < bits(printed) < 9
-    assert bits(printed) == pytest.approx(bits(stage_0), abs=2e-3)  # printed to three digits
     for part in ("parameters", "gradients", "optimizer"):
         assert part in printed
     for picture in ("loss.png", "memory.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "devices"), [(2, 8), (3, 2)])
+def test_it_learns_as_at_stage_0(stage, devices, stage_0, tmp_path):
+    printed = train(tmp_path, "--stage", str(stage), "--devices", str(devices), *SMALL)
+    assert bits(printed) == pytest.approx(bits(stage_0), abs=2e-3)  # printed to three digits
 
 
 @pytest.mark.slow

@@ -322,7 +322,7 @@ def losses_of(name):
 @pytest.mark.parametrize(
     ("name", "stage"),
     quick_or_slow(
-        list(itertools.product(MASTERED, (1, 3))), [(name, (3, 1)[i % 2]) for i, name in enumerate(MASTERED)]
+        list(itertools.product(MASTERED, (1, 3))), [(name, (3, 1)[i % 2]) for i, name in enumerate(MASTERED[:3])]
     ),
 )
 def test_any_transformation_keeps_master_weights(name, stage, mesh):
