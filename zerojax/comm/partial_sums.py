@@ -7,8 +7,8 @@ that product is made in a small `shard_map`: each device's own sum is a row of a
 view, and the reduction is explicit. What follows in the backward pass up to the gradient is linear,
 and is applied row by row.
 
-Any contracted dim may be divided, whatever the model does, so this is exact. That it is the
-dim of the batch's rows decides only what moves.
+Any sum may be divided, whatever the model does, so this is exact. That it is one over the rows of
+the batch decides only what moves.
 """
 
 from __future__ import annotations
@@ -179,19 +179,18 @@ def as_rows(value: jax.Array, workers: int) -> jax.Array:
 
 
 def _divided(eqn, workers: int, zeros: set) -> Divided | None:
-    """How an equation's sum is divided over the workers, or None if it cannot be."""
+    """How an equation's sum over dim 0 is divided over the workers, or None if it has none.
+
+    Models have the rows of the batch first, so this is the product that makes a gradient, and not one before it.
+    """
     name, shapes = eqn.primitive.name, [atom.aval.shape for atom in eqn.invars]
-    if name == "dot_general":
-        pairs = zip(*eqn.params["dimension_numbers"][0], strict=True)
-        # Models have the rows of the batch first.
-        return next((Divided(pair) for pair in sorted(pairs) if shapes[0][pair[0]] % workers == 0), None)
-    if name == "reduce_sum":
-        return next((Divided((dim,)) for dim in sorted(eqn.params["axes"]) if shapes[0][dim] % workers == 0), None)
+    if name == "dot_general" and (0, 0) in zip(*eqn.params["dimension_numbers"][0], strict=True):
+        return Divided((0, 0)) if shapes[0][0] % workers == 0 else None
+    if name == "reduce_sum" and 0 in eqn.params["axes"]:
+        return Divided((0,)) if shapes[0][0] % workers == 0 else None
     if name == "scatter-add" and eqn.invars[0] in zeros:
         numbers = eqn.params["dimension_numbers"]
-        windows = {*numbers.update_window_dims}
-        dim = next((d for d in range(len(shapes[2])) if d not in windows), None)
         batched = getattr(numbers, "operand_batching_dims", ())
-        if dim is not None and not batched and len(shapes[1]) > 1 and shapes[1][0] % workers == 0:
-            return Divided((None, 0, dim))
+        if 0 not in numbers.update_window_dims and not batched and len(shapes[1]) > 1 and shapes[1][0] % workers == 0:
+            return Divided((None, 0, 0))
     return None
