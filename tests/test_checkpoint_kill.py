@@ -80,6 +80,7 @@ def test_two_processes_save_and_restore_together(tmp_path):
     assert steps_told(restored.state) == {2}
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_while_saving_is_named_in_time(tmp_path):
     first, second = two(tmp_path, "dies")
     out, err = first.communicate(timeout=120)

@@ -48,6 +48,7 @@ def stage_0(tmp_path_factory):
     return train(tmp_path_factory.mktemp("stage_0"), "--stage", "0", "--devices", "2", *SMALL)
 
 
+@pytest.mark.slow
 def test_it_trains_a_little_and_draws_its_pictures(tmp_path):
     printed = train(tmp_path, "--stage", "3", "--devices", "2", *SMALL)
     assert 0 < bits(printed) < 9

@@ -51,7 +51,8 @@ def test_the_script_shows_what_it_claims():
     assert everything == pytest.approx(8 * (count - trained) / devices / 1e3, abs=0.3)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_only_adapters_move_and_they_start_as_nothing(stage, mesh):
     model = GPT(width=32, layers=2, heads=2)
     init = functools.partial(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))

@@ -52,7 +52,8 @@ def found(shapes, loss, batch, stage, *, mesh=None, accumulate=1, precision=None
     return kept + memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("depth", [4, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [4, 24])
 def test_the_examples_peak_at_stage_3_is_predicted(depth):
     model = (*example(depth), windows(), 3)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
