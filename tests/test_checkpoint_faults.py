@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -108,10 +109,13 @@ def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, mo
     monkeypatch.setattr(Save, "_digest", lambda self: (go_on.wait(20), digest(self)))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state, step=1)
-        interrupted = threading.Timer(0.2, lambda: os.kill(os.getpid(), 2))
-        interrupted.start()
-        with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(state, step=2)
+        usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        try:
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(state, step=2)
+        finally:
+            signal.signal(signal.SIGINT, usual)
         threading.Timer(0.2, go_on.set).start()
     assert checkpoints.steps() == [1]
 
