@@ -2,7 +2,12 @@
 
     python benchmarks/aot_gpt.py                            both styles, 8 x H200, prefetch 0 and 1
     python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
-    python benchmarks/aot_gpt.py --ways stage3 gspmd replicated
+    python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
+
+The ways: `stage3` and `device` are ours, in global and device view; `gspmd` gives `jax.jit` sharded parameters and
+nothing else, `replicated` full ones. `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each
+layer in its rematerialised body, as written by hand; with XLA's level O1, which overlaps collectives within a loop, or
+with loops that are double buffered and collectives combined.
 
 Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the sharded
 parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
@@ -10,6 +15,7 @@ product in flight; `all-in` is temporary memory, arguments and results over the 
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import json
@@ -29,18 +35,32 @@ from zerojax import collectives, zero_shard
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.overlap import overlap
 
+OURS = {"stage3": "global", "device": "device"}
+DOUBLE = {
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+}
+COMPILER_OPTIONS = {
+    "gathered-O1": {"optimization_level": "O1"},
+    "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
+}
+WAYS = [*OURS, "gspmd", "replicated", "gathered", *COMPILER_OPTIONS]
+
 
 def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:
     """Compile one training gradient and read its figures off the program."""
-    mesh = absent_mesh(topology)
-    init, loss, (rows, length) = yardstick.build("gpu", scan=style == "scan", **changes)
-    stage, view = 0 if way == "replicated" else 3, "global" if way == "global" else "device"
-    tx = zero_shard(optax.adamw(1e-4), stage=stage, mesh=mesh, prefetch=prefetch, view=view)
+    mesh, scan = absent_mesh(topology), style == "scan"
+    init, loss, (rows, length) = yardstick.build("gpu", scan=scan, **changes)
+    if way.startswith("gathered"):
+        loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES["gpu"], **changes), scan, mesh)
+    stage = 0 if way == "replicated" else 3
+    tx = zero_shard(optax.adamw(1e-4), stage=stage, mesh=mesh, prefetch=prefetch, view=OURS.get(way, "global"))
     shapes = jax.eval_shape(init, jax.random.key(0))
     batch = NamedSharding(mesh, PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)
     start = time.perf_counter()
-    if way in ("stage3", "global"):
+    if way in OURS:
         lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens)
     else:
         where = tx.shardings(shapes).params
@@ -51,7 +71,7 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
         )
         lowered = program.lower(shapes, tokens)
     traced = time.perf_counter() - start
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(way))
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(shapes).plan.grads
@@ -75,7 +95,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--styles", nargs="+", default=["unrolled", "scan"], choices=["unrolled", "scan"])
-    parser.add_argument("--ways", nargs="+", default=["stage3"], choices=["stage3", "global", "gspmd", "replicated"])
+    parser.add_argument("--ways", nargs="+", default=["stage3"], choices=WAYS)
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0])
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     args = parser.parse_args()
@@ -83,7 +103,7 @@ def main():
     show = functools.partial(print, sep="  ", flush=True)
     for style in args.styles:
         for way in args.ways:
-            for prefetch in args.prefetch if way in ("stage3", "global") else [0]:
+            for prefetch in args.prefetch if way in OURS else [0]:
                 row = measure(style, way, prefetch=prefetch, topology=args.topology)
                 rows.append(row)
                 show(*(f"{key} {value}" for key, value in row.items()))

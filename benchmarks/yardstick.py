@@ -5,6 +5,7 @@ Three sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulate
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -71,6 +72,37 @@ class GPT(nn.Module):
         return embed.attend(nn.LayerNorm(dtype=size.dtype)(x))
 
 
+def gathered_by_hand(size: Size, scan: bool, mesh: jax.sharding.Mesh):
+    """`loss(params, tokens)`: the same model for `jax.jit`, each layer gathered in its own rematerialised body."""
+    rows, full = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+
+    def gathered(params):
+        return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w.astype(size.dtype), full), params)
+
+    @functools.partial(jax.checkpoint, prevent_cse=not scan)
+    def layer(x, params):
+        return Block(size).apply({"params": gathered(params)}, x)[0]
+
+    def loss(params, tokens):
+        embedding = gathered(params["Embed_0"]["embedding"])
+        x = jax.lax.with_sharding_constraint(embedding[tokens], rows)
+        if scan:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["blocks"])
+        else:
+            for i in range(size.layers):
+                x = layer(x, params[f"block_{i}"])
+        x = nn.LayerNorm(dtype=size.dtype).apply({"params": params["LayerNorm_0"]}, x)
+        return next_token_loss(x @ embedding.T, tokens)
+
+    return loss
+
+
+def next_token_loss(logits, tokens):
+    """Mean cross-entropy of each token but the first."""
+    logits = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
+
+
 def build(name: str, *, scan: bool, remat: bool = True, **changes: Any):
     """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens."""
     size = dataclasses.replace(SIZES[name], **changes)
@@ -80,8 +112,6 @@ def build(name: str, *, scan: bool, remat: bool = True, **changes: Any):
         return model.init(key, jnp.zeros((1, size.tokens), jnp.int32))["params"]
 
     def loss(params, tokens):
-        logits = model.apply({"params": params}, tokens).astype(jnp.float32)
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
-        return -jnp.mean(picked)
+        return next_token_loss(model.apply({"params": params}, tokens), tokens)
 
     return init, loss, (size.rows, size.tokens)

@@ -64,7 +64,7 @@ def test_a_healthy_model_passes_at_all_stages():
 
 
 def test_rows_that_meet_are_reported_with_value_and_gradient():
-    found = compare(tx(), in_batch_negatives, PARAMS, BATCH, stages=3)
+    found = compare(tx(view="device"), in_batch_negatives, PARAMS, BATCH, stages=3)
     assert not found.ok
     assert [(d.step, d.quantity, d.path) for d in found.differing[:3]] == [
         (1, "value", ""),
@@ -83,7 +83,7 @@ def test_a_loss_that_gathers_the_rows_itself_passes():
         same = jnp.arange(len(z))[:, None] + len(z) * jax.lax.axis_index("data") == jnp.arange(len(every))
         return -jnp.sum(jnp.where(same, jax.nn.log_softmax(z @ every.T), 0)) / len(z)
 
-    found = compare(tx(), loss, PARAMS, BATCH, stages=3)
+    found = compare(tx(view="device"), loss, PARAMS, BATCH, stages=3)
     assert found.ok, found
 
 
@@ -126,7 +126,7 @@ def test_a_nan_of_the_mesh_alone_is_located_too():
     def loss(params, batch):
         return jnp.mean(batch @ params["w"]) + jnp.var(batch, ddof=1, axis=0).mean()
 
-    found = compare(tx(), loss, {"w": PARAMS["w"]}, BATCH[:8], stages=0)
+    found = compare(tx(view="device"), loss, {"w": PARAMS["w"]}, BATCH[:8], stages=0)
     assert (found.nonfinite.stage, found.nonfinite.quantity) == (0, "value")
     assert found.nonfinite.origins[-1].where == line_of(loss, "jnp.var")
     assert "at stage 0, and finite on one device" in str(found)
@@ -171,7 +171,7 @@ def in_batch(params, batch):
     return jnp.mean((batch @ params["w"]) @ (batch @ params["w"]).T)
 
 def make_step(loss=loss):
-    tx = zero_shard(optax.sgd(0.1), stage=3)
+    tx = zero_shard(optax.sgd(0.1), stage=3, view="device")
     return tx.train_step(loss), tx.create({"w": jnp.ones((16, 8))}), jnp.arange(8 * 16.).reshape(8, 16) / 128
 
 def parting():

@@ -73,12 +73,11 @@ def test_a_batch_that_cannot_be_cut(tx, batch, message):
 @pytest.mark.parametrize(
     ("loss", "options", "error", "message"),
     [
-        (lambda p, b: (b @ p["w"])[:, 0], {}, ValueError, r"scalar loss, but it has shape \[1\].*jnp\.mean"),
+        (lambda p, b: (b @ p["w"])[:, 0], {}, ValueError, r"scalar loss, but it has shape \[8\].*jnp\.mean"),
         (lambda p, b: (mean_square(p, b), 1.0), {}, TypeError, r"not a tuple.*has_aux=True.*weighted=True"),
         (lambda p, b: jnp.int32(1), {}, TypeError, "floating point loss, but it is int32"),
         (mean_square, {"has_aux": True}, TypeError, r"has_aux=True.*\(loss, aux\)"),
         (mean_square, {"weighted": True}, TypeError, r"weighted=True.*\(total, weight\)"),
-        (lambda p, b: (mean_square(p, b), {"n": jnp.int32(1)}), {"has_aux": True}, TypeError, r"aux\['n'\] is int32"),
     ],
 )
 def test_a_loss_of_the_wrong_form(tx, loss, options, error, message):
@@ -86,9 +85,24 @@ def test_a_loss_of_the_wrong_form(tx, loss, options, error, message):
         tx.value_and_grad(loss, **options)(PARAMS, jnp.ones((8, 16)))
 
 
-def test_an_untyped_key_among_the_arguments(tx):
+PARTS = [("device", 1), ("global", 2)]
+
+
+@pytest.mark.parametrize(("view", "accumulate"), PARTS)
+def test_an_integer_aux_that_is_computed_in_parts(view, accumulate):
+    tx = zero_shard(optax.adamw(1e-3), stage=3, persist_below=10, view=view)
+    loss = lambda p, b: (mean_square(p, b), {"n": jnp.int32(1)})
+    with pytest.raises(TypeError, match=r"aux\['n'\] is int32"):
+        tx.value_and_grad(loss, has_aux=True, accumulate=accumulate)(PARAMS, jnp.ones((16, 16)))
+
+
+@pytest.mark.parametrize(("view", "accumulate"), PARTS)
+def test_an_untyped_key_among_the_arguments(view, accumulate):
+    grad = zero_shard(optax.adamw(1e-3), stage=3, persist_below=10, view=view).value_and_grad(
+        lambda p, b, k: mean_square(p, b), accumulate=accumulate
+    )
     with pytest.raises(TypeError, match=r"args\[0\] is uint32\[2\].*jax\.random\.key"):
-        tx.value_and_grad(lambda p, b, k: mean_square(p, b))(PARAMS, jnp.ones((8, 16)), jax.random.PRNGKey(0))
+        grad(PARAMS, jnp.ones((16, 16)), jax.random.PRNGKey(0))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -17,8 +17,8 @@ def reference(name):
     return train_plain(OPTIMIZERS[name](), awkward_loss, awkward_params(), awkward_batches(STEPS))
 
 
-def check(name, stage, count):
-    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), persist_below=50)
+def check(name, stage, count, **options):
+    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), persist_below=50, **options)
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(STEPS), reference=reference(name))
 
 
@@ -37,6 +37,19 @@ def test_every_optimizer_equals_plain_optax_on_eight_devices(name, stage):
 @pytest.mark.parametrize(("name", "stage"), [("adamw", 0), ("muon", 2), ("clip-adamw", 3)])
 def test_an_odd_number_of_devices_changes_nothing(name, stage):
     check(name, stage, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "count"),
+    [
+        ("adamw", 1, 8),
+        ("muon", 2, 3),
+        ("clip-adamw", 3, 8),
+        *(pytest.param("adafactor", stage, count, marks=pytest.mark.slow) for stage in range(4) for count in (1, 3)),
+    ],
+)
+def test_so_does_device_view_where_rows_do_not_meet(name, stage, count):
+    check(name, stage, count, view="device")
 
 
 # Every optimizer at every stage and with every count, and each stage with each count.

@@ -156,10 +156,11 @@ def test_results_compose_with_the_callers_explicit_code():
 
         @jax.jit
         def gradient(stored, rows):
-            loss = lambda params, batch: (loss_fn(params, batch), batch["x"].mean())
-            (loss, aux), grads = tx.value_and_grad(loss, has_aux=True)(stored, rows)
+            loss = lambda params, batch: (loss_fn(params, batch), (batch["x"].mean(), jnp.tanh(batch["x"])))
+            (loss, (mean, by_row)), grads = tx.value_and_grad(loss, has_aux=True)(stored, rows)
             assert jax.typeof(grads["w"]).sharding.spec == P(None, "data")
-            return loss + aux, grads
+            assert jax.typeof(by_row).sharding.spec == P("data", None)
+            return loss + mean, grads
 
         rows = jax.device_put(batch(), NamedSharding(mesh, P("data")))
         value, _ = gradient(state.params, rows)

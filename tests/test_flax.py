@@ -43,8 +43,8 @@ SGD = optax.sgd(0.1)
 INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
-def zero(stage, count=8):
-    return zero_shard(INNER, stage=stage, mesh=mesh_of(count), persist_below=20)
+def zero(stage, count=8, **options):
+    return zero_shard(INNER, stage=stage, mesh=mesh_of(count), persist_below=20, **options)
 
 
 def linen_loop(tx, params, grad):
@@ -110,8 +110,8 @@ def test_batch_statistics_pass_through_aux():
     np.testing.assert_allclose(metrics["aux"]["BatchNorm_0"]["mean"], expected, atol=1e-6)
 
 
-def test_dropout_differs_between_devices_and_not_between_runs():
-    tx = zero(3)
+def test_dropout_differs_between_devices_in_device_view_and_not_between_runs():
+    tx = zero(3, view="device")
 
     def loss(params, batch, key):
         return jnp.mean(batch * params), Mean(jax.random.bernoulli(key, 0.5, (64,)).astype(jnp.float32))

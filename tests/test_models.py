@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
@@ -57,7 +58,8 @@ def test_a_scanned_nnx_model(mesh):
     assert_same_gradient(zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=20), loss, loss, params)
 
 
-def test_a_shard_map_over_another_axis_within_the_model():
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_shard_map_over_another_axis_within_the_model(view):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     whole, columns = PartitionSpec(), PartitionSpec(None, "model")
 
@@ -67,7 +69,7 @@ def test_a_shard_map_over_another_axis_within_the_model():
     def loss(params, batch):
         part = jax.shard_map(
             lambda w, x: jax.lax.psum(jnp.tanh(x @ w).sum(), "model"),
-            mesh=jax.sharding.get_abstract_mesh(),
+            mesh=mesh if view == "global" else jax.sharding.get_abstract_mesh(),
             in_specs=(columns, whole),
             out_specs=whole,
             axis_names={"model"},
@@ -76,4 +78,5 @@ def test_a_shard_map_over_another_axis_within_the_model():
         return part(params["w"], batch) / batch.shape[0]
 
     params = {"w": jax.random.normal(jax.random.key(1), (16, 32))}
-    assert_same_gradient(zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=20), loss, plain, params)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=20, view=view)
+    assert_same_gradient(tx, loss, plain, params)

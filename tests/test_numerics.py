@@ -173,10 +173,18 @@ def test_weighted_aux_is_weighted(mesh):
         np.testing.assert_allclose(metrics["aux"]["mean"], (rows * rows).sum() / rows.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("weights", [jnp.zeros(16), jnp.ones(16).at[3].set(-3.0)], ids=["sum to zero", "negative"])
+@pytest.mark.parametrize(
+    ("weights", "view"),
+    [
+        (jnp.zeros(16), "global"),
+        (jnp.full(16, -1.0), "global"),
+        (jnp.ones(16).at[3].set(-3.0), "device"),  # negative on one device, and positive in all
+    ],
+    ids=["sum to zero", "negative", "negative on one device"],
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_weights_that_cannot_divide_are_refused(weights, accumulate, mesh):
-    tx = zero_shard(optax.adam(0.1), stage=2, mesh=mesh)
+def test_weights_that_cannot_divide_are_refused(weights, view, accumulate, mesh):
+    tx = zero_shard(optax.adam(0.1), stage=2, mesh=mesh, view=view)
     loss = lambda p, b: (jnp.sum(p["w"] * b), jnp.sum(b))
     state, step = tx.create({"w": jnp.ones(1)}), tx.train_step(loss, weighted=True, accumulate=accumulate)
     state, _ = step(state, jnp.ones(16))
@@ -359,16 +367,16 @@ def test_a_loop_of_ones_own_ends_where_the_step_does(stage, name, mesh):
                 np.testing.assert_array_equal(x, wide[leaf.path].astype(x.dtype))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_summed_in_the_type_asked_for(stage, mesh):
-    """Eight gradients of 1 and 2^-8 apart: their sum needs more bits than bfloat16 has."""
-    rows = jnp.array([1.0] + [2.0**-9] * 7)
+@pytest.mark.parametrize(("stage", "view"), [(1, "global"), (2, "device"), (3, "global"), (3, "device")])
+def test_gradients_are_summed_in_the_type_asked_for(stage, view, mesh):
+    """Eight gradients of 1 and 2^-9: their sum needs more bits than bfloat16 has."""
+    rows = jnp.array([[1.0] * 8] + [[2.0**-9] * 8] * 7, jnp.bfloat16)
     params = {"w": jnp.zeros((8, 1024))}
-    loss = lambda p, b: (p["w"].astype(jnp.float32).sum() * b).mean()
+    loss = lambda p, b: (b @ p["w"]).astype(jnp.float32).sum(1).mean()
     moved = {}
     for reduce in (jnp.float32, jnp.bfloat16):
         precision = Precision(compute=jnp.bfloat16, reduce=reduce)
-        tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, precision=precision)
+        tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, precision=precision, view=view)
         state, _ = run(tx, loss, params, [rows])
         moved[reduce] = -float(masters(tx, state)["w"][0, 0])
     assert moved[jnp.float32] == (1 + 7 * 2.0**-9) / 8
@@ -473,7 +481,7 @@ def net_loss(params, stats, batch):
 
 @on_the_grid("accumulate", [1, 2])
 def test_batch_statistics_are_updated_and_averaged(stage, count, accumulate):
-    """Plainly: each device's microbatches one after the other, then the mean over the devices."""
+    """Plainly, in device view: each device's microbatches one after the other, then the mean over the devices."""
     batches = [jax.random.normal(jax.random.key(i), (48, 8)) for i in range(2)]
     variables = Net().init(jax.random.key(0), batches[0])
     tx = sgd()
@@ -502,7 +510,7 @@ def test_batch_statistics_are_updated_and_averaged(stage, count, accumulate):
         updates, opt = tx.update(jax.tree.map(mean, *grads), opt, params)
         params = optax.apply_updates(params, updates)
         largest.append(np.mean(tops))
-    sharded = zero(stage, count)
+    sharded = zero(stage, count, view="device")
     state, found = run(
         sharded,
         net_loss,
@@ -527,7 +535,7 @@ def test_mutable_states_are_checked(mesh):
             lambda p, m, b: (p["w"].sum() * b.mean(), {"n": b}),
             start,
             TypeError,
-            r"mutable\['n'\] comes back as float32\[1\]",
+            r"mutable\['n'\] comes back as float32\[8\]",
         ),
         (lambda p, m, b: p["w"].sum(), start, TypeError, r"mutable=True the loss function returns \(loss, mutable\)"),
         (lambda p, m, b: (p["w"].sum(), m), None, ValueError, r"create\(params, mutable="),
@@ -540,13 +548,13 @@ def test_mutable_states_are_checked(mesh):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_dropout_differs_between_microbatches(stage, mesh):
+def test_dropout_differs_between_microbatches_and_devices(stage, mesh):
     def loss(params, batch, key):
         return jnp.mean(batch * params["w"]), {"draw": jax.random.uniform(key)}
 
     draws = {}
     for accumulate in (1, 2):
-        tx = zero_shard(sgd(), stage=stage, mesh=mesh)
+        tx = zero_shard(sgd(), stage=stage, mesh=mesh, view="device")
         _, (metrics,) = run(
             tx,
             loss,

@@ -282,7 +282,8 @@ def transfers(jaxpr, loops=0):
 
 
 def gradient_transfers(loss):
-    tx = sharded(BOTH)
+    """In device view, where the shape of an array in the program is that of one device's shard."""
+    tx = sharded(BOTH, view="device")
     closed = jax.make_jaxpr(tx.value_and_grad(loss))(tx.shard(model_params()), batch_of())
     return list(transfers(getattr(closed, "jaxpr", closed)))
 

@@ -47,17 +47,18 @@ def value_and_grad(
 
     Args:
         tx: From `zero_shard`.
-        loss_fn: `loss_fn(module, batch, *args)`, a mean over the device's own rows; with
-            `has_aux`, `(loss, aux)`.
+        loss_fn: `loss_fn(module, batch, *args)`, on all rows, or in device view on the
+            device's; with `has_aux`, `(loss, aux)`.
         wrt: Filter of the variables to differentiate.
         has_aux: Whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
         `f(module, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
-        `has_aux`); `grads` is an `nnx.State` for `nnx.Optimizer.update`. Batch statistics
-        are averaged over the devices and written back; random streams are folded with
-        the device's index and advance as they do on one device. Other variables are
-        averaged and written back too; one that is no float is a `TypeError`.
+        `has_aux`); `grads` is an `nnx.State` for `nnx.Optimizer.update`. Batch statistics,
+        counts of random streams and other variables are written back, as
+        `nnx.value_and_grad` does. In device view statistics and other variables are averaged
+        over the devices, where one that is no float is a `TypeError`, and random streams
+        are folded with the device's index.
     """
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())

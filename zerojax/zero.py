@@ -106,7 +106,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         check_host_room(config, layout)
         arrays = [x for program in init_programs(config, layout, init_fn, args) for x in program(*args)]
         store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
-        shardings = lambda: named_tree(config, layout.treedef, layout.params)
+        shardings = lambda _: named_tree(config, layout.treedef, layout.params)
         return on_auto_mesh(config.user_mesh, store, arrays, shardings=shardings)
 
     def shard(self, params: Any) -> Any:
@@ -127,7 +127,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             arrays = place_params(config, layout, params)
             return in_storage(cast_params(config, layout, arrays, like=layout.params), layout)
 
-        shardings = lambda: named_tree(config, layout.treedef, layout.params)
+        shardings = lambda _: named_tree(config, layout.treedef, layout.params)
         return on_auto_mesh(config.user_mesh, store, params, shardings=shardings)
 
     def unshard(self, params: Any) -> Any:
@@ -151,18 +151,18 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Loss and gradient over all devices, with explicit collectives.
 
         Args:
-            loss_fn: `loss_fn(params, batch, *args)` sees full logical parameters and the
-                device's own rows of `batch`, and returns their mean loss; with
+            loss_fn: `loss_fn(params, batch, *args)` sees full logical parameters and all of
+                `batch` (in device view its device's rows), and returns a loss; with
                 `has_aux`, `(loss, aux)`; with `weighted`, `(total, weight)` for the loss.
-            has_aux: Whether `loss_fn` returns `(loss, aux)`. The float leaves of aux are
-                averaged over devices and microbatches, weighted where the loss is.
+            has_aux: Whether `loss_fn` returns `(loss, aux)`. Of microbatches and devices
+                markers say what becomes of a leaf (`Mean`, `Sum`, `Rows`, `Same`).
             weighted: Whether the loss is `(total, weight)`: the sum of the totals is then
-                divided by the sum of the weights, over all devices and microbatches. A
+                divided by the sum of the weights, over all microbatches and devices. A
                 weight is taken for a constant: nothing is differentiated through it. If
                 weights are negative or sum to zero, loss and gradients are NaN.
             accumulate: Into how many microbatches each device divides its rows. They are
-                differentiated one after the other, so that activations are of one; PRNG
-                keys are folded with the microbatch's index too.
+                differentiated one after the other, so that activations are of one, and their
+                mean is taken; PRNG keys in `*args` are folded with the microbatch's index.
 
         Returns:
             `f(params, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
@@ -214,7 +214,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
             return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
 
-        shardings = lambda: ZeroState.shardings(config, plan)
+        shardings = lambda _: ZeroState.shardings(config, plan)
         return on_auto_mesh(config.user_mesh, begin, params, mutable, shardings=shardings)
 
     def train_step(
@@ -241,9 +241,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             weighted: As for `value_and_grad`. A step whose weights are negative or sum to
                 zero is skipped, and a later call raises: the first that finds it done.
             mutable: Whether the loss updates `state.mutable`. Its microbatches do so one
-                after the other; then float leaves are averaged over the devices, each
-                device counting the same. Other leaves must be the same on every device,
-                and PRNG keys, which are folded in `*args` alone, do not belong there.
+                after the other. In device view float leaves are then averaged over the
+                devices, each counting the same, and others must be the same on all; there,
+                and with microbatches, PRNG keys, folded in `*args` alone, do not belong in it.
             skip_nonfinite: Whether a step whose gradient has a norm that is not finite
                 leaves the state as it is, bit for bit. Always so with a loss scale.
             max_skips: How many steps in a row may be skipped before the next call raises;
@@ -297,7 +297,7 @@ def zero_shard(
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
-    view: str = "device",
+    view: str = "global",
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -337,7 +337,7 @@ def zero_shard(
             and the result back with `jax.device_put(result, tx.shardings(params).params)`.
         view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`, so that
             everything is as on one device. `"device"`: the rows of its device, as under
-            `pmap`; it may then use collectives over `axis`.
+            `pmap`, and its mean is taken over the devices; it may use collectives over `axis`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -381,7 +381,7 @@ def _init(config: Config, params: Any) -> Any:
     """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
     plan = make_plan(config, params)
     init = lambda params: init_opt_state(config, plan, storage_of(params, plan.layout))
-    return on_auto_mesh(config.user_mesh, init, params, shardings=lambda: state_shardings(config, plan))
+    return on_auto_mesh(config.user_mesh, init, params, shardings=lambda _: state_shardings(config, plan))
 
 
 def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def on_auto_mesh(
-    mesh: Mesh | None, fn: Callable, *args: PyTree, shardings: Callable[[], PyTree] = lambda: PartitionSpec()
+    mesh: Mesh | None, fn: Callable, *args: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()
 ) -> Any:
     """Call a function where every axis of a mesh is Auto.
 
@@ -32,8 +32,8 @@ def on_auto_mesh(
         mesh: The caller's; None: that of the first array, or shape, that is on one.
         fn: Sees arrays, shapes and shardings of `mesh` on the Auto mesh.
         *args: Its arguments.
-        shardings: Gives shardings, or specs, of the results: a tree, or a prefix of one. Read where results are
-            traced, whose types do not say how they are sharded over Auto axes. Default: replicated.
+        shardings: Gives shardings, or specs, of the results it is called with: a tree, or a prefix of one. Read where
+            they are traced, since their types do not say how they are sharded over Auto axes. Default: replicated.
 
     Returns:
         `fn(*args)` on `mesh`.
@@ -74,7 +74,7 @@ def to_auto(tree: PyTree) -> Any:
     return jax.tree.map(one, tree)
 
 
-def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[], PyTree] = lambda: PartitionSpec()) -> Any:
+def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()) -> Any:
     """What is on the Auto mesh, on the caller's `mesh`; arguments as for `on_auto_mesh`."""
     if not mesh.explicit_axes:
         return tree
@@ -89,7 +89,7 @@ def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[], PyTree] = lamb
         return jax.tree.map(lambda x: one(x, spec), values)
 
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-    return jax.tree.map(subtree, shardings() if traced else PartitionSpec(), tree)
+    return jax.tree.map(subtree, shardings(tree) if traced else PartitionSpec(), tree)
 
 
 def mesh_of(x: Any) -> Any:

@@ -1,5 +1,7 @@
 """The mesh: the default one, what a given one must be, and the shardings that depend on nothing else."""
 
+from typing import Any
+
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -77,3 +79,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
     """Dim 0 divided over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(spec_entry(data.batch)))
+
+
+def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
+    """Arrays with as many rows on dim 0 as the batch are divided as it is, others replicated."""
+    counts = {x.shape[0] for x in jax.tree.leaves(batch)}
+    one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
+    return jax.tree.map(one, tree)

@@ -66,7 +66,7 @@ class Config:
     precision: Precision | None = None
     trainable: Callable[[str, Any], bool] | None = None
     offload: Offload | None = None
-    view: str = "device"
+    view: str = "global"
 
     def __post_init__(self):
         """Check every field."""

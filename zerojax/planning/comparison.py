@@ -11,13 +11,14 @@ from zerojax.planning.nonfinite import Origin
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 MOST_SHOWN, WIDTH = 12, 100
 HINTS = {
-    "value": "The loss of all rows is not the mean over the devices: rows meet in it (batch statistics, in-batch "
-    "negatives), rows count differently (weighted=True), or it draws random numbers, which differ by device.",
+    "value": "The loss of all rows is not the mean over devices and microbatches: rows meet in it (batch statistics, "
+    "in-batch negatives), rows count differently (weighted=True), or it draws random numbers, which differ there. "
+    'Take view="global" and no microbatches.',
     "gradient": "The loss is the same and its gradient is not: a rule for derivatives (a clipped cotangent, say) sees "
-    "the rows of one device.",
+    'the rows of one device or microbatch. Take view="global" and no microbatches.',
     "parameters": "The gradients are the same and the update is not: please report the optimizer.",
-    "mutable": "The mutable state is averaged over the devices: it is no mean over the rows.",
-    "aux": "aux is averaged over the devices: it is no mean over the rows.",
+    "mutable": "The mutable state is averaged over the devices, or passed from one microbatch to the next.",
+    "aux": "aux is averaged over devices and microbatches: mark what it is (zerojax.Sum, zerojax.Rows).",
 }
 
 

@@ -1,9 +1,8 @@
-"""What a loss function returns, and how it is averaged over the devices."""
+"""What a loss function returns, read and checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +36,7 @@ class Loss:
     """A loss function and how to read what it returns.
 
     Attributes:
-        fn: `fn(params, batch, *args)`, on the device's own rows.
+        fn: `fn(params, batch, *args)`, on the rows of its view.
         has_aux: It returns `(loss, aux)`.
         weighted: Its loss is `(total, weight)`; the mean is the sum of the totals over
             the sum of the weights.
@@ -62,19 +61,10 @@ class Loss:
 
         Raises:
             TypeError: If it is not of the form announced.
-            ValueError: If loss or weight is no scalar, or the function closes over an array of
-                an Explicit mesh.
+            ValueError: If loss or weight is no scalar.
         """
         given = (mutable,) if self.mutable else ()
-        try:
-            value = self.fn(params, *given, batch, *args)
-        except (NotImplementedError, ValueError) as error:
-            if not re.search("Closing over inputs to shard_map|should match the aval mesh", str(error)):
-                raise
-            raise ValueError(
-                "The loss function closes over an array of an Explicit mesh, and inside of it all axes are Auto. Pass "
-                "the array as a further argument of the loss, or close over a NumPy array."
-            ) from error
+        value = self.fn(params, *given, batch, *args)
         aux = new = None
         if self.has_aux or self.mutable:
             count = 1 + self.has_aux + self.mutable

@@ -9,7 +9,7 @@ import jax
 import jax.core
 
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
@@ -39,7 +39,10 @@ class Step:
         self._program = program = StepProgram(config, options, loss)
 
         def step(state, batch, *args):
-            shardings = lambda: (ZeroState.shardings(config, state.plan), replicated(config.mesh))
+            def shardings(returned):
+                metrics = row_shardings(config.mesh, config.data, returned[1], batch)
+                return ZeroState.shardings(config, state.plan), metrics
+
             return on_auto_mesh(config.user_mesh, program.step, state, batch, args, shardings=shardings)
 
         def step_before_streaming(state, batch, *args):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.explicit import auto_context, on_auto_mesh
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -70,7 +70,10 @@ def value_and_grad_tree(
         tree = unflatten_params(arrays, layout, parts, forms)
         return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
 
-    shardings = lambda: (replicated(config.mesh), named_tree(config, layout.treedef, parts))
+    def shardings(returned):
+        loss = row_shardings(config.mesh, config.data, returned[0], batch)
+        return loss, named_tree(config, layout.treedef, parts)
+
     return on_auto_mesh(config.user_mesh, differentiate, params, batch, *args, shardings=shardings)
 
 
@@ -107,7 +110,7 @@ def update_tree(
         return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
 
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, grads if params is None else params)
-    shardings = lambda: (like, state_shardings(config, plan))
+    shardings = lambda _: (like, state_shardings(config, plan))
     return on_auto_mesh(config.user_mesh, run, grads, state, params, extra, shardings=shardings)
 
 

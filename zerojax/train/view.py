@@ -28,7 +28,9 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast
+from zerojax.train.checked import checked
 from zerojax.train.loss import Loss
+from zerojax.train.remedies import remedies
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -108,8 +110,11 @@ class View:
         def call(params, mutable, batch, *args):
             if config.precision is not None:
                 params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
-            return self.loss.call(params, mutable, batch, args)
+            with remedies(config.view):
+                return self.loss.call(params, mutable, batch, args)
 
+        if not self.is_one_loss:
+            call = checked(call, manual=config.data.batch if config.view == "device" else ())
         if not self.gathers_on_use:
             return call
         return gather_on_use(

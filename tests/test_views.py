@@ -1,0 +1,73 @@
+"""What only one of the views of the loss can run: each says so, and names the other."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import mesh_of
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import zero_shard
+
+PARAMS = {"w": jnp.ones((16, 32))}
+BATCH = jnp.ones((8, 16))
+ROWS = NamedSharding(mesh_of(4), PartitionSpec("data"))
+
+
+def gradient(loss, view, stage, **options):
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(4), persist_below=10, view=view)
+    return tx.value_and_grad(loss, **options)(tx.shard(PARAMS), BATCH)
+
+
+def named_axis(params, batch):
+    return lax.pmean(jnp.mean(batch @ params["w"]), "data")
+
+
+def constrained(params, batch):
+    return jnp.mean(lax.with_sharding_constraint(batch @ params["w"], ROWS))
+
+
+def own_shard_map(params, batch):
+    product = jax.shard_map(jnp.matmul, mesh=ROWS.mesh, in_specs=(ROWS.spec, PartitionSpec()), out_specs=ROWS.spec)
+    return jnp.mean(product(batch, params["w"]))
+
+
+def resharded(params, batch):
+    return jnp.mean(jax.sharding.reshard(batch @ params["w"], ROWS))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("loss", "view", "message"),
+    [
+        (named_axis, "global", r'names a mesh axis.*view="device"'),
+        (constrained, "device", r'divides rows over a mesh axis.*view="global"'),
+        (own_shard_map, "device", r'divides rows over a mesh axis.*view="global"'),
+        (resharded, "global", r"Use jax\.lax\.with_sharding_constraint"),
+        (resharded, "device", r"Use jax\.lax\.with_sharding_constraint"),
+    ],
+)
+def test_a_loss_for_the_other_view_is_refused(loss, view, message, stage):
+    with pytest.raises(ValueError, match=message):
+        gradient(loss, view, stage)
+
+
+KEYS = {"typed": jax.random.key(0), "untyped": jax.random.PRNGKey(0)}
+
+
+def closes_over(key):
+    return lambda p, b: jnp.mean(b @ p["w"] * jax.random.uniform(key, (32,)))
+
+
+def within_a_call(key):
+    return lambda p, b: jax.jit(lambda x: x * jax.random.uniform(key))(jnp.mean(b @ p["w"]))
+
+
+@pytest.mark.parametrize("make", [closes_over, within_a_call])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "typed"), (3, "typed"), (3, "untyped")])
+def test_a_closed_over_key_is_refused_where_several_losses_would_draw_the_same(make, stage, kind):
+    for view, accumulate in (("device", 1), ("global", 2)):
+        with pytest.raises(ValueError, match=r"closes over .*a PRNG key.*as a further argument"):
+            gradient(make(KEYS[kind]), view, stage, accumulate=accumulate)
+    gradient(make(KEYS[kind]), "global", stage)
