@@ -1,4 +1,4 @@
-"""Step time and tokens/s of stages 0 to 3, beside plain jit: replicated, and sharded by GSPMD.
+"""Step time and tokens/s of stages 0 to 3, in both views, beside plain jit: replicated, and sharded by GSPMD.
 
     python benchmarks/step.py                  8 simulated CPU devices, scanned model
     python benchmarks/step.py --style unrolled --rounds 9
@@ -24,6 +24,7 @@ def arguments():
     parser.add_argument("--size", default="cpu", choices=["tiny", "cpu", "gpu"])
     parser.add_argument("--style", default="scan", choices=["scan", "unrolled"])
     parser.add_argument("--devices", type=int, default=8, help="simulated devices, for the CPU sizes")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     return parser.parse_args()
@@ -47,12 +48,12 @@ def main():
             start = time.perf_counter()
             run(batch)
             seconds[name].append(time.perf_counter() - start)
-    rows = {name: figures(times, tokens, seconds) for name, times in seconds.items()}
-    print(f"\n{'':14s}{'ms a step':>12s}{'spread':>16s}{'tokens/s':>12s}{'/ replicated':>14s}{'/ GSPMD':>10s}")
+    rows = {name: figures(name, tokens, seconds) for name in seconds}
+    print(f"\n{'':16s}{'ms a step':>12s}{'spread':>16s}{'tokens/s':>12s}", *(f"/ {to}" for to in COMPARED))
     for name, row in rows.items():
         spread = f"{1e3 * row['least']:.0f}-{1e3 * row['most']:.0f}"
-        ratios = f"{row['to replicated']:14.2f}{row['to GSPMD']:10.2f}"
-        print(f"{name:14s}{1e3 * row['median']:12.1f}{spread:>16s}{row['tokens/s']:12.0f}{ratios}")
+        ratios = [f"{row[f'to {to}']:{len(to) + 2}.2f}" if f"to {to}" in row else "" for to in COMPARED]
+        print(f"{name:16s}{1e3 * row['median']:12.1f}{spread:>16s}{row['tokens/s']:12.0f}", *ratios)
     result = {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -68,18 +69,26 @@ def main():
         args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def figures(times, tokens, seconds):
+COMPARED = ("replicated", "GSPMD", "device view")
+
+
+def device_view(name):
+    return f"{name}, device"
+
+
+def figures(name, tokens, seconds):
     def ratio(other):
         return statistics.median(a / b for a, b in zip(times, seconds[other], strict=True))
 
+    times = seconds[name]
     median = statistics.median(times)
+    beside = {"replicated": "replicated", "GSPMD": "GSPMD", "device view": device_view(name)}
     return {
         "median": median,
         "least": min(times),
         "most": max(times),
         "tokens/s": tokens / median,
-        "to replicated": ratio("replicated"),
-        "to GSPMD": ratio("GSPMD"),
+        **{f"to {to}": ratio(other) for to, other in beside.items() if other in seconds},
     }
 
 
@@ -101,8 +110,8 @@ def make_ways(args):
     tokens = jax.random.randint(jax.random.key(1), (rows * count, length), 0, vocabulary)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
 
-    def zero(stage):
-        tx = zero_shard(inner, stage=stage)
+    def zero(stage, view="global"):
+        tx = zero_shard(inner, stage=stage, view=view)
         step = tx.train_step(loss)
         state = tx.create(tx.init_params(init, jax.random.key(0)))
 
@@ -139,7 +148,9 @@ def make_ways(args):
 
         return run
 
-    ways = {f"stage {stage}": zero(stage) for stage in range(4)}
+    ways = {}
+    for stage in args.stages:
+        ways[f"stage {stage}"], ways[device_view(f"stage {stage}")] = zero(stage), zero(stage, "device")
     ways |= {"replicated": plain(0), "GSPMD": plain(3)}
     return ways, tokens.size, batch
 

@@ -92,16 +92,12 @@ class Collectives(Protocol):
         Args:
             fn: The backward pass: from cotangents to a tree of results.
             cotangents: Its argument.
-            grads: Which of its results are gradients for `reduce_scatter` or `all_reduce`.
+            grads: Which of its results are gradients for `reduce_scatter`.
             rule: If given, how its equations are evaluated, as for `jaxprs.evaluate`.
 
         Returns:
             The leaves of its results. A gradient may have a dim before its own: one summand a worker.
         """
-        ...
-
-    def all_reduce(self, grads: Sequence[Array], ranks: Sequence[int]) -> list[Array]:
-        """Gradients without a dim of summands: what a function of this view returns; `ranks` are theirs."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -214,10 +210,6 @@ class ManualCollectives:
             return jax.tree.leaves(fn(cotangents))
         closed = jax.make_jaxpr(fn)(cotangents)
         return jaxprs.evaluate(*compat.opened(closed), cotangents, rule)
-
-    def all_reduce(self, grads: Sequence[Array], ranks: Sequence[int]) -> list[Array]:
-        """See `Collectives`; they stay this worker's own, for `psum` or `reduce_scatter`."""
-        return list(grads)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """See `Collectives`."""

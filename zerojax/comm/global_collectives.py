@@ -111,14 +111,6 @@ class GlobalCollectives:
         how = {"workers": self._workers, "island": self._summands, "rule": rule}
         return partial_sums.evaluate(*compat.opened(closed), cotangents, grads=grads, **how)
 
-    def all_reduce(self, grads: Sequence[Array], ranks: Sequence[int]) -> list[Array]:
-        """See `Collectives`; one after the backward pass for all of them."""
-        partial = [i for i, (grad, rank) in enumerate(zip(grads, ranks, strict=True)) if grad.ndim > rank]
-        reduce = lambda *rows: self.manual.psum([row[0] for row in rows])
-        sums = self._mapped(reduce, [self._divided] * len(partial), PartitionSpec())(*(grads[i] for i in partial))
-        summed = dict(zip(partial, sums, strict=True))
-        return [summed.get(i, grad) for i, grad in enumerate(grads)]
-
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """See `Collectives`; one summand a worker."""
         rows = jnp.zeros((self._workers, *shape), dtype)

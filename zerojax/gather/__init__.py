@@ -12,7 +12,7 @@ working_set     how much is gathered at a time
 """
 
 from zerojax.gather.engine import block, gather_on_use
-from zerojax.gather.residuals import HostShard
+from zerojax.gather.residuals import StandIn
 from zerojax.gather.working_set import WorkingSet, working_set
 
-__all__ = ["HostShard", "WorkingSet", "block", "gather_on_use", "working_set"]
+__all__ = ["StandIn", "WorkingSet", "block", "gather_on_use", "working_set"]

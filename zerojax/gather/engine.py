@@ -1,6 +1,6 @@
 """`gather_on_use`: a loss function of full parameters, rewritten to take shards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.passes import run_backward, run_forward
 from zerojax.gather.program import BLOCK_NAME, Program, inlined, plan
-from zerojax.gather.residuals import Fixed, HostShard, Static
+from zerojax.gather.residuals import Fixed, StandIn, Static
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 
@@ -42,8 +42,8 @@ def gather_on_use(
         `wrapped(shards, *args)`, which returns what `fn` does. Its derivative with respect to
         a sharded parameter is a shard of the sum over devices, zeros in the padding; with
         respect to anything else it is this device's own. It can be differentiated in reverse,
-        once. A shard in host memory is given as a `HostShard`, and copied to the device where
-        it is gathered.
+        once. A parameter may be given as a `StandIn`; a shard in host memory has to be, and is
+        copied to the device where it is gathered.
 
     Raises:
         ValueError: If `prefetch` is negative, or a shard is not laid out as its leaf says.
@@ -57,9 +57,9 @@ def gather_on_use(
     options = Options(comm, prefetch, reshard_after_forward)
 
     def wrapped(params, *args):
-        given, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, HostShard))
-        shards = [x.shard if isinstance(x, HostShard) else x for x in given]
-        device_zeros = {i: x.device_zeros for i, x in enumerate(given) if isinstance(x, HostShard)}
+        given, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, StandIn))
+        shards = [x.value if isinstance(x, StandIn) else x for x in given]
+        zeros = {i: x.zeros for i, x in enumerate(given) if isinstance(x, StandIn)}
         leaves = _leaves_of(layout, jax.tree.structure(tree.unflatten(shards)))
         comm.check(shards, leaves)
         full = [
@@ -67,8 +67,8 @@ def gather_on_use(
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
         program, arrays, consts, structure = traced(fn, tree, leaves, full, args)
-        run = _differentiable(program, options, tuple(device_zeros))
-        results = run(*shards, *arrays, *consts, *device_zeros.values())
+        run = _differentiable(program, options, zeros)
+        results = run(*shards, *arrays, *consts, *zeros.values())
         return jax.tree.unflatten(structure, results)
 
     return wrapped
@@ -178,8 +178,8 @@ def _planned(closed, leaves: Sequence[Leaf | None]) -> tuple[Program, list]:
     return plan(bare, [*leaves, *missing]), [*consts, *more]
 
 
-def _differentiable(program: Program, options: Options, on_host: Sequence[int]) -> Callable:
-    """The program as a function of its arguments, and of zeros for those at `on_host`, with its own backward pass."""
+def _differentiable(program: Program, options: Options, zeros: Mapping[int, jax.Array]) -> Callable:
+    """The program as a function of its arguments, and of what stands in for some, with its own backward pass."""
     count = len(program.invars)
 
     @jax.custom_vjp
@@ -188,8 +188,8 @@ def _differentiable(program: Program, options: Options, on_host: Sequence[int]) 
 
     def forward(*args):
         active = [arg.perturbed for arg in args[:count]]
-        for place, device_zeros in zip(on_host, args[count:], strict=True):
-            active[place] = device_zeros.perturbed
+        for place, stand_in in zip(zeros, args[count:], strict=True):
+            active[place] = stand_in.perturbed
         values = [arg.value for arg in args[:count]]
         results, kept = run_forward(program, values, active, options)
         return results, (values, kept, Fixed(Static(active)))
@@ -199,7 +199,9 @@ def _differentiable(program: Program, options: Options, on_host: Sequence[int]) 
         active = fixed.static.value
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
         grads = run_backward(program, args, active, kept, given, options)
-        return (*(None if i in on_host else x for i, x in enumerate(grads)), *(grads[i] for i in on_host))
+        own = [None if i in zeros else x for i, x in enumerate(grads)]
+        for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]
+        return (*own, *for_zeros)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

@@ -23,19 +23,20 @@ class Fixed:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HostShard:
-    """A shard in host memory, for `gather_on_use`.
+class StandIn:
+    """A parameter, and zeros that are differentiated in its place, for `gather_on_use`.
 
-    A cotangent is in the memory of its primal, and the gradient of such a shard is to be on
-    the device: so what is differentiated is an array of zeros, which nothing reads.
+    A cotangent has the shape and the memory of its primal. Where a gradient is to have others, zeros that
+    have them stand in, which nothing reads: on the device for a shard in host memory, one summand
+    a worker for a parameter whose gradient is reduced later.
 
     Attributes:
-        shard: This device's shard.
-        device_zeros: An array of the same shape and type on the device.
+        value: The parameter in storage.
+        zeros: Of the shape and in the memory of the gradient, in the parameter's type.
     """
 
-    shard: Any
-    device_zeros: Any
+    value: Any
+    zeros: Any
 
 
 @jax.tree_util.register_dataclass

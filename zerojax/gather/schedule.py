@@ -257,9 +257,6 @@ class GradScheduler:
             self.settle(self.due)
         for param, stack in self._stacks:
             self.add(param.root, param.root_grad(stack, self.env))
-        late = [v for v in self.arguments if v in self.cotangents]
-        reduced = self.options.comm.all_reduce([self.cotangents[v] for v in late], [v.aval.ndim for v in late])
-        self.cotangents.update(zip(late, reduced, strict=True))
 
     def add(self, key: Any, cotangent: jax.Array) -> None:
         """Add a cotangent to those of its key."""

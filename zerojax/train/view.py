@@ -23,7 +23,7 @@ from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.wire import Wire
 from zerojax.config import Config
-from zerojax.gather import HostShard, gather_on_use
+from zerojax.gather import StandIn, gather_on_use
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
@@ -136,18 +136,17 @@ class View:
         """
         fn = self.loss_of_storage()
         trained = [self.layout.trained[k] for k in self.differentiable]
-        on_host = frozenset(i for i, x in enumerate(stored) if is_on_host(x))
-        device_zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+        zeros = self.stand_ins(stored)
 
         def objective(values):
             merged = dict(enumerate(stored)) | dict(zip(trained, values, strict=True))
-            for i in on_host:
-                merged[i] = HostShard(stored[i], merged[i] if i in trained else device_zeros(stored[i]))
+            for i, x in zeros.items():
+                merged[i] = StandIn(stored[i], merged[i] if i in trained else x)
             params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(stored))])
             returned = fn(params, mutable, batch, *args)
             return returned.total, returned
 
-        primals = [device_zeros(stored[i]) if i in on_host else stored[i] for i in trained]
+        primals = [zeros.get(i, stored[i]) for i in trained]
         total, pull, returned = jax.vjp(objective, primals, has_aux=True)
         if self.loss.weighted:
             weight = self.comm.psum(returned.weight)
@@ -159,6 +158,17 @@ class View:
         if self.gathers_on_use:
             return returned, pull(cotangent)[0], factor
         return returned, self.comm.backward(lambda given: pull(*given), [cotangent], range(len(primals))), factor
+
+    def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
+        """What is differentiated in place of a parameter whose gradient is in other memory, or reduced later."""
+        if not self.gathers_on_use:
+            return {}
+        leaves = enumerate(zip(self.layout.params, stored, strict=True))
+        return {
+            i: jnp.zeros(x.shape, x.dtype) if is_on_host(x) else self.comm.zeros(leaf.shape, x.dtype)
+            for i, (leaf, x) in leaves
+            if is_on_host(x) or leaf.kind != "sharded"
+        }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
