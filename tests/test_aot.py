@@ -55,9 +55,10 @@ WIDTH, DEPTH = 1024, 6
 
 
 @functools.cache
-def mixed_step(stage, accumulate=1):
-    """A bfloat16 step of a chain of matrices, compiled."""
-    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=absent_mesh("h200:8"), precision=Precision.bf16())
+def mixed_step(stage, accumulate=1, reduce=jnp.float32):
+    """A step of a chain of matrices that computes in bfloat16, compiled."""
+    precision = Precision(compute=jnp.bfloat16, reduce=reduce)
+    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=absent_mesh("h200:8"), precision=precision)
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH
 
     def loss(params, batch):
@@ -69,11 +70,15 @@ def mixed_step(stage, accumulate=1):
     return tx.train_step(loss, accumulate=accumulate).lower(tx.create(params), batch).compile()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_parameters_travel_narrow_and_gradients_wide(stage):
-    found = collectives(mixed_step(stage))
+@pytest.mark.parametrize(
+    ("stage", "reduce", "dtype"), [*((stage, jnp.float32, "f32") for stage in (1, 2, 3)), (3, jnp.bfloat16, "bf16")]
+)
+def test_parameters_are_gathered_narrow_and_gradients_reduce_scattered_in_the_type_asked_for(stage, reduce, dtype):
+    found = collectives(mixed_step(stage, reduce=reduce))
     assert {c.dtype for c in found.of("all-gather")} == {"bf16"}
-    assert {c.dtype for c in found.of("reduce-scatter")} == {"f32"}
+    assert {c.dtype for c in found.of("reduce-scatter")} == {dtype}
+    assert found.moved("reduce-scatter").elements == DEPTH * WIDTH**2
+    assert found.moved("all-reduce").elements <= 100  # the loss and norms
 
 
 def test_microbatches_gather_each_for_itself():

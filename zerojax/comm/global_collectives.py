@@ -19,13 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat
 from zerojax.comm import barriers, partial_sums
-from zerojax.comm.buckets import flatten
 from zerojax.comm.collectives import ManualCollectives
-from zerojax.comm.mesh import constrain
+from zerojax.comm.mesh import to_storage
 from zerojax.comm.wire import Wire
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -103,7 +101,8 @@ class GlobalCollectives:
         specs = [self._divided] * len(partial)
         shards = self._mapped(reduce, specs, [leaf.local_spec for leaf in chosen])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
-        return [reduced[i] if i in reduced else self._kept(grads[i], leaf) for i, leaf in enumerate(leaves)]
+        kept = lambda grad, leaf: to_storage(self.mesh, self.wire.encode_grad(grad), leaf)
+        return [reduced[i] if i in reduced else kept(grads[i], leaf) for i, leaf in enumerate(leaves)]
 
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are left as one summand a worker where they can be."""
@@ -140,14 +139,6 @@ class GlobalCollectives:
     def pmean(self, tree: PyTree) -> PyTree:
         """The mean over all workers; see `psum`."""
         return tree
-
-    def _kept(self, grad: Array, leaf: Leaf) -> Array:
-        value = self.wire.encode_grad(grad)
-        if leaf.kind == "flat":
-            value = flatten(value, leaf)
-        elif leaf.dim is not None:
-            value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
-        return constrain(self.mesh, value, leaf)
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
         """One summand a worker of what an equation sums."""

@@ -5,9 +5,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zerojax.comm.buckets import flatten
 from zerojax.config import DataMesh
 from zerojax.config.data_mesh import in_words, spec_entry
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad
 
 
 def resolve_axes(axis: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -69,6 +71,15 @@ def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
     return jax.lax.with_sharding_constraint(stored, NamedSharding(mesh, spec))
+
+
+def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
+    if leaf.kind == "flat":
+        value = flatten(value, leaf)
+    elif leaf.dim is not None:
+        value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+    return constrain(mesh, value, leaf)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -15,7 +15,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm import mesh
-from zerojax.comm.buckets import flatten
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
@@ -87,12 +86,8 @@ def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
 
 
 def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
-    if leaf.kind == "flat":
-        value = flatten(value, leaf)
-    elif leaf.dim is not None:
-        value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
-    return constrain(config, value, leaf)
+    """See `mesh.to_storage`."""
+    return mesh.to_storage(config.mesh, value, leaf)
 
 
 def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:

@@ -88,7 +88,7 @@ class Reference:
     @classmethod
     def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> Reference:
         """What a training step is to give, its arguments taken off their mesh."""
-        program, config = step._program, step.config
+        program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
         tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
         program = dataclasses.replace(program, config=dataclasses.replace(config, stage=0, offload=None, tx=tx))

@@ -6,7 +6,6 @@ In global view and without microbatches there is one part, and aux comes back as
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,29 +29,27 @@ class Marker:
     tree: PyTree
 
 
-_marker = functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
+def marker(cls: type) -> type:
+    """Make a marker a pytree node."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls), ["tree"], [])
 
 
-@_marker
-@dataclasses.dataclass(frozen=True)
+@marker
 class Mean(Marker):
     """Means over the rows, floats: the mean is taken, weighted where the loss is. Unmarked float scalars are these."""
 
 
-@_marker
-@dataclasses.dataclass(frozen=True)
+@marker
 class Sum(Marker):
     """Sums over the rows, counts among them: the sum is taken."""
 
 
-@_marker
-@dataclasses.dataclass(frozen=True)
+@marker
 class Rows(Marker):
     """One entry a row of the batch on dim 0, such as logits: all are returned, in the order of the rows."""
 
 
-@_marker
-@dataclasses.dataclass(frozen=True)
+@marker
 class Same(Marker):
     """Equal on every device, such as a counter: the last microbatch's is returned."""
 

@@ -32,11 +32,14 @@ class Step:
     """A jitted training step: `step(state, batch, *args) -> (state, metrics)`.
 
     The state passed in is donated: use the one that comes back.
+
+    Attributes:
+        program: The step as a function to be traced.
     """
 
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
         """Wrap one loss function; nothing is traced yet."""
-        self._program = program = StepProgram(config, options, loss)
+        self.program = program = StepProgram(config, options, loss)
 
         def step(state, batch, *args):
             def shardings(returned):
@@ -55,16 +58,16 @@ class Step:
     @property
     def config(self) -> Config:
         """The transformation, and where its parts live."""
-        return self._program.config
+        return self.program.config
 
     @property
     def options(self) -> StepOptions:
         """How the step goes about it."""
-        return self._program.options
+        return self.program.options
 
     def under(self, config: Config) -> Step:
         """The same step under another configuration: another mesh, stage or precision."""
-        return Step(config, self._program.loss, self.options)
+        return Step(config, self.program.loss, self.options)
 
     def __call__(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Do one step.
@@ -73,7 +76,8 @@ class Step:
             state: From `create` or the step before; donated.
             batch: Arrays with the global batch on dim 0, which the axis and the
                 microbatches must divide.
-            *args: Replicated; typed PRNG keys are folded with the device's index.
+            *args: Replicated. Typed PRNG keys are folded where the loss is called several times: with the
+                number of the microbatch, and in device view the device's index.
 
         Returns:
             The next state, and metrics: `loss` and `grad_norm`, float scalars; `skipped`,
@@ -92,7 +96,7 @@ class Step:
                 "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
                 "restore the last checkpoint."
             )
-        watched = self.options.max_skips is not None or self._program.loss.weighted
+        watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         rows = place_batch(self.config, batch, self.options.accumulate)
@@ -143,11 +147,11 @@ class Step:
                 f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params). "
                 f"In a loop of your own, use tx.value_and_grad and tx.update."
             )
-        if self._program.loss.mutable and state.mutable is None:
+        if self.program.loss.mutable and state.mutable is None:
             raise ValueError(
                 "The loss function updates a mutable state. Give its start: tx.create(params, mutable=...)."
             )
-        if not self._program.loss.mutable and state.mutable is not None:
+        if not self.program.loss.mutable and state.mutable is not None:
             raise ValueError(
                 "The state has mutable parts, which this step would not update. Pass mutable=True to train_step, "
                 "or make the state without them."
