@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,6 +73,21 @@ def test_nothing_but_gathers_scatters_and_scalars(stage):
     assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
     # loss, weight and one square sum for each leaf of the norm in clipping and in the metrics
     assert found.of("all-reduce").moved().elements <= 2 + 2 * 3 * DEPTH
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_gradients_of_convolutions_are_reduce_scattered_too(groups):
+    params = {"kernel": jax.ShapeDtypeStruct((8, 8, 16 // groups, 32), jnp.float32)}
+
+    def loss(params, batch):
+        conv = nn.Conv(32, (8, 8), feature_group_count=groups, use_bias=False)
+        return jnp.mean(conv.apply({"params": params}, batch) ** 2)
+
+    tx = zero_shard(optax.sgd(1e-3), stage=2, mesh=mesh_of(8), persist_below=1000)
+    batch = jax.ShapeDtypeStruct((16, 8, 8, 16), jnp.float32)
+    found = collectives(tx.train_step(loss).lower(tx.create(params), batch).compile())
+    assert found.moved("reduce-scatter").elements == params["kernel"].size
+    assert found.moved("all-reduce").elements <= 4
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

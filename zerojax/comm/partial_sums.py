@@ -186,6 +186,10 @@ def _divided(eqn, workers: int, zeros: set) -> Divided | None:
     name, shapes = eqn.primitive.name, [atom.aval.shape for atom in eqn.invars]
     if name == "dot_general" and (0, 0) in zip(*eqn.params["dimension_numbers"][0], strict=True):
         return Divided((0, 0)) if shapes[0][0] % workers == 0 else None
+    if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
+        numbers = eqn.params["dimension_numbers"]  # the gradient of a kernel: the sum over features is one over rows
+        over_rows = numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0
+        return Divided((0, 0)) if over_rows and shapes[0][0] % workers == 0 else None
     if name == "reduce_sum" and 0 in eqn.params["axes"]:
         return Divided((0,)) if shapes[0][0] % workers == 0 else None
     if name == "scatter-add" and eqn.invars[0] in zeros:
