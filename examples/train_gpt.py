@@ -171,8 +171,6 @@ def train(
         for i in range(start + 1, steps + 1):
             windows = random_windows(corpus.train, rows=args.batch, length=args.seq, seed=args.seed, step=i)
             state, metrics = step(state, windows)
-            # Reading the loss waits for the step. On simulated devices that is a must: they share one pool of
-            # threads, and the collectives of two steps in flight can each wait for a thread the other one holds.
             curve.train[i] = float(metrics["loss"]) / math.log(2)
             if i % every == 0 or i == steps:
                 judge(i, state.params)

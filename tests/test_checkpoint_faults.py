@@ -26,6 +26,7 @@ from zerojax.checkpoint import (
     export_checkpoint,
     import_params,
     restoring,
+    verifying,
 )
 from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
 from zerojax.checkpoint.saving import Save
@@ -126,26 +127,36 @@ import jax.numpy as jnp, optax
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.saving import Save
-import time
+import shutil, time
 
 write = Save._write
 Save._write = lambda *args: (time.sleep(1), write(*args))
 if sys.argv[2] == "fails":
     Save._digest = lambda self: 1 / 0
+if sys.argv[2] == "vanishes":
+    Save._digest = lambda self: shutil.rmtree(self._temporary)
 checkpoints = Checkpointer(sys.argv[1])
 checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}), step=3)
 """
 
 
-@pytest.mark.parametrize("how", ["works", pytest.param("fails", marks=pytest.mark.slow)])
-def test_a_save_under_way_at_exit_is_finished(tmp_path, how):
-    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path, how], capture_output=True, text=True, check=True)
-    if how == "works":
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("works", ""),
+        ("fails", "ZeroDivisionError"),
+        pytest.param("vanishes", "FileNotFoundError", marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
+    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path, how], capture_output=True, text=True, check=False)
+    assert done.returncode == (120 if error else 0)
+    if error:
+        assert "Saving step 3 " in done.stderr
+        assert error in done.stderr
+    else:
         assert Checkpointer(tmp_path, read_only=True).verify() == [3]
         assert not done.stderr
-    else:
-        assert "Saving step 3 " in done.stderr
-        assert "ZeroDivisionError" in done.stderr
 
 
 def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
@@ -305,9 +316,29 @@ def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatc
         )
     else:
         monkeypatch.setattr(restoring, "read_leaves", vanish(restoring.read_leaves))
+    checkpoints = Checkpointer(copied, read_only=True)
+    monkeypatch.setattr("zerojax.checkpoint.checkpointer.retried", lambda work: work())
     with pytest.raises(CheckpointError, match=r"step 2 .* was removed or replaced while it was read") as caught:
-        Checkpointer(copied, read_only=True).restore(state)
+        checkpoints.restore(state)
     assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize("look", ["restore", "verify"])
+def test_a_step_that_vanishes_is_not_the_end_of_it(copied, state, monkeypatch, look):
+    """The writer has a newer one by then; here, one that is there already."""
+    damage_in = verifying.damage_in
+
+    def vanish(folder, *args):
+        if folder.name == "step_00000002":
+            shutil.rmtree(folder)
+        return damage_in(folder, *args)
+
+    monkeypatch.setattr(verifying, "damage_in", vanish)
+    checkpoints = Checkpointer(copied, read_only=True)
+    if look == "restore":
+        assert checkpoints.restore(state).step == 1
+    else:
+        assert checkpoints.verify() == [1]
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------

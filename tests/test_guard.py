@@ -1,6 +1,7 @@
 """The loss scale moves by its rules, and a step that overflows anywhere leaves everything as it was."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,9 @@ def test_a_static_scale_stays(stage, mesh):
         (lambda: zero_shard(optax.sgd(1), stage=1, trainable={"a/b": True, "a": {"b": True}}), ValueError, "one path"),
         (lambda: Precision.bf16(keep="norm"), TypeError, "keep=.*function"),
         (lambda: DynamicScale(floor=0), ValueError, "floor"),
+        (lambda: DynamicScale(factor=math.inf), ValueError, "factor=.*finite in float32, but is inf"),
+        (lambda: DynamicScale(factor=math.nan), ValueError, "factor=.*but is nan"),
+        (lambda: DynamicScale(initial=math.nan), ValueError, "initial=nan"),
         (lambda: DynamicScale(growth_interval=0), ValueError, "growth_interval"),
         (lambda: DynamicScale(initial=1.0, floor=2.0), ValueError, "initial=1.0.*floor=2.0"),
         (lambda: zero_shard(optax.sgd(1), stage=1, precision="bf16"), TypeError, r"Precision\.bf16\(\).*'bf16'"),

@@ -260,7 +260,7 @@ def test_the_folder_does_not_depend_on_the_working_directory(tmp_path, monkeypat
     leaves_of(state)
     assert not os.listdir()
     with pytest.raises(ValueError, match="names no folder"):
-        small("").create({"w": np.ones((8, 8), np.float32)})
+        Offload(optimizer="disk", path="")
 
 
 def test_an_offloaded_state_is_not_pickled(tmp_path):

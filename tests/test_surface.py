@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from models import awkward_batches, awkward_loss, awkward_params
 
 import zerojax.flax
 from zerojax import report, zero_shard
+from zerojax.comm.mesh import wait_if_simulated
 from zerojax.testing import assert_parity
+from zerojax.train import step as train_step
 
 UNEVEN = {"w": jax.random.normal(jax.random.key(0), (13, 7)), "b": jnp.ones(5)}
 X = jax.random.normal(jax.random.key(1), (56, 13))
@@ -142,6 +145,27 @@ def test_a_line_search_sees_logical_gradients(inner, mesh):
         params, state = plain(params, state)
         stored, sharded = ours(stored, sharded)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), tx.unshard(stored), params)
+
+
+@pytest.mark.parametrize(("platform", "count", "waits"), [("cpu", 8, 1), ("cpu", 1, 0), ("cuda", 8, 0)])
+def test_only_simulated_devices_finish_before_the_next_program(platform, count, waits, monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    devices = np.array([SimpleNamespace(platform=platform)] * count)
+    wait_if_simulated(SimpleNamespace(size=count, devices=devices), "state")
+    assert waited == ["state"] * waits
+
+
+def test_a_step_waits_for_the_one_before_on_simulated_devices_alone(mesh, monkeypatch):
+    """Two steps in flight share one pool of threads there, and XLA may abort."""
+    waited = []
+    monkeypatch.setattr(train_step, "wait_if_simulated", lambda mesh, arrays: waited.append(arrays))
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: pytest.fail("waits"))
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    states, step = [tx.create(UNEVEN)], tx.train_step(mean_square)
+    for _ in range(2):
+        states.append(step(states[-1], X)[0])
+    assert [id(state) for state in waited] == [id(state) for state in states[:2]]
 
 
 def test_a_batch_committed_to_one_device_is_spread(mesh):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
-from zerojax.checkpoint.verifying import newest_verified, reading, verify_steps
+from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.train.state import ZeroState
 
@@ -168,10 +169,17 @@ class Checkpointer:
         """
         with self._mutex:
             self.wait()
-            manifest = newest_verified(self.directory, step, fallback, self._processes)
-            self._last_save = None  # a run that went back may save the same steps again
-            with reading(self.directory, manifest):
-                return restore(self.directory, manifest, like, data=data, partial=partial, processes=self._processes)
+
+            def restored() -> Restored:
+                manifest = newest_verified(self.directory, step, fallback, self._processes)
+                self._last_save = None  # a run that went back may save the same steps again
+                with reading(self.directory, manifest):
+                    return restore(
+                        self.directory, manifest, like, data=data, partial=partial, processes=self._processes
+                    )
+
+            # several processes would have to agree on it, while the others read
+            return retried(restored) if self._processes.count == 1 else restored()
 
     def latest(self) -> int | None:
         """The newest step that has a checkpoint; None if none has."""
@@ -196,7 +204,7 @@ class Checkpointer:
         """
         with self._mutex:
             self.wait()
-            return verify_steps(self.directory, step)
+            return retried(lambda: verify_steps(self.directory, step))
 
     def wait(self) -> None:
         """Wait until the save under way is done.
@@ -244,13 +252,35 @@ class Checkpointer:
 OPEN: set[Checkpointer] = set()
 
 
+class FailedStream:
+    """A stream that cannot be flushed at the interpreter's end, which then ends with status 120.
+
+    Nothing else that a program without an error does so late changes its status, but to leave out the rest of the end.
+    """
+
+    def __init__(self, stream: Any):
+        """Write to another stream."""
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        """That of the other stream."""
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Flush the other stream."""
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("A save failed.")
+
+
 def close_open() -> None:
-    """At exit: finish the saves under way, and say what failed."""
+    """At exit: finish the saves under way, and say what failed, also by the exit status."""
     for one in list(OPEN):
         try:
             one.close()
         except CheckpointError as error:
             log.error("%s", error)
+            sys.stderr = FailedStream(sys.stderr)
 
 
 # Not `atexit`, which runs once the interpreter's executors are shut down: saves need them.

@@ -14,6 +14,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or there is none; the run's state is unchanged."""
 
 
+class ReplacedError(CheckpointError):
+    """A checkpoint was removed or replaced while it was read, by a run that writes beside."""
+
+
 class DamagedError(CheckpointError):
     """Files of a committed checkpoint are not what was written.
 

@@ -5,27 +5,38 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.directory import step_name, step_number, steps_in
-from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
 from zerojax.checkpoint.manifest import MANIFEST, NAMED, Damage, Manifest, damage_in, in_words, read_manifest
 from zerojax.checkpoint.processes import Processes
+
+T = TypeVar("T")
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
     """Check every file of one checkpoint, or of all, as `Checkpointer.verify` does."""
-    steps = (steps_in(root) or [None]) if step is None else [step]
-    return [verified(root, existing_step(root, one)).step for one in steps]
+    steps = (steps_in(root) or [existing_step(root, None)]) if step is None else [existing_step(root, step)]
+    return [verified(root, one).step for one in steps]
+
+
+def retried(work: Callable[[], T]) -> T:
+    """Do what reads checkpoints, at most three times where a run that writes removes what is read."""
+    for _ in range(2):
+        with contextlib.suppress(ReplacedError):
+            return work()
+    return work()
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
     """The checkpoint of a step, None being the newest, or with `fallback` the newest one that is intact.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or it vanished.
         DamagedError: If the one wanted is damaged, and no other is intact or may be taken.
     """
     # the first process decides: a shared file system may show the others an older list
@@ -95,7 +106,7 @@ def reading(root: Path, manifest: Manifest) -> Iterator[None]:
     """Around what reads a verified checkpoint, beside a run that may remove or replace it.
 
     Raises:
-        CheckpointError: If that happened: zarr reads files that vanish as zeros.
+        ReplacedError: If that happened: zarr reads files that vanish as zeros.
     """
     try:
         yield
@@ -109,7 +120,7 @@ def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], 
     """Raise unless the folder of a step still has this manifest, or the same that is wrong with it."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
-        raise CheckpointError(
+        raise ReplacedError(
             f"The checkpoint of step {step} in {root} was removed or replaced while it was read, as a run that writes "
             f"there does. Restore again, or give that run's Checkpointer a larger keep=."
         ) from cause

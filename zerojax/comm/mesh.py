@@ -97,3 +97,12 @@ def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)
+
+
+def wait_if_simulated(mesh: Mesh, arrays: Any) -> None:
+    """Let simulated devices finish what they compute before another program begins.
+
+    They share one pool of threads, in which the collectives of two programs starve each other: XLA aborts.
+    """
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(arrays)

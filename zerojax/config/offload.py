@@ -77,6 +77,8 @@ class Offload:
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
+            if not self.path:
+                raise ValueError('Offload(path="") names no folder. Give one, or "." for this one.')
         if self.where is not None and not callable(self.where):
             patterns = (self.where,) if isinstance(self.where, str) else tuple(self.where)
             if not all(isinstance(pattern, str) for pattern in patterns):

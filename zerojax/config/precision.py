@@ -50,8 +50,11 @@ class DynamicScale:
         check_count("growth_interval", self.growth_interval, "steps", least=1)
         check_count("hysteresis", self.hysteresis, "overflows", least=1)
         for name, bound in {"floor": 0.0, "factor": 1.0}.items():
-            if not getattr(self, name) > bound:
-                raise ValueError(f"DynamicScale({name}=) must be greater than {bound}, but is {getattr(self, name)}.")
+            if not bound < getattr(self, name) <= LARGEST_SCALE:
+                raise ValueError(
+                    f"DynamicScale({name}=) must be greater than {bound} and finite in float32, but is "
+                    f"{getattr(self, name)}."
+                )
         if not self.floor <= self.initial <= LARGEST_SCALE:
             raise ValueError(
                 f"DynamicScale(initial={self.initial}) must be finite in float32, and at least floor={self.floor}."

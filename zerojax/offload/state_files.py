@@ -43,12 +43,7 @@ class StateFiles:
             path: The folder in which each process makes its own.
             leaves: Layout, chunking and sharding of each leaf, by its index in the state.
             in_flight: How many chunks are read ahead, and how many written behind.
-
-        Raises:
-            ValueError: If the path is empty.
         """
-        if not os.fspath(path):
-            raise ValueError('Offload(path="") names no folder. Give one, or "." for this one.')
         # absolute, since the working directory may change
         self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
         self._leaves = leaves

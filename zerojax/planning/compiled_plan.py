@@ -16,7 +16,7 @@ class Plan:
     Attributes:
         topology: The GPUs, as `"h200:8"`.
         devices: Number of them.
-        batch: Rows of the global batch; None if its leaves differ.
+        batch: Rows of the global batch; None if the leaves of a function's batch differ.
         memory: Bytes per device by part; `peak` is their sum. `temporary` are activations,
             gradients and gathered parameters; `results` are those that do not alias donated
             arguments.

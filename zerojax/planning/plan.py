@@ -59,7 +59,8 @@ class Planner:
                 those that shard the batch's rows grow or shrink to the GPUs.
             state: The state, or its shapes; of a `ZeroState` the parameters count, which the
                 step's transformation shards anew for the GPUs, with its optimizer state.
-            batch: The global batch; shapes are enough.
+            batch: The global batch, of as many rows in each leaf unless `step` is a function; shapes
+                are enough.
             *args: Further arguments; shapes are enough.
             topology: The GPUs: `"h200:8"`, `"h100:64"` or `"h100:8x8"` (eight hosts of
                 eight), `"a100-80:16"`, `"b200:8"`.
@@ -75,7 +76,8 @@ class Planner:
         Raises:
             TypeError: If `step` cannot be lowered, or a step of zerojax is given no `ZeroState`.
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not
-                divide the batch, or a speed is not above 0.
+                divide the batch, its leaves differ in rows where they must not (a step's, and with
+                `largest_batch`), or a speed is not above 0.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         device = Device.of(Topology.parse(topology), link=link, network=network)
@@ -120,7 +122,7 @@ class Planner:
                 `{"plain": loss, "remat": loss_with_remat_in_each_layer}`. `jax.checkpoint`
                 around the entire loss saves nothing: all it recomputes is live at once.
             params: Parameters in any form; shapes are enough.
-            batch: A batch of any number of rows; shapes are enough.
+            batch: A batch of any number of rows, the same in each leaf; shapes are enough.
             *args: Further arguments of the loss; shapes are enough.
             gpu: Kind of GPU, as in a topology: `"h200"`.
             devices: Number of GPUs; None searches for the fewest: 1, 2, 4, 8 and so on.

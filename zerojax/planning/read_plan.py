@@ -62,7 +62,7 @@ def read_plan(
         topology: As `Topology.parse` reads it.
         device: One of its GPUs.
         facts: What the program does not say.
-        batch: Rows of the global batch; None if its leaves differ.
+        batch: Rows of the global batch; None if the leaves of a function's batch differ.
         usable: Bytes of a device that the program may take. Default: 95% of its memory.
         largest_batch: As in `Plan`.
     """

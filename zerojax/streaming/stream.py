@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
 from zerojax.optim.offloaded import IN_FLIGHT
@@ -117,7 +118,7 @@ class StreamedUpdate:
             `(params, state)`: one array a parameter, as stored, and one node a leaf of the state.
         """
         try:
-            self.wait_if_simulated(inputs)
+            wait_if_simulated(self.config.mesh, inputs)
             if self.update == "host" and inputs.skipped:  # reading it blocks, and the host needs the gradients anyway
                 return self._skip(inputs, store)
             with ThreadPoolExecutor(self.host_threads) as threads:
@@ -136,12 +137,6 @@ class StreamedUpdate:
             for i, x in zip(group.params, self.unsharded(group, pending), strict=True):
                 params[self.plan.layout.trained[i]] = x
         return params, state
-
-    def wait_if_simulated(self, arrays: Any) -> None:
-        """Simulated devices share a pool of threads, and the collectives of two programs can starve each other."""
-        mesh = self.config.mesh
-        if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(arrays)
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
         """Whether the host updates a group; full arrays need programs that span all devices."""
@@ -296,7 +291,7 @@ class UpdateQueue:
         # The device holds the shards of two groups: one is fetched and updated while the other returns to the host.
         jax.block_until_ready(self._returning)
         self._returning = [x for x in params.values() if is_on_host(x)]
-        streamed.wait_if_simulated(params)
+        wait_if_simulated(streamed.config.mesh, params)
 
 
 def cores() -> int:

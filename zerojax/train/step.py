@@ -9,7 +9,7 @@ import jax
 import jax.core
 
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.comm.mesh import row_shardings
+from zerojax.comm.mesh import row_shardings, wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
@@ -70,7 +70,7 @@ class Step:
         return Step(config, self.program.loss, self.options)
 
     def __call__(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
-        """Do one step.
+        """Do one step; simulated devices first finish the one before.
 
         Args:
             state: From `create` or the step before; donated.
@@ -100,7 +100,10 @@ class Step:
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         rows = place_batch(self.config, batch, self.options.accumulate)
-        if not state.plan.offloaded or isinstance(state.step, jax.core.Tracer):
+        if isinstance(state.step, jax.core.Tracer):
+            return self._jitted(state, rows, *args)
+        wait_if_simulated(self.config.mesh, state)
+        if not state.plan.offloaded:
             return self._jitted(state, rows, *args)
         return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
 
