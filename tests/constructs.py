@@ -15,6 +15,9 @@ DIMS = {"w": 0, "v": 1, "stack": 1, "table": 0, "b": -1}
 POLICIES = jax.checkpoint_policies
 
 
+THIRDS = jnp.array([1.0, 2.0, 3.0]) / 3
+
+
 def make_params(key=0):
     keys = jax.random.split(jax.random.key(key), 5)
     shapes = {"w": (8, 8), "v": (8, 8), "stack": (3, 8, 8), "table": (11, 8), "b": (8,)}
@@ -188,6 +191,48 @@ def custom_vjp_in_scan(p, x):
     return mean(lax.scan(lambda x, w: (_flash(w, x) + x, None), x, p["stack"])[0])
 
 
+def _by_constant(times):
+    """A product whose gradient is multiplied by the sum of an array that `times` makes of nothing traced."""
+
+    @jax.custom_vjp
+    def product(w, x, times):
+        return x @ w * times[1]
+
+    def backward(kept, ct):
+        w, x, times = kept
+        ct = ct * lax.fori_loop(0, 3, lambda i, total: total + times[i], 0.0)
+        return x.T @ ct, ct @ w.T, None
+
+    product.defvjp(lambda w, x, times: (product(w, x, times), (w, x, times)), backward)
+    return lambda w, x: product(w, x, times())
+
+
+def custom_vjp_of_a_constant(p, x):
+    inside, outside = _by_constant(lambda: jnp.array([0.2, 0.5, 0.7])), _by_constant(lambda: THIRDS)
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(inside(w, x)), None), outside(p["w"], x), p["stack"])
+    return mean(inside(p["v"], x))
+
+
+def stateful(p, x):
+    """Refs that hold a parameter, a product, and a count that a scan's body adds to."""
+    weight, count = jax.new_ref(p["w"]), jax.new_ref(jnp.zeros(()))
+
+    def layer(x, w):
+        count[...] += 1
+        return jnp.tanh(x @ w + x @ weight[...]), None
+
+    x, _ = lax.scan(layer, x, p["stack"])
+    product = jax.new_ref(x @ p["v"])
+    product[...] *= count[...]
+    return mean(product[...]) + mean(jax.checkpoint(_with_own_ref)(p["w"], x))
+
+
+def _with_own_ref(w, x):
+    product = jax.new_ref(x @ w)
+    product[...] = jnp.sin(product[...])
+    return product[...]
+
+
 def ensemble(p, x):
     return mean(jax.vmap(lambda w: jnp.tanh(x @ w))(p["stack"])) + mean(jax.vmap(jnp.dot, (None, 0))(x, p["stack"]))
 
@@ -300,7 +345,8 @@ TABLE = {
         scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp,
         custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
         cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, marked_block,
-        gradient_inside, everything_saveable, no_parameters, sort_and_sum, concatenated,
+        gradient_inside, custom_vjp_of_a_constant, stateful, everything_saveable, no_parameters, sort_and_sum,
+        concatenated,
     )
 }  # fmt: skip
 TABLE |= {

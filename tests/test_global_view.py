@@ -1,5 +1,6 @@
 """With the loss in global view, any program gives on N devices what it gives on one."""
 
+import collections
 import functools
 
 import constructs
@@ -10,6 +11,7 @@ import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
 from global_losses import weights
+from jax.experimental import checkify, io_callback
 from published_losses import TABLE
 
 from zerojax import collectives, zero_shard
@@ -191,7 +193,7 @@ def test_a_weighted_loss_is_divided_once(stage, count):
 
 
 def watched(seen):
-    """A loss that reports what it computes: of a parameter alone, under remat, and in a scan."""
+    """A loss that reports what it computes: of a parameter alone, of rows, under remat, in a scan and a cond."""
 
     def report(name):
         return lambda *values: seen.append((name, *(x.shape for x in values)))
@@ -201,27 +203,62 @@ def watched(seen):
         jax.debug.callback(report("layer"), x, w)
         return jnp.tanh(x @ w), None
 
+    def branch(x, w):
+        jax.debug.callback(report("branch"), x.mean(), w)
+        checkify.check(w[0, 0] > jnp.inf, "too small")
+        return x @ w
+
     def loss(params, batch):
         jax.debug.callback(report("parameter"), params["embed"])
+        jax.debug.callback(report("derived"), params["w"] @ params["w"].T)
+        io_callback(report("io"), None, jax.lax.stop_gradient(params["w"]))
+        jax.debug.inspect_array_sharding(params["embed"], callback=lambda _: seen.append(("compiled",)))
         x = batch["x"] @ params["embed"]
-        jax.debug.callback(report("rows"), x)
+        jax.debug.callback(report("both"), x, params["embed"])
         x, _ = jax.lax.scan(layer, x, params["stack"])
-        return jnp.mean(layer(x, params["w"])[0] ** 2)
+        chosen = lambda x, w: jax.lax.cond(x.sum() > -jnp.inf, branch, lambda x, w: x, x, w)
+        error, x = checkify.checkify(chosen)(layer(x, params["w"])[0], params["w"])
+        return jnp.mean(x**2), error
 
     return loss
+
+
+WATCHED = {"embed": (16, 24), "stack": (3, 24, 24), "w": (24, 24)}
+
+
+@functools.cache
+def watched_on_one_device():
+    seen = []
+    gradient = jax.jit(jax.value_and_grad(watched(seen), has_aux=True))
+    ((_, error), _) = jax.block_until_ready(gradient(weights(WATCHED), TABLE["rows_alone"].batch(0)))
+    jax.effects_barrier()
+    return seen, error.get()
 
 
 @pytest.mark.parametrize(
     ("stage", "count"), quick_or_slow([(s, n) for s in range(4) for n in COUNTS], [(3, 8), (1, 3)])
 )
 def test_effects_happen_as_often_as_on_one_device(stage, count):
-    params = weights({"embed": (16, 24), "stack": (3, 24, 24), "w": (24, 24)})
-    batch, seen, expected = TABLE["rows_alone"].batch(0), [], []
-    tx = zero(stage, count)
-    jax.block_until_ready(tx.value_and_grad(watched(seen))(tx.shard(params), batch))
-    jax.block_until_ready(jax.jit(jax.value_and_grad(watched(expected)))(params, batch))
+    seen, tx = [], zero(stage, count)
+    gradient = tx.value_and_grad(watched(seen), has_aux=True)
+    (_, error), _ = jax.block_until_ready(gradient(tx.shard(weights(WATCHED)), TABLE["rows_alone"].batch(0)))
     jax.effects_barrier()
+    expected, message = watched_on_one_device()
     assert sorted(seen) == sorted(expected)
+    assert "too small" in message
+    assert error.get() == message
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_effects_happen_on_each_device_in_device_view(stage):
+    seen = []
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), view="device", persist_below=50)
+    gradient = tx.value_and_grad(lambda params, batch: watched(seen)(params, batch)[0])
+    jax.block_until_ready(gradient(tx.shard(weights(WATCHED)), TABLE["rows_alone"].batch(0)))
+    jax.effects_barrier()
+    names = lambda reports: collections.Counter(name for name, *_ in reports)
+    expected = names(watched_on_one_device()[0])
+    assert names(seen) == {name: n if name == "compiled" else 3 * n for name, n in expected.items()}
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -90,6 +90,11 @@ def is_dropped(var) -> bool:
     return isinstance(var, _jex().DropVar)
 
 
+def is_ref(atom) -> bool:
+    """Whether an operand or a result is a mutable array, as `jax.new_ref` makes it."""
+    return hasattr(atom.aval, "inner_aval")
+
+
 def called(eqn):
     """The closed jaxpr that a call equation (`jax.jit` and its kin) inlines to, or None."""
     if eqn.primitive.name not in _CALLS:

@@ -6,6 +6,9 @@ Every evaluation in this library is one rule given to `evaluate`.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from zerojax import compat
 
 Rule = Callable[[Any, list], Sequence | None]
@@ -27,7 +30,7 @@ def evaluate(
     Returns:
         One value for each of the jaxpr's results.
     """
-    env = dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
+    env = dict(zip(compat.constvars_of(jaxpr), as_jax_values(consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom):
@@ -40,6 +43,12 @@ def evaluate(
             results = compat.evaluate_one(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def as_jax_values(consts: Sequence) -> list:
+    """A jaxpr's constants without NumPy arrays, which a `custom_vjp` of the user's may index with traced values."""
+    is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
+    return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
@@ -89,5 +98,8 @@ def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, 
     """
     dependent = set(variables)
     for eqn in eqns:
-        dependent.update(results(eqn, any(atom in dependent for atom in variables_in(eqn.invars))))
+        reads = any(atom in dependent for atom in variables_in(eqn.invars))
+        dependent.update(results(eqn, reads))
+        if reads:  # it may write to any ref it is given
+            dependent.update(filter(compat.is_ref, eqn.invars))
     return dependent

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.passes import run_backward, run_forward
 from zerojax.gather.program import BLOCK_NAME, Program, inlined, plan
@@ -175,7 +175,7 @@ def _planned(closed, leaves: Sequence[Leaf | None]) -> tuple[Program, list]:
     jaxpr, more = compat.opened(again)
     bare = compat.part_of(jaxpr, jaxpr.eqns, [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
     missing = [None] * (len(bare.invars) - len(leaves))
-    return plan(bare, [*leaves, *missing]), [*consts, *more]
+    return plan(bare, [*leaves, *missing]), jaxprs.as_jax_values([*consts, *more])
 
 
 def _differentiable(program: Program, options: Options, zeros: Mapping[int, jax.Array]) -> Callable:

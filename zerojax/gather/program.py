@@ -114,7 +114,12 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
     repeated: dict = {}
     uniform: set = set()
     drafts = [_Draft(PlainSegment, [])]
-    for eqn in jaxpr.eqns:
+    stateful = _between_refs(jaxpr)
+    for index, eqn in enumerate(jaxpr.eqns):
+        if index in stateful:
+            drafts += [_Draft(BlockSegment, [])] * (index == stateful.start)
+            drafts[-1].eqns.append(eqn)
+            continue
         reads = jaxprs.variables_in(eqn.invars)
         if uniform.issuperset(reads) and not eqn.effects and eqn.primitive.name not in _DEVICE_DEPENDENT:
             uniform.update(eqn.outvars)
@@ -143,6 +148,12 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
         drafts.append(_Draft(BlockSegment, [], returned))
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
     return Program(tuple(jaxpr.invars), _assembled(jaxpr, drafts, params, repeated), outs)
+
+
+def _between_refs(jaxpr) -> range:
+    """The equations, by index, from a first `jax.new_ref` to the last use of one: a ref cannot leave its segment."""
+    touching = [i for i, eqn in enumerate(jaxpr.eqns) if any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))]
+    return range(touching[0], touching[-1] + 1) if touching else range(0)
 
 
 def _by_iteration(eqn, index: int, params: Mapping) -> bool:

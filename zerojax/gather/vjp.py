@@ -41,7 +41,7 @@ class Traced:
 
     def __call__(self, *args) -> list:
         """The results, given the rest of the arguments."""
-        return jax.core.eval_jaxpr(self.jaxpr, (), *self.consts, *args)
+        return jax.core.eval_jaxpr(self.jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
 
 
 @dataclasses.dataclass(frozen=True)

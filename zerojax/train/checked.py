@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.gather.engine import split_arrays
 from zerojax.train.remedies import DIVIDED_ALREADY
 
@@ -32,7 +32,8 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
         closed, shape = jax.make_jaxpr(lambda arrays: fn(*put_back(arrays)), return_shape=True)(arrays)
         jaxpr, consts = compat.opened(closed)
         check(jaxpr, frozenset(manual))
-        return jax.tree.unflatten(jax.tree.structure(shape), jax.core.eval_jaxpr(jaxpr, consts, *arrays))
+        results = jax.core.eval_jaxpr(jaxpr, jaxprs.as_jax_values(consts), *arrays)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return call
 
