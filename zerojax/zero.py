@@ -15,7 +15,7 @@ from zerojax.comm.explicit import on_auto_mesh, to_explicit
 from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, check_count
 from zerojax.config.data_mesh import spec_entry
-from zerojax.layout.padded import is_padded
+from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.plan import choose_update, make_plan
@@ -24,6 +24,7 @@ from zerojax.placement.place import are_shapes, cast_params, check_host_room, pl
 from zerojax.placement.storage import in_storage, named_tree, padded_forms, storage_forms
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.batch import place_batch
+from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.optax_pair import init, init_shardings, update
@@ -131,11 +132,24 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             The tree the user gave to `shard` or `init_params` would have made without zerojax.
         """
-        logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
         on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
         mesh = self.config.user_mesh
-        gather = functools.partial(on_auto_mesh, mesh, logical)
+        gather = functools.partial(on_auto_mesh, mesh, without_padding)
         return jax.jit(gather, out_shardings=replicated(mesh))(on_device)
+
+    def eval_step(self, fn: Callable) -> Callable:
+        """A jitted function of full parameters, gathered where they are used as in training: evaluation, generation.
+
+        Args:
+            fn: `fn(params, batch, *args)` sees full logical parameters and, in either view, all of
+                `batch`; it may return anything that jit may.
+
+        Returns:
+            `step(params, batch, *args)`, which returns what `fn` does. `params` are in storage, such as
+            `state.params`, or logical. Rows of `batch` that the devices cannot divide, such as the last of an
+            epoch, are replicated.
+        """
+        return eval_step(self.config, fn)
 
     def value_and_grad(
         self,
@@ -360,7 +374,9 @@ def zero_shard(
         tx = tx.gradient_transformation()
     axes = resolve_axes(axis)
     mesh = resolve_mesh(mesh, axes)
-    chosen: Any = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
+    chosen: Any = trainable
+    if trainable is not None and not callable(trainable):  # a mask; made of parameters in storage it has their nodes
+        chosen = LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, trainable, is_leaf=is_padded))
     config = Config(
         tx,
         stage,

@@ -19,7 +19,7 @@ from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
+from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
@@ -100,7 +100,7 @@ def update_tree(
 
     def run(grads, state, params, extra):
         state = state_to_device(config, plan, state)
-        extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
+        extra = without_padding(extra)
         sharded = None if params is None else shard_for_update(config, plan, params)
         reduced = shard_for_update(config, plan, grads)
         if sharded is not None and config.has_master_weights:
