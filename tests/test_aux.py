@@ -60,3 +60,17 @@ def test_what_is_not_marked_is_never_averaged_in_silence(view, accumulate):
         )
         with pytest.raises(TypeError, match=said):
             grad(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize(("options", "form"), [({}, 2), ({"has_aux": True}, 3)])
+def test_mutable_state_goes_through_a_gradient(options, form):
+    """One microbatch after the other."""
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), persist_below=20)
+
+    def loss(params, seen, batch):
+        return (jnp.mean((batch @ params["w"]) ** 2), {"rows": seen["rows"] + len(batch)}, batch.mean())[:form]
+
+    grad = tx.value_and_grad(loss, mutable=True, accumulate=2, **options)
+    (value, seen, *_), _ = grad(tx.shard(PARAMS), {"rows": jnp.array(5)}, BATCH)
+    np.testing.assert_allclose(value, loss(PARAMS, {"rows": 0}, BATCH)[0], rtol=1e-5)
+    assert seen["rows"] == 5 + 48

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -16,28 +15,22 @@ from zerojax.comm.explicit import on_auto_mesh, to_explicit
 from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, check_count
 from zerojax.config.data_mesh import spec_entry
-from zerojax.layout.padded import is_padded
+from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.plan import choose_update, make_plan
-from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.init_params import init_programs
-from zerojax.placement.place import (
-    are_shapes,
-    cast_params,
-    check_host_room,
-    place_params,
-    place_replicated,
-    storage_of,
-)
+from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params, place_replicated
 from zerojax.placement.storage import in_storage, named_tree, padded_forms, storage_forms
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.batch import place_batch
+from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
+from zerojax.train.optax_pair import init, init_shardings, update
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import returned_grads, update_tree, value_and_grad_tree
+from zerojax.train.tree_api import returned_grads, value_and_grad_tree
 
 
 class Shardings(NamedTuple):
@@ -75,7 +68,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The pair that optax sees.
         """
         # keywords, as optax's protocols name them; a partial keeps the configuration where rebuilding finds it
-        return cls(functools.partial(_init, config), functools.partial(_update, config))
+        return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
     def config(self) -> Config:
@@ -139,14 +132,33 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             The tree the user gave to `shard` or `init_params` would have made without zerojax.
         """
-        logical = lambda tree: jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
         on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
         mesh = self.config.user_mesh
-        gather = functools.partial(on_auto_mesh, mesh, logical)
+        gather = functools.partial(on_auto_mesh, mesh, without_padding)
         return jax.jit(gather, out_shardings=replicated(mesh))(on_device)
 
+    def eval_step(self, fn: Callable) -> Callable:
+        """A jitted function of full parameters, gathered where they are used as in training: evaluation, generation.
+
+        Args:
+            fn: `fn(params, batch, *args)` sees full logical parameters and, in either view, all of
+                `batch`; it may return anything that jit may.
+
+        Returns:
+            `step(params, batch, *args)`, which returns what `fn` does. `params` are in storage, such as
+            `state.params`, or logical. Rows of `batch` that the devices cannot divide, such as the last of an
+            epoch, are replicated.
+        """
+        return eval_step(self.config, fn)
+
     def value_and_grad(
-        self, loss_fn: Callable, *, has_aux: bool = False, weighted: bool = False, accumulate: int = 1
+        self,
+        loss_fn: Callable,
+        *,
+        has_aux: bool = False,
+        weighted: bool = False,
+        mutable: bool = False,
+        accumulate: int = 1,
     ) -> Callable:
         """Loss and gradient over all devices, with explicit collectives.
 
@@ -160,6 +172,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 divided by the sum of the weights, over all microbatches and devices. A
                 weight is taken for a constant: nothing is differentiated through it. If
                 weights are negative or sum to zero, loss and gradients are NaN.
+            mutable: As for `train_step`: `f(params, mutable, batch, *args)` returns
+                `((loss, mutable), grads)`, with `has_aux` too `((loss, mutable, aux), grads)`.
             accumulate: Into how many microbatches each device divides its rows. They are
                 differentiated one after the other, so that activations are of one, and their
                 mean is taken; PRNG keys in `*args` are folded with the microbatch's index.
@@ -176,14 +190,15 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
         """
         check_count("accumulate", accumulate, "microbatches", least=1)
-        loss = Loss(loss_fn, has_aux, weighted)
+        loss = Loss(loss_fn, has_aux, weighted, mutable)
         gradient = functools.partial(value_and_grad_tree, self.config, loss, accumulate=accumulate)
         jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-        def value_and_grad(params, batch, *args):
+        def value_and_grad(params, *args):
+            state, batch, *rest = args if mutable else (None, *args)
             layout, rows = layout_of(self.config, params), place_batch(self.config, batch, accumulate)
-            return jitted(params, rows, *args, layout=layout, forms=padded_forms(params))
+            return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
 
         return value_and_grad
 
@@ -279,7 +294,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         shardings = Shardings(
             params=named_tree(self.config, layout.treedef, layout.params),
             grads=named_tree(self.config, layout.treedef, parts),
-            opt_state=state_shardings(self.config, plan),
+            opt_state=init_shardings(self.config, plan),
         )
         return to_explicit(self.config.user_mesh, shardings)
 
@@ -359,7 +374,9 @@ def zero_shard(
         tx = tx.gradient_transformation()
     axes = resolve_axes(axis)
     mesh = resolve_mesh(mesh, axes)
-    chosen: Any = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
+    chosen: Any = trainable
+    if trainable is not None and not callable(trainable):  # a mask; made of parameters in storage it has their nodes
+        chosen = LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, trainable, is_leaf=is_padded))
     config = Config(
         tx,
         stage,
@@ -375,24 +392,3 @@ def zero_shard(
         view=view,
     )
     return ZeroTransformation.of(config)
-
-
-def _init(config: Config, params: Any) -> Any:
-    """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
-    plan = make_plan(config, params)
-    init = lambda params: init_opt_state(config, plan, storage_of(params, plan.layout))
-    return on_auto_mesh(config.user_mesh, init, params, shardings=lambda _: state_shardings(config, plan))
-
-
-def _update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-    """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
-    like = updates if params is None else params
-    number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
-    static = tuple((k, v) for k, v in extra.items() if k not in arrays)
-    return _jitted_update(updates, state, params, arrays, config, layout_of(config, like), padded_forms(like), static)
-
-
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _jitted_update(grads, state, params, extra, config, layout, forms, static):
-    return update_tree(config, layout, forms, grads, state, params, extra | dict(static))

@@ -1,16 +1,21 @@
-"""A leaf whose storage is longer than the array the user gave."""
+"""A leaf whose storage is longer than the array the user gave.
+
+To code that asks for an array a `Padded` is the logical one; nothing else of an array is imitated.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
+    from jaxtyping import Array, PyTree, Shaped
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim"])
@@ -19,7 +24,8 @@ class Padded:
     """An array padded at the end of one dim, so that the devices can share it evenly.
 
     A pytree node: optax and `jax.tree.map` act on the storage array inside. The padding
-    never reaches a loss function or an optimizer.
+    never reaches a loss function or an optimizer. Outside of them `jax.numpy`, NumPy and Flax's
+    modules take it for its logical array.
 
     Attributes:
         storage: The array as stored; storage shape.
@@ -39,6 +45,40 @@ class Padded:
     def logical(self) -> Shaped[Array, "*logical"]:
         """The array without its padding; logical shape."""
         return trim(self.storage, self.dim, self.shape[self.dim])
+
+    def __jax_array__(self) -> Shaped[Array, "*logical"]:
+        """The logical array, for `jax.numpy`."""
+        return self.logical()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The logical array, for NumPy."""
+        return np.array(self.logical(), dtype, copy=copy)
+
+    def unbox(self) -> Shaped[Array, "*logical"]:
+        """The logical array, for Flax, whose modules unbox their parameters."""
+        return self.logical()
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what this is to code that takes it for an array."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"A Padded has no {name!r}. It is a parameter of shape {list(self.shape)}, padded to "
+            f"{list(jnp.shape(self.storage))} in storage so that the devices can share it. Code of a model takes "
+            f"logical parameters: call it in tx.eval_step(fn), which gathers them as training does, or on "
+            f"tx.unshard(params); for this one, x.logical()."
+        )
+
+
+def known_to_flax() -> None:
+    """Let Flax unbox a `Padded` as it does its own boxes, if it is in use."""
+    if meta := sys.modules.get("flax.core.meta"):
+        meta.AxisMetadata.register(Padded)
+
+
+def without_padding(tree: PyTree) -> PyTree:
+    """A tree with the logical array in the place of each `Padded`."""
+    return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
 def is_padded(x) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,9 +62,10 @@ class Layout(CachedHash):
         )
 
 
-def layout_of(config: Config, params) -> Layout:
+def layout_of(config: Config, params, *, others: Sequence[tuple] = ()) -> Layout:
     """Lay out a tree of parameters as a configuration says: arrays, `Padded` arrays or shapes."""
-    return lay_out(params, config.layout_policy, precision=config.precision, trainable=config.trainable)
+    policy = config.layout_policy
+    return lay_out(params, policy, precision=config.precision, trainable=config.trainable, others=others)
 
 
 def lay_out(
@@ -73,6 +74,7 @@ def lay_out(
     *,
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | None = None,
+    others: Sequence[tuple] = (),
 ) -> Layout:
     """Decide where each leaf of `params` lives.
 
@@ -83,6 +85,7 @@ def lay_out(
         policy: Stage, axes and thresholds.
         precision: Types; None leaves every leaf its own.
         trainable: Which leaves are trained; None is all of them.
+        others: For each leaf the other mesh axes it is divided over, in place of Flax's metadata.
 
     Returns:
         The layout of parameters, gradients and parameter-shaped optimizer state.
@@ -103,7 +106,7 @@ def lay_out(
     types = [types_of(path, x, precision) for path, (_, x) in zip(paths, found, strict=True)]
     grads = [
         shard_leaf(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, policy.data), policy)
-        for (path, x), spec, (master, _) in zip(found, partition_metadata(params), types, strict=True)
+        for (path, x), spec, (master, _) in zip(found, others or partition_metadata(params), types, strict=True)
     ]
     compute = tuple(compute for _, compute in types)
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))

@@ -18,7 +18,7 @@ from zerojax.comm import mesh
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_padded, pad, trim
+from zerojax.layout.padded import Padded, is_padded, known_to_flax, pad, trim
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import host_sharding, to_device
 
@@ -77,6 +77,7 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     """The tree of parameters whose arrays are `stored`, in storage form."""
+    known_to_flax()
     return unflatten_params(stored, layout, layout.params, storage_forms(layout.params))
 
 

@@ -146,7 +146,7 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     forms = padded_forms(params)
 
     def gradient(params, batch, *args):
-        return value_and_grad_tree(config, loss, params, batch, *args, layout=layout, forms=forms)
+        return value_and_grad_tree(config, loss, params, None, batch, *args, layout=layout, forms=forms)
 
     compiled = jax.jit(gradient).lower(params, batch, *args).compile()
     memory = memory_analysis(compiled)

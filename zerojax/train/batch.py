@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from zerojax.comm.mesh import batch_sharding
 from zerojax.config import Config, DataMesh
@@ -69,15 +70,16 @@ def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
     """
     check_batch(batch, config.data, accumulate)
     sharding = batch_sharding(config.user_mesh, config.data)
+    return jax.tree.map(lambda x: placed(x, sharding), batch)
 
-    def place(x):
-        if isinstance(x, jax.core.Tracer):
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
 
-    return jax.tree.map(place, batch)
+def placed(x: Any, sharding: NamedSharding) -> Any:
+    """One leaf of a batch in a sharding; a traced one stays as it is."""
+    if isinstance(x, jax.core.Tracer):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
 
 
 def check_args(args: tuple) -> None:

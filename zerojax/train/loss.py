@@ -56,6 +56,11 @@ class Loss:
         parts = [loss, *(["mutable"] if self.mutable else []), *(["aux"] if self.has_aux else [])]
         return f"({', '.join(parts)})" if len(parts) > 1 else loss
 
+    def returned(self, loss: Array, mutable: PyTree, aux: PyTree) -> Any:
+        """The combined results, in the form in which the function returns each of its own."""
+        parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
+        return parts if len(parts) > 1 else loss
+
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
         """Call the function and read what it returns.
 

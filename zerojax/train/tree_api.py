@@ -19,11 +19,12 @@ from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
+from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
+from zerojax.optim.returned_state import as_planned, as_returned
 from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
 from zerojax.placement.storage import cast, constrain, named_tree, storage_leaves, unflatten_params
@@ -50,31 +51,34 @@ def value_and_grad_tree(
     config: Config,
     loss: Loss,
     params: Any,
+    mutable: Any,
     batch: Any,
     *args: Any,
     layout: Layout,
     forms: tuple[bool, ...],
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
-    """Loss and gradient, the gradient in the form of `params`; traced under jit."""
+    """What the loss returns, combined, and its gradient in the form of `params`; traced under jit."""
     parts = returned_grads(config, layout, forms)
 
-    def differentiate(params, batch, *args):
+    def differentiate(params, mutable, batch, *args):
         given = storage_leaves(params, layout.params)
         stored = cast(given, [leaf.dtype for leaf in layout.params])
         trained = [parts[i] for i in layout.trained]
-        found = loss_and_grads(config, layout, trained, loss, stored, batch, args, accumulate=accumulate)
+        found = loss_and_grads(
+            config, layout, trained, loss, stored, batch, args, mutable=mutable, accumulate=accumulate
+        )
         zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
         grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
         arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
         tree = unflatten_params(arrays, layout, parts, forms)
-        return ((found.loss, found.aux) if loss.has_aux else found.loss), tree
+        return loss.returned(found.loss, found.mutable, found.aux), tree
 
     def shardings(returned):
         loss = row_shardings(config.mesh, config.data, returned[0], batch)
         return loss, named_tree(config, layout.treedef, parts)
 
-    return on_auto_mesh(config.user_mesh, differentiate, params, batch, *args, shardings=shardings)
+    return on_auto_mesh(config.user_mesh, differentiate, params, mutable, batch, *args, shardings=shardings)
 
 
 def update_tree(
@@ -89,13 +93,14 @@ def update_tree(
     check_grads(grads, layout)
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
+    state = as_planned(plan, state)
     check_state(config, plan, state)
     if params is None and config.has_master_weights:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
 
     def run(grads, state, params, extra):
         state = state_to_device(config, plan, state)
-        extra = jax.tree.map(lambda x: x.logical() if is_padded(x) else x, extra, is_leaf=is_padded)
+        extra = without_padding(extra)
         sharded = None if params is None else shard_for_update(config, plan, params)
         reduced = shard_for_update(config, plan, grads)
         if sharded is not None and config.has_master_weights:
@@ -107,10 +112,11 @@ def update_tree(
             increments, state = update(config, plan, reduced, state, sharded, extra)
             zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
-        return unflatten_params(updates, layout, layout.params, forms), state_to_host(config, plan, state)
+        state = as_returned(config, plan, state_to_host(config, plan, state))
+        return unflatten_params(updates, layout, layout.params, forms), state
 
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, grads if params is None else params)
-    shardings = lambda _: (like, state_shardings(config, plan))
+    shardings = lambda _: (like, as_returned(config, plan, state_shardings(config, plan)))
     return on_auto_mesh(config.user_mesh, run, grads, state, params, extra, shardings=shardings)
 
 

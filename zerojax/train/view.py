@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from zerojax.comm.wire import Wire
 from zerojax.config import Config
 from zerojax.gather import StandIn, gather_on_use
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast
@@ -44,14 +45,14 @@ class View:
         config: Mesh axes, stage and types.
         layout: Layout of the parameters.
         grads: How the gradient of each trained parameter is returned.
-        loss: The loss function.
+        loss: The loss function, or another with the same `call`.
         accumulate: Microbatches a device.
     """
 
     config: Config
     layout: Layout
     grads: Sequence[Leaf]
-    loss: Loss
+    loss: Loss | Any
     accumulate: int
 
     @property
@@ -111,7 +112,7 @@ class View:
             if config.precision is not None:
                 params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
             with remedies(config.view):
-                return self.loss.call(params, mutable, batch, args)
+                return self.loss.call(params, mutable, batch, without_padding(args))
 
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())

@@ -1,0 +1,88 @@
+"""Parameters outside of the loss: evaluation with the gathers of training, and padded parameters in code of models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from zerojax import Offload, Padded, Precision, collectives, zero_shard
+
+PARAMS = {"w": jax.random.normal(jax.random.key(0), (13, 64)), "v": jax.random.normal(jax.random.key(1), (13, 7))}
+BATCH = jax.random.normal(jax.random.key(2), (16, 13))
+
+
+def predict(params, batch, scale=1.0):
+    hidden = jnp.tanh(batch @ params["w"])
+    return {"hidden": hidden, "out": scale * (batch @ params["v"]).T, "rows": jnp.array(len(batch))}
+
+
+def zero(stage=3, **options):
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), persist_below=20, **options)
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), a, b)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stage", "options"),
+    [
+        (16, 3, {}),
+        (5, 3, {"view": "device"}),
+        pytest.param(16, 0, {}, marks=pytest.mark.slow),
+        pytest.param(16, 3, {"offload": Offload(optimizer="host", params="host")}, marks=pytest.mark.slow),
+    ],
+)
+def test_eval_step_is_the_function_of_logical_parameters(rows, stage, options):
+    tx = zero(stage, **options)
+    state = tx.create(PARAMS)
+    assert stage == 0 or isinstance(state.params["v"], Padded)
+    found = tx.eval_step(predict)(state.params, BATCH[:rows], 2.0)
+    assert_close(found, predict(PARAMS, BATCH[:rows], 2.0))
+
+
+def test_eval_step_gathers_each_parameter_once_and_computes_in_its_types():
+    tx = zero(precision=Precision.bf16())
+    step = tx.eval_step(predict)
+    lowered = jax.jit(step).lower(tx.create(PARAMS).params, BATCH)
+    found = [c.kind for c in collectives(lowered.compile())]
+    assert set(found) == {"all-gather"}
+    assert step(tx.create(PARAMS).params, BATCH)["out"].dtype == jnp.float32  # as the batch is
+    assert step(tx.create(PARAMS).params, BATCH.astype(jnp.bfloat16))["out"].dtype == jnp.bfloat16
+
+
+def test_parameters_of_another_model_are_logical_in_a_loss():
+    """As a GAN's, or a teacher's, are further arguments; and so is a moving average of them."""
+    tx = zero()
+    other = jax.tree.map(lambda x: 0.5 * x, tx.shard(PARAMS))
+    loss = lambda params, batch, other: jnp.mean((batch @ params["v"] - (other["v"].T @ batch.T).T) ** 2)
+    _, metrics = tx.train_step(loss)(tx.create(PARAMS), BATCH, other)
+    np.testing.assert_allclose(metrics["loss"], np.mean((0.5 * BATCH @ PARAMS["v"]) ** 2), rtol=1e-5)
+
+
+def test_a_mask_may_be_made_of_parameters_in_storage():
+    mask = jax.tree.map(lambda x: x.shape == (13, 64), zero().shard(PARAMS))
+    tx = zero(trainable=mask)
+    state, _ = tx.train_step(lambda p, b: predict(p, b)["out"].mean())(tx.create(PARAMS), BATCH)
+    assert_close(tx.unshard(state.params)["v"], PARAMS["v"])
+
+
+def test_a_padded_parameter_is_its_logical_array_to_code_of_a_model():
+    v = zero().shard(PARAMS)["v"]
+    for x in (jnp.asarray(v), np.asarray(v), jnp.eye(13) @ v, v @ jnp.eye(7)):
+        assert_close(x, PARAMS["v"])
+    with pytest.raises(AttributeError, match=r"no 'T'.*\[13, 7\], padded to \[13, 8\].*eval_step\(fn\).*unshard"):
+        v.T  # noqa: B018
+
+
+def test_a_linen_train_state_is_evaluated_with_its_padded_parameters():
+    model, tx = nn.Dense(7), zero()
+    params = model.init(jax.random.key(0), BATCH)
+    state = TrainState.create(apply_fn=model.apply, params=tx.shard(params), tx=tx)
+    assert isinstance(state.params["params"]["kernel"], Padded)
+    assert_close(jax.jit(state.apply_fn)(state.params, BATCH), model.apply(params, BATCH))
+    assert_close(tx.eval_step(state.apply_fn)(state.params, BATCH), model.apply(params, BATCH))

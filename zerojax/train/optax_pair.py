@@ -1,0 +1,57 @@
+"""`init` and `update` of a `ZeroTransformation`: what optax, Flax and hand-written loops call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.comm.explicit import on_auto_mesh
+from zerojax.config import Config
+from zerojax.layout.tree import Layout, layout_of
+from zerojax.optim.plan import ShardingPlan, make_plan
+from zerojax.optim.returned_state import as_returned, other_axes_in
+from zerojax.optim.state_memory import state_shardings
+from zerojax.placement.place import storage_of
+from zerojax.placement.storage import padded_forms
+from zerojax.streaming.init_state import init_opt_state
+from zerojax.train.tree_api import update_tree
+
+
+def init(config: Config, params: Any) -> Any:
+    """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
+    plan = make_plan(config, params)
+    make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
+    return on_auto_mesh(config.user_mesh, make, params, shardings=lambda _: init_shardings(config, plan))
+
+
+def init_shardings(config: Config, plan: ShardingPlan) -> Any:
+    """How what `init` returns is sharded."""
+    return as_returned(config, plan, state_shardings(config, plan))
+
+
+def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
+    like = updates if params is None else params
+    number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
+    static = tuple((k, v) for k, v in extra.items() if k not in arrays)
+    layout = layout_of(config, like, others=other_axes_in(state))
+    return jitted_update(updates, state, params, arrays, config, layout, padded_forms(like), static)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def jitted_update(
+    grads: Any,
+    state: Any,
+    params: Any,
+    extra: dict,
+    config: Config,
+    layout: Layout,
+    forms: tuple[bool, ...],
+    static: tuple,
+) -> tuple[Any, Any]:
+    """The update as a program."""
+    return update_tree(config, layout, forms, grads, state, params, extra | dict(static))
