@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import replicated, row_shardings
 from zerojax.config import Config
-from zerojax.gather import HostShard
+from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast, storage_leaves
@@ -47,7 +47,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     def run(params, batch, *args):
         layout = layout_of(config, params)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
-        shards = [HostShard(x, jnp.zeros(x.shape, x.dtype)) if is_on_host(x) else x for x in stored]
+        shards = [StandIn(x, jnp.zeros(x.shape, x.dtype)) if is_on_host(x) else x for x in stored]
         call = View(config, layout, (), Function(fn), 1).loss_of_storage()
         return call(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
