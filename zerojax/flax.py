@@ -62,18 +62,19 @@ def value_and_grad(
     """
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-    def wrapped(module, batch, *args):
+    def wrapped(module, batch, *args, **keywords):
         graph, params, keys, statistics, rest = nnx.split(module, wrt, nnx.RngKey, nnx.BatchStat, ...)
 
-        def pure(params, batch, keys, statistics, rest, *args):
+        def pure(params, batch, keys, statistics, rest, *args, **keywords):
             inner = nnx.merge(graph, params, keys, statistics, rest, copy=True)  # variables of this trace level
-            returned = loss_fn(inner, batch, *args)
+            returned = loss_fn(inner, batch, *args, **keywords)
             loss, aux = returned if has_aux else (returned, ())
             _, _, _, statistics, counts, rest = nnx.split(inner, wrt, nnx.RngKey, nnx.BatchStat, nnx.RngCount, ...)
             return loss, (aux, Mean(statistics), Same(counts), Mean(rest))
 
         differentiate = tx.value_and_grad(pure, has_aux=True)
-        (loss, (aux, statistics, counts, rest)), grads = differentiate(params, batch, keys, statistics, rest, *args)
+        parts = params, batch, keys, statistics, rest
+        (loss, (aux, statistics, counts, rest)), grads = differentiate(*parts, *args, **keywords)
         nnx.update(module, statistics, counts, rest)
         return ((loss, aux) if has_aux else loss), grads
 

@@ -32,6 +32,7 @@ from zerojax.placement.place import (
 )
 from zerojax.placement.storage import in_storage, named_tree, padded_forms, storage_forms
 from zerojax.streaming.init_state import init_opt_state, state_shapes
+from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
@@ -181,9 +182,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-        def value_and_grad(params, batch, *args):
+        def value_and_grad(params, batch, *args, **keywords):
             layout, rows = layout_of(self.config, params), place_batch(self.config, batch, accumulate)
-            return jitted(params, rows, *args, layout=layout, forms=padded_forms(params))
+            return jitted(params, rows, *packed(args, keywords), layout=layout, forms=padded_forms(params))
 
         return value_and_grad
 
