@@ -78,6 +78,7 @@ def test_a_batch_that_cannot_be_cut(tx, batch, message):
         (lambda p, b: jnp.int32(1), {}, TypeError, "floating point loss, but it is int32"),
         (mean_square, {"has_aux": True}, TypeError, r"has_aux=True.*\(loss, aux\)"),
         (mean_square, {"weighted": True}, TypeError, r"weighted=True.*\(total, weight\)"),
+        (lambda p, b: None, {}, TypeError, "scalar loss, but it returns None: is its `return` missing"),
     ],
 )
 def test_a_loss_of_the_wrong_form(tx, loss, options, error, message):
@@ -166,9 +167,69 @@ def test_a_state_of_other_parameters_stage_or_mesh(tx):
 def test_a_parameter_that_is_no_array(tx):
     with pytest.raises(TypeError, match=r"params\['s'\] is a float, not an array.*jnp\.asarray"):
         tx.create({"s": 1.0})
+    with pytest.raises(TypeError, match=r"params\['act'\] is a function, not an array.*eqx\.partition"):
+        tx.value_and_grad(mean_square)({**PARAMS, "act": lambda x: x}, jnp.ones((8, 16)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (jax.random.key(0), r"params\['q'\] is key<fry>, a PRNG key.*trainable=lambda"),
+        (jnp.ones((16, 8), jnp.float8_e4m3fn), r"params\['q'\] is float8_e4m3fn.*cast it in the loss"),
+    ],
+)
+def test_a_parameter_that_can_only_be_frozen(stage, leaf, message):
+    def loss(params, batch):
+        q = params["q"]
+        by = q.astype(jnp.float32) if q.dtype == jnp.float8_e4m3fn else jax.random.uniform(q, (16, 8))
+        return mean_square(params, batch * by.mean())
+
+    params, batch = {**PARAMS, "q": leaf}, jnp.ones((8, 16))
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10)
+    with pytest.raises(TypeError, match=message):
+        tx.value_and_grad(loss)(tx.shard(params), batch)
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, trainable=lambda path, x: "q" not in path)
+    state, metrics = tx.train_step(loss)(tx.create(params), batch)
+    assert jnp.allclose(metrics["loss"], loss(params, batch), rtol=1e-5)
+    assert (tx.unshard(state.params)["q"] == leaf).all()
+
+
+def test_arguments_that_no_program_can_be_compiled_for(tx):
+    gradient = tx.value_and_grad(lambda params, batch, *args, **keywords: mean_square(params, batch))
+    with pytest.raises(TypeError, match=r"args\[0\]\['names'\] is a set, .* cannot be hashed"):
+        gradient(PARAMS, jnp.ones((8, 16)), {"names": {"w"}})
+    with pytest.raises(TypeError, match=r"args\[0\].*\['count'\] is a jax\.Ref.*Pass its value"):
+        gradient(PARAMS, jnp.ones((8, 16)), count=jax.new_ref(jnp.zeros(())))
 
 
 def test_a_state_of_another_transformation(tx):
     other = zero_shard(optax.sgd(1e-3), stage=3, persist_below=10)
     with pytest.raises(ValueError, match=r"another transformation than the step's, whose .* \[0\]\.count beyond"):
         tx.train_step(mean_square)(other.create(PARAMS), jnp.ones((8, 16)))
+
+
+def decorated(params, batch, act, rate, *, train, name=None, key):
+    """Branches on arguments that are no arrays."""
+    x = batch @ params["w"]
+    if train and name == "noisy":
+        x += rate * jax.random.normal(key, ())
+    return jnp.mean(act(x) ** 2)
+
+
+@pytest.mark.parametrize(("stage", "view", "accumulate"), [(1, "global", 1), (3, "global", 2), (3, "device", 1)])
+def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, view=view)
+    batch, key = jnp.ones((16, 16)) / 32, jax.random.key(0)
+    state, step = tx.create(PARAMS), tx.train_step(decorated, accumulate=accumulate)
+    gradient = tx.value_and_grad(decorated, accumulate=accumulate)
+    for train in (True, False):
+        options = {"train": train, "name": None if train else "noisy", "key": key}
+        expected = jax.value_and_grad(decorated)(PARAMS, batch, jnp.tanh, 0.5, **options)
+        value, grads = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, **options)
+        assert jnp.allclose(value, expected[0], rtol=1e-5)
+        assert jnp.allclose(tx.unshard(grads)["w"], expected[1]["w"], rtol=1e-4)
+    state, metrics = step(state, batch, jnp.tanh, 0.5, **options)
+    assert jnp.allclose(metrics["loss"], value, rtol=1e-5)
+    noisy, _ = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, train=True, name="noisy", key=key)
+    assert not jnp.allclose(noisy, value, rtol=1e-5)

@@ -109,13 +109,13 @@ def value_and_grad(
     in_device_view = tx.config.view == "device"
     groups = (is_trained, (nnx.Param, nnx.RngKey) if in_device_view else nnx.Param, ...)
 
-    def pure(trained, variables, batch, graph, constants, arrays):
+    def pure(trained, variables, batch, graph, constants, arrays, **keywords):
         by_argument = nnx.State(dict(zip(filters, trained if several else [trained], strict=True)))
         with nnx.merge_context(TAG, inner=True) as context:
             nodes = context.merge(graph, by_argument, constants, variables)
         at = batch_index(nodes)
         args = [batch if i == at else joined(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
-        returned = loss_fn(*args)
+        returned = loss_fn(*args, **keywords)
         loss, aux = returned if has_aux else (returned, ())
         with nnx.split_context(TAG) as context:
             graph, *states, after = context.split(nodes, *groups)
@@ -129,7 +129,8 @@ def value_and_grad(
     differentiate = tx.value_and_grad(pure, has_aux=True, weighted=weighted, mutable=True, accumulate=accumulate)
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-    def wrapped(*args):
+    def wrapped(*args, **keywords):
+        refuse_nodes(keywords)
         nodes = tuple(jax.tree.map(lambda x: x if is_node(x) else None, args, is_leaf=is_node))
         arrays = list(jax.tree.map(lambda x: None if is_node(x) else x, args, is_leaf=is_node))
         at = batch_index(nodes)
@@ -138,7 +139,7 @@ def value_and_grad(
             with nnx.split_context(TAG) as context:
                 graph, trained, constants, variables = context.split(nodes, *groups)
             params = tuple(trained[i] for i in filters) if several else trained[next(iter(filters))]
-            returned, grads = differentiate(params, variables, batch, graph, constants, arrays)
+            returned, grads = differentiate(params, variables, batch, graph, constants, arrays, **keywords)
             loss, updated, (aux, graph, created) = returned
             with nnx.merge_context(TAG, inner=False) as context:
                 context.merge(graph, trained, constants, updated, created)
@@ -150,6 +151,20 @@ def value_and_grad(
 def is_node(x: Any) -> bool:
     """Whether NNX updates it in place."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def refuse_nodes(keywords: Mapping) -> None:
+    """Refuse NNX objects among keyword arguments, which `nnx.value_and_grad` does not update either.
+
+    Raises:
+        TypeError: Naming the first.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(dict(keywords), is_leaf=is_node)[0]:
+        if is_node(x):
+            raise TypeError(
+                f"{jax.tree_util.keystr(path)} is a {type(x).__name__} and a keyword argument, which would not be "
+                "updated. Pass it by position."
+            )
 
 
 def joined(nodes: Any, arrays: Any) -> Any:

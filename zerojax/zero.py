@@ -23,6 +23,7 @@ from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params, place_replicated
 from zerojax.placement.storage import in_storage, named_tree, padded_forms, storage_forms
 from zerojax.streaming.init_state import init_opt_state, state_shapes
+from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
@@ -195,9 +196,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 
         @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-        def value_and_grad(params, *args):
+        def value_and_grad(params, *args, **keywords):
             state, batch, *rest = args if mutable else (None, *args)
             layout, rows = layout_of(self.config, params), place_batch(self.config, batch, accumulate)
+            rest = packed(tuple(rest), keywords)
             return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
 
         return value_and_grad

@@ -41,9 +41,9 @@ def gather_on_use(
     Returns:
         `wrapped(shards, *args)`, which returns what `fn` does. Its derivative with respect to
         a sharded parameter is a shard of the sum over devices, zeros in the padding; with
-        respect to anything else it is this device's own. It can be differentiated in reverse,
-        once. A parameter may be given as a `StandIn`; a shard in host memory has to be, and is
-        copied to the device where it is gathered.
+        respect to anything else it is this device's own. It can be differentiated in reverse;
+        the gradient then in either mode. A parameter may be given as a `StandIn`; a shard in host
+        memory has to be, and is copied to the device where it is gathered.
 
     Raises:
         ValueError: If `prefetch` is negative, or a shard is not laid out as its leaf says.

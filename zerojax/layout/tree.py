@@ -98,7 +98,9 @@ def lay_out(
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
-                f"Make arrays of all leaves: jax.tree.map(jnp.asarray, params)."
+                "Make arrays of numbers: jax.tree.map(jnp.asarray, params). Of a model that holds functions or flags "
+                "beside its arrays, give the arrays alone: params, static = eqx.partition(model, eqx.is_array), and "
+                "in the loss model = eqx.combine(params, static)."
             )
     paths = [path_of(path) for path, _ in found]
     if isinstance(trainable, LeafMask):

@@ -28,6 +28,7 @@ from zerojax.inspect.roofline import Kernel, kernels
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.planning.shapes import abstract, shape_of
+from zerojax.train.arguments import packed
 from zerojax.train.batch import check_batch
 from zerojax.train.loss import Loss
 
@@ -72,7 +73,7 @@ class PlainGradient:
             ModuleNotFoundError: If it is given and the extra `aot` is not installed.
         """
         self.loss = loss
-        self.args = abstract(args)
+        self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
         self._compiled: dict[Any, Any] = {}
         self._costs: dict[Any, GradientCost] = {}

@@ -26,6 +26,7 @@ from zerojax.layout.tree import Layout, layout_of
 from zerojax.placement.storage import padded_forms
 from zerojax.planning.activations import plain_gradient
 from zerojax.planning.shapes import logical_shapes, shape_of
+from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.tree_api import value_and_grad_tree
@@ -129,7 +130,7 @@ def check(
     stored = ZeroTransformation.of(config).shard(shapes)
     loss = Loss(loss_fn, has_aux, weighted)
     rows = place_batch(config, jax.tree.map(shape_of, batch))
-    return check_program(config, layout_of(config, shapes), loss, stored, rows, to_auto(args))
+    return check_program(config, layout_of(config, shapes), loss, stored, rows, to_auto(packed(args)))
 
 
 def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch: Any, args: tuple) -> Check:

@@ -17,6 +17,7 @@ from zerojax.planning.comparison import Comparison, NonFinite
 from zerojax.planning.nonfinite import origins
 from zerojax.planning.reference import Reference, keeping_gradients
 from zerojax.planning.snapshot import Snapshot, differences, first_nonfinite, snapshot
+from zerojax.train.arguments import packed
 from zerojax.train.batch import check_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
@@ -109,6 +110,7 @@ def run_and_compare(
     """Run the reference, then each stage."""
     stages = (stages,) if isinstance(stages, int) else tuple(stages)
     workers = step.config.data.workers
+    args = packed(args)
     given = {"params": params, "mutable": mutable, "batch": batch, "args": args}
     configs = [at_stage(step.config, stage) for stage in stages]
     check_given(step, given, stages)

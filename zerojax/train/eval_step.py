@@ -17,6 +17,7 @@ from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast, storage_leaves
+from zerojax.train.arguments import packed, unpacked
 from zerojax.train.batch import place_batch, placed
 from zerojax.train.view import View
 
@@ -37,7 +38,8 @@ class Function:
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
         """Call it; there is nothing mutable."""
         del mutable
-        return self.fn(params, batch, *args)
+        args, keywords = unpacked(args)
+        return self.fn(params, batch, *args, **keywords)
 
 
 def eval_step(config: Config, fn: Callable) -> Callable:
@@ -58,7 +60,8 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         return on_auto_mesh(config.user_mesh, run, params, batch, *args, shardings=shardings)
 
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-    def step(params, batch, *args):
+    def step(params, batch, *args, **keywords):
+        args = packed(args, keywords)
         if divides(config, batch):
             return program(params, place_batch(config, batch), *args)
         return program(params, jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch), *args)

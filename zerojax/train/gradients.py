@@ -74,6 +74,7 @@ def loss_and_grads(
     is multiplied by `scale` while gradients are computed and summed, and they are divided by it.
     """
     check_batch(batch, config.data, accumulate)
+    check_trained(layout)
     view, scale = View(config, layout, grads, loss, accumulate), jnp.asarray(scale, jnp.float32)
     if not view.is_one_loss:
         check_args(args)
@@ -100,6 +101,25 @@ def loss_and_grads(
         check_vma=False,
     )(list(stored), batch, args, mutable, scale)
     return found._replace(aux=merged(found.aux, found.rows))
+
+
+def check_trained(layout: Layout) -> None:
+    """Refuse parameters that no transformation of optax can add an update to: PRNG keys, and floats of 8 bits.
+
+    Raises:
+        TypeError: Naming the leaf.
+    """
+    for leaf in (layout.params[i] for i in layout.trained):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"params{leaf.path} is {leaf.dtype}, a PRNG key, which cannot be trained. Pass it as an argument of "
+                "the loss, or freeze it: trainable=lambda path, x: not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)."
+            )
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1:
+            raise TypeError(
+                f"params{leaf.path} is {leaf.dtype}, in which gradients and updates are lost. Keep the parameter in "
+                "bfloat16 or wider and cast it in the loss, or freeze it with trainable=."
+            )
 
 
 def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients:

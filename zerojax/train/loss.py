@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives
+from zerojax.train.arguments import unpacked
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -64,12 +65,19 @@ class Loss:
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
         """Call the function and read what it returns.
 
+        Args:
+            params: Full parameters, logical shapes.
+            mutable: The mutable state; None without `mutable`.
+            batch: The rows of its view.
+            args: Further arguments, `packed` or as they are.
+
         Raises:
             TypeError: If it is not of the form announced.
             ValueError: If loss or weight is no scalar.
         """
         given = (mutable,) if self.mutable else ()
-        value = self.fn(params, *given, batch, *args)
+        args, keywords = unpacked(args)
+        value = self.fn(params, *given, batch, *args, **keywords)
         aux = new = None
         if self.has_aux or self.mutable:
             count = 1 + self.has_aux + self.mutable
@@ -99,6 +107,8 @@ def scalar(name: str, value: Any) -> Array:
             f"The loss function must return a scalar {name}, not a {type(value).__name__}. "
             f"For (loss, aux) pass has_aux=True; for (total, weight) pass weighted=True."
         )
+    if value is None:
+        raise TypeError(f"The loss function must return a scalar {name}, but it returns None: is its `return` missing?")
     value = jnp.asarray(value)
     if value.shape != ():
         raise ValueError(

@@ -16,6 +16,7 @@ from zerojax.optim.checks import check_state
 from zerojax.placement.storage import in_storage
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
+from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
@@ -69,7 +70,7 @@ class Step:
         """The same step under another configuration: another mesh, stage or precision."""
         return Step(config, self.program.loss, self.options)
 
-    def __call__(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
+    def __call__(self, state: ZeroState, batch: Any, *args: Any, **keywords: Any) -> tuple[ZeroState, dict]:
         """Do one step; simulated devices first finish the one before.
 
         Args:
@@ -77,7 +78,9 @@ class Step:
             batch: Arrays with the global batch on dim 0, which the axis and the
                 microbatches must divide.
             *args: Replicated. Typed PRNG keys are folded where the loss is called several times: with the
-                number of the microbatch, and in device view the device's index.
+                number of the microbatch, and in device view the device's index. What is no array and no
+                number, such as a flag, is not traced: the step is compiled for each of its values.
+            **keywords: Further arguments too.
 
         Returns:
             The next state, and metrics: `loss` and `grad_norm`, float scalars; `skipped`,
@@ -99,7 +102,7 @@ class Step:
         watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
-        rows = place_batch(self.config, batch, self.options.accumulate)
+        rows, args = place_batch(self.config, batch, self.options.accumulate), packed(args, keywords)
         if isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
         wait_if_simulated(self.config.mesh, state)
@@ -118,13 +121,13 @@ class Step:
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 
-    def lower(self, state: ZeroState, batch: Any, *args: Any):
+    def lower(self, state: ZeroState, batch: Any, *args: Any, **keywords: Any):
         """Lower without running, as `jax.jit(...).lower` does; shapes are enough.
 
         With offloaded state this is the program up to the gradients; `lower_update` has the rest.
         """
         self._check(state)
-        rows = place_batch(self.config, batch, self.options.accumulate)
+        rows, args = place_batch(self.config, batch, self.options.accumulate), packed(args, keywords)
         if not state.plan.offloaded:
             return self._jitted.lower(state, rows, *args)
         resident = state.replace(opt_state=resident_state(state))

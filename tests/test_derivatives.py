@@ -1,0 +1,47 @@
+"""Derivatives of what `value_and_grad` returns: Hessian-vector products, forward mode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of, quick_or_slow
+
+from zerojax import zero_shard
+
+
+def weights(key):
+    keys = jax.random.split(jax.random.key(key), 4)
+    shapes = {"w": (8, 12), "stack": (3, 12, 12), "padded": (7, 7), "b": (4,)}
+    return {name: jax.random.normal(k, shape) / 3 for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+PARAMS, VECTOR, BATCH = weights(0), weights(1), jax.random.normal(jax.random.key(2), (24, 8))
+
+
+def loss(params, batch):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w) + x, None))
+    x, _ = jax.lax.scan(layer, batch @ params["w"], params["stack"])
+    return jnp.mean(jnp.sin(x[:, :7] @ params["padded"]) ** 2) + jnp.mean(x[:, :4] * params["b"] ** 2)
+
+
+def products(value_and_grad, params, vector):
+    """The derivative of the loss along a vector, and its Hessian times the vector in two ways."""
+    gradient = lambda params: value_and_grad(params, BATCH)[1]
+    along = lambda params: optax.tree.vdot(gradient(params), vector)
+    (slope, forward) = jax.jvp(lambda params: value_and_grad(params, BATCH), (params,), (vector,))[1]
+    return slope, forward, jax.grad(along)(params)
+
+
+@pytest.mark.parametrize(
+    ("stage", "view"),
+    quick_or_slow([(s, v) for s in range(4) for v in ("global", "device")], [(3, "global")]),
+)
+def test_hessian_vector_products(stage, view):
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), persist_below=10, view=view)
+    found = jax.jit(lambda p, v: products(tx.value_and_grad(loss), p, v))(tx.shard(PARAMS), tx.shard(VECTOR))
+    slope, *hessian = jax.jit(lambda p, v: products(jax.value_and_grad(loss), p, v))(PARAMS, VECTOR)
+    np.testing.assert_allclose(found[0], slope, rtol=1e-5)
+    for have, want in zip(found[1:], hessian, strict=True):
+        # sums over rows and devices are made in another order
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), tx.unshard(have), want)
