@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from zerojax import report, zero_shard
+from zerojax.checkpoint import Checkpointer
 from zerojax.testing import simulate_devices
 
 PARAMS = {"w": jnp.ones((16, 8))}
@@ -134,6 +135,25 @@ def test_update_without_the_parameters_it_needs(tx):
 def test_a_step_takes_a_state(tx):
     with pytest.raises(TypeError, match=r"takes a ZeroState, not dict.*tx\.create"):
         tx.train_step(mean_square)(PARAMS, jnp.ones((8, 16)))
+
+
+def test_a_checkpointer_given_a_state_of_another_loop_says_what_saves_it(tx, tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(TypeError, match=r"save takes a ZeroState.*not dict.*StandardCheckpointer saves"):
+            checkpoints.save(PARAMS)
+        checkpoints.save(tx.create(PARAMS))
+        with pytest.raises(TypeError, match=r"restore takes like= a ZeroState.*not dict"):
+            checkpoints.restore(PARAMS)
+
+
+def test_what_is_printed_fits_a_screen(tx):
+    state = tx.create({f"layer{i}": PARAMS["w"] for i in range(8)})
+    assert max(len(str(repr(x))) for x in (state, tx, jax.tree.structure(state))) < 1000
+    assert repr(state).splitlines() == [
+        "ZeroState(stage 3 over axis 'data', 8 devices)",
+        "  params: 8 leaves, 4.1 kB",
+        "  opt_state: 17 leaves, 8.2 kB",
+    ]
 
 
 def test_a_report_needs_arrays(tx):

@@ -14,6 +14,7 @@ from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, fl
 
 from zerojax import Precision, collectives, report, zero_shard
 from zerojax.testing import assert_parity, train_plain
+from zerojax.train.checked import nested
 
 STEPS = 3
 QUICK = [(0, 2), (2, 3), (3, 8)]
@@ -216,9 +217,9 @@ def plain_mixed(precision, loss, params, batches, *, count):
     @jax.jit
     def device_grads(params, rows):
         seen = narrow(params)
-        value, grads = jax.value_and_grad(lambda p: scale * loss(p, rows).astype(jnp.float32) / count, allow_int=True)(
-            seen
-        )
+        value, grads = jax.value_and_grad(
+            lambda p: scale * loss(p, narrow(rows)).astype(jnp.float32) / count, allow_int=True
+        )(seen)
         wide = lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g.astype(jnp.float32) / scale
         return value * count / scale, jax.tree.map(wide, params, grads)
 
@@ -316,6 +317,29 @@ def test_leaves_that_are_kept_are_seen_in_float32(stage, mesh):
     state, _ = run(tx, loss, {"w": jnp.ones((8, 2048)), "norm": jnp.ones(4)}, [jnp.ones((8, 8))])
     assert seen == {"w": jnp.bfloat16, "norm": jnp.float32}
     assert state.params["norm"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "products"),
+    [
+        (3, {}, {"bfloat16"}),
+        (0, {"accumulate": 2}, {"bfloat16"}),
+        pytest.param(2, {"view": "device"}, {"bfloat16"}, marks=pytest.mark.slow),
+        (3, {"cast_inputs": False}, {"float32"}),
+    ],
+)
+def test_products_of_a_float32_batch_run_in_the_compute_type(stage, options, products, mesh):
+    """A layer of Flax computes in the widest type it is given; a gradient's products are those of its loss."""
+    model, changes = nn.Sequential([nn.Dense(24), nn.Dense(16)]), dict(options)
+    precision = Precision.bf16(cast_inputs=changes.pop("cast_inputs", True))
+    tx = zero(stage, 8, precision=precision, view=changes.pop("view", "global"))
+    loss = lambda p, b: jnp.mean(model.apply(p, b["x"]) ** 2 * (b["labels"] > 3)[:, None])
+    batch = {"x": jnp.ones((16, 16)), "labels": jnp.arange(16)}
+    params = tx.shard(model.init(jax.random.key(0), batch["x"]))
+    traced = jax.make_jaxpr(tx.value_and_grad(loss, **changes))(params, batch)
+    found = [eqn for inner in nested(traced.jaxpr) for eqn in inner.eqns if eqn.primitive.name == "dot_general"]
+    assert len(found) >= 4
+    assert {x.aval.dtype.name for eqn in found for x in eqn.invars} == products
 
 
 MASTERED = ["adafactor", "lamb", "clip-adamw", "inject-hyperparams", "multi-steps"]
@@ -419,7 +443,7 @@ def test_double_precision_is_kept():
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_narrow_sums_are_unscaled_wide(stage, mesh):
-    precision = Precision.fp16(reduce=jnp.float16, loss_scale=2.0**16)
+    precision = Precision.fp16(reduce=jnp.float16, loss_scale=2.0**16, cast_inputs=False)  # 1e-8 is 0 in float16
     tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, precision=precision)
     loss = lambda p, b: (p["w"].astype(jnp.float32).sum() * b).mean()
     _, (metrics,) = run(tx, loss, {"w": jnp.zeros((4, 4096))}, [jnp.full(8, 1e-8)])

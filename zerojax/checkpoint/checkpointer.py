@@ -12,7 +12,7 @@ from typing import Any
 
 from zerojax.checkpoint import data_state
 from zerojax.checkpoint import directory as folders
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, no_zero_state
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
@@ -118,7 +118,7 @@ class Checkpointer:
             ValueError: If `step` is negative.
         """
         if not isinstance(state, ZeroState):
-            raise TypeError(f"save takes a ZeroState, as tx.create makes it, not {type(state).__name__}.")
+            raise no_zero_state("save takes", state)
         if self.read_only:
             raise CheckpointError("This Checkpointer is read_only=True. Open one without it to save.")
         if self._lock is None and self._processes.is_first:

@@ -35,6 +35,15 @@ class DamagedError(CheckpointError):
         self.step, self.damage, self.intact = step, damage, intact
 
 
+def no_zero_state(wanted: str, found: Any) -> TypeError:
+    """The error where a `ZeroState` was wanted."""
+    return TypeError(
+        f"{wanted} a ZeroState, as tx.create makes it for tx.train_step, not {type(found).__name__}. The state of a "
+        f"loop of your own, such as a TrainState, is a tree of sharded arrays: orbax.checkpoint.StandardCheckpointer "
+        f"saves it as it is, and restores it for this stage and mesh."
+    )
+
+
 def attempt(work: Callable[..., Any], *args: Any) -> str:
     """Call a function; its error in one line, empty if there was none."""
     try:

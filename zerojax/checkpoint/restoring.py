@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
+from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.matching import Match, match, target_layout
 from zerojax.checkpoint.processes import Processes
@@ -52,7 +53,7 @@ def restore(
 ) -> Restored:
     """Read a verified checkpoint; arguments as for `Checkpointer.restore`."""
     if not isinstance(like, ZeroState):
-        raise TypeError(f"restore takes like=a ZeroState, as tx.create makes it, not {type(like).__name__}.")
+        raise no_zero_state("restore takes like=", like)
     folder = root / step_name(manifest.step)
     where = f"The checkpoint of step {manifest.step} in {root}"
     state, matched = on_auto_mesh(None, functools.partial(read_state, folder, manifest, partial, where), like)

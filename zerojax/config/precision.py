@@ -67,8 +67,8 @@ class Precision:
 
     Stage 3 keeps the shards in `master` and casts them to `compute` before they are
     gathered. Stages 0 to 2 keep a full copy in `compute`, and the master weights, sharded
-    as the stage shards them, in the optimizer state. The batch is left as it is: cast
-    inputs where the model wants it.
+    as the stage shards them, in the optimizer state. Inputs are cast too, or a layer that
+    computes in the widest type it is given would compute in float32.
 
     Attributes:
         compute: Floating type of the parameters that the loss function sees.
@@ -80,6 +80,9 @@ class Precision:
         keep: `keep(path, leaf) -> bool`: parameters that the loss sees in `master`
             (norms, routers). `path` is "/"-separated, `leaf` a `jax.ShapeDtypeStruct` of
             logical shape. Default: none.
+        cast_inputs: Whether the loss sees float leaves of the batch in `compute`. Integers and
+            bools stay, further arguments too. With False the batch stays as it is: cast inputs
+            in the model where targets or weights of rows have to be wide.
 
     Raises:
         TypeError: If a type is no floating type, or `keep` is not callable.
@@ -95,6 +98,15 @@ class Precision:
     master: Any = jnp.float32
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
     keep: Callable[[str, Any], bool] | None = None
+    cast_inputs: bool = True
+
+    def input_dtype(self, dtype: Any) -> Any:
+        """The type in which the loss sees a leaf of the batch.
+
+        Args:
+            dtype: The type it is given in.
+        """
+        return self.compute if self.cast_inputs and jnp.issubdtype(dtype, jnp.floating) else dtype
 
     def __post_init__(self):
         """Check every field, and write types and scale in one way."""

@@ -27,7 +27,7 @@ from zerojax.optim.partition import Partition
 from zerojax.placement.storage import shapes
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CachedHash):
     """How parameters, gradients and optimizer state are sharded; printed, a line a leaf.
 
@@ -57,6 +57,10 @@ class ShardingPlan(CachedHash):
     def offloaded(self) -> dict[int, Chunking]:
         """The offloaded leaves of the state, by index, and how they are chunked."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
+
+    def __repr__(self) -> str:
+        """One line; `str` has every leaf."""
+        return f"ShardingPlan(stage={self.layout.policy.stage}, {len(self.grads)} trained parameters)"
 
     def __str__(self) -> str:
         """Stage and axes, then each leaf with its type, its logical shape and how it is sharded."""

@@ -114,17 +114,18 @@ class PlainGradient:
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Shapes of the rows of a global batch that a device differentiates at a time.
+    """Shapes of the rows of a global batch that a device differentiates at a time, in the types the loss sees.
 
     Raises:
         ValueError: If devices and microbatches do not divide the batch.
     """
     check_batch(batch, config.data, accumulate)
-    shards = config.data.workers * accumulate
+    shards, precision = config.data.workers * accumulate, config.precision
 
     def local(x):
         shape = shape_of(x)
-        return shape.update(shape=(shape.shape[0] // shards, *shape.shape[1:]))
+        dtype = shape.dtype if precision is None else precision.input_dtype(shape.dtype)
+        return shape.update(shape=(shape.shape[0] // shards, *shape.shape[1:]), dtype=dtype)
 
     return jax.tree.map(local, batch)
 

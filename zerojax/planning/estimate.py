@@ -30,6 +30,7 @@ from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
 from zerojax.planning.estimate_table import Estimate
 from zerojax.planning.options import EstimateOptions, split_options
+from zerojax.planning.shapes import is_array
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.train.loss import Loss
 
@@ -149,16 +150,31 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
     """The shapes of a model's parameters.
 
     Raises:
-        TypeError: If it is no tree of arrays or shapes, and no Flax module.
+        TypeError: If it is no tree of arrays or shapes, and no Flax module that `inputs` initialise.
     """
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
-        return jax.eval_shape(model.init, jax.random.key(0), *inputs)
+        try:
+            return jax.eval_shape(model.init, jax.random.key(0), *inputs)
+        except Exception as error:
+            raise TypeError(
+                f"estimate cannot initialise {name}: {error}\nGive an instance of the module, and what its init takes "
+                f"beside the key: estimate(module, inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)); or the shapes "
+                f"of its parameters, as jax.eval_shape(module.init, key, x)."
+            ) from error
     if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if it was imported
         model = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
-    leaves = jax.tree.leaves(model)
-    if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    others = [(path, x) for path, x in leaves if not is_array(x)]
+    if 0 < len(others) < len(leaves):
+        path, x = others[0]
         raise TypeError(
-            f"estimate takes a number of parameters, a tree of arrays or shapes, or a Flax module, not "
-            f"{type(model).__name__}. For example jax.eval_shape(init, key)."
+            f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__}, no array: estimate takes the parameters of a "
+            f"model alone. Give its arrays, such as equinox.filter(model, equinox.is_array)."
+        )
+    if not leaves or others:
+        raise TypeError(
+            f"estimate takes a number of parameters, a tree of arrays or shapes, or a Flax module, not {name}. "
+            f"For example jax.eval_shape(init, key)."
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)

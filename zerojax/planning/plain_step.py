@@ -11,6 +11,7 @@ import optax
 
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
+from zerojax.train.batch import cast_inputs
 from zerojax.train.loss import Returned
 from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
 from zerojax.train.step_program import StepProgram
@@ -66,7 +67,8 @@ class PlainStep:
         def objective(values):
             merged = dict(enumerate(leaves)) | dict(zip(floats, values, strict=True))
             seen = cast([merged[i] for i in range(len(leaves))], self.layout.compute)
-            returned = self._call(self.layout.treedef.unflatten(seen), mutable, batch, args)
+            inputs = cast_inputs(self.program.config.precision, batch)
+            returned = self._call(self.layout.treedef.unflatten(seen), mutable, inputs, args)
             return scale * returned.total / jax.lax.stop_gradient(returned.weight), returned
 
         grads, returned = jax.grad(objective, has_aux=True)([leaves[i] for i in floats])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zerojax.comm.mesh import batch_sharding
-from zerojax.config import Config, DataMesh
+from zerojax.config import Config, DataMesh, Precision
 from zerojax.config.data_mesh import in_words
 
 if TYPE_CHECKING:
@@ -80,6 +80,13 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+
+
+def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
+    """The batch in the types in which the loss sees it."""
+    if precision is None:
+        return batch
+    return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.result_type(x))), batch)
 
 
 def check_args(args: tuple) -> None:

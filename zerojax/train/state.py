@@ -10,10 +10,12 @@ import jax
 
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
+from zerojax.config.data_mesh import in_words
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.storage import named_tree
 from zerojax.train.loss_scaling import ScalingState
+from zerojax.units import format_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     data_fields=["step", "params", "opt_state", "scaling", "mutable"],
     meta_fields=["plan"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ZeroState:
     """Parameters and optimizer state of a run, in storage.
 
@@ -44,6 +46,19 @@ class ZeroState:
     scaling: ScalingState
     mutable: PyTree
     plan: ShardingPlan
+
+    def __repr__(self) -> str:
+        """Stage, and for each part how many leaves and logical bytes; `zerojax.report` has every leaf."""
+        policy = self.plan.layout.policy
+        parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
+        rows = [
+            f"  {name}: {len(leaves)} leaves, {format_bytes(sum(leaf.bytes for leaf in leaves))}"
+            for name, leaves in parts.items()
+        ]
+        if self.mutable is not None:
+            rows.append(f"  mutable: {len(jax.tree.leaves(self.mutable))} leaves")
+        over = f"stage {policy.stage} over {in_words(policy.data.batch)}, {policy.data.workers} devices"
+        return "\n".join([f"ZeroState({over})", *rows])
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:

@@ -29,6 +29,7 @@ from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast
+from zerojax.train.batch import cast_inputs
 from zerojax.train.checked import checked
 from zerojax.train.loss import Loss
 from zerojax.train.remedies import remedies
@@ -111,6 +112,7 @@ class View:
         def call(params, mutable, batch, *args):
             if config.precision is not None:
                 params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
+            batch = cast_inputs(config.precision, batch)
             with remedies(config.view):
                 return self.loss.call(params, mutable, batch, without_padding(args))
 
