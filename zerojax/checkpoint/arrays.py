@@ -23,6 +23,7 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
+from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
@@ -116,12 +117,21 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read arrays straight into their shardings, one for each request."""
+    """Read arrays straight into their shardings, one for each request.
+
+    Raises:
+        CheckpointError: If one cannot be read; orbax' and tensorstore's own errors are of no type.
+    """
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
         infos = [param_info(directory, one.folder) for one in group]
         args = [ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False) for one in group]
-        arrays += run(handler.deserialize(infos, args))
+        try:
+            arrays += run(handler.deserialize(infos, args))
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"An array in {directory} cannot be read: {in_one_line(error)}") from error
     return [
         x if one.key is None else jax.device_put(jax.random.wrap_key_data(x, impl=one.key), one.sharding)
         for x, one in zip(arrays, requests, strict=True)
