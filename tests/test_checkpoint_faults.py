@@ -452,6 +452,18 @@ def test_a_number_that_is_none_of_its_type_is_named(copied, state):
         Checkpointer(copied, read_only=True).restore(state)
 
 
+def test_an_array_that_cannot_be_opened_is_one_error(copied, state, caplog):
+    """asyncio would print the errors of all tasks beside it."""
+    path = copied / "step_00000002" / "arrays" / "params.w" / ".zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fill_value": []}))
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={**files, "arrays/params.w/.zarray": digest(path)})
+    for _ in range(5):  # the others do not fail every time
+        with pytest.raises(CheckpointError, match=r"An array in .* cannot be read: .*params.w"):
+            Checkpointer(copied, read_only=True).restore(state)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("text", [b"", b"\x80", b'{"array": "", "as": "jax"}', b'{"key": "none", "of": 1}'])
 def test_data_that_is_none_is_damaged(copied, state, text):
     path = copied / "step_00000002" / "data.0.json"

@@ -182,4 +182,10 @@ def is_key(x: Any) -> bool:
 def run(coroutine: Coroutine) -> Any:
     """Run a coroutine to its end in another thread: the caller may be within an event loop, as notebooks are."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+        return pool.submit(asyncio.run, quietly(coroutine)).result()
+
+
+async def quietly(coroutine: Coroutine) -> Any:
+    """A coroutine whose error is the only word of it: the other arrays that fail with one are not printed."""
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    return await coroutine
