@@ -174,7 +174,9 @@ def test_a_disk_that_fails_for_good_is_no_success(tmp_path, state, monkeypatch):
         with pytest.raises(CheckpointError, match=r"(?s)Saving step 1 .*cannot be listed: Input/output error"):
             checkpoints.wait()
     assert not checkpoints.steps()
-    assert checkpoints.save(state, step=1)
+    checkpoints.save(state, step=1)
+    checkpoints.close()
+    assert checkpoints.verify() == [1]
 
 
 def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
