@@ -1,6 +1,7 @@
 """No save is lost or falsely reported, nothing of others is touched, and a checkpoint may come from a stranger."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -157,6 +158,25 @@ def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
     else:
         assert Checkpointer(tmp_path, read_only=True).verify() == [3]
         assert not done.stderr
+
+
+def test_a_disk_that_fails_for_good_is_no_success(tmp_path, state, monkeypatch):
+    """Not even the list of checkpoints, which the error is to tell, can be read."""
+
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    checkpoints = Checkpointer(tmp_path)
+    with monkeypatch.context() as patched:
+        for work in ("sync", "steps_in", "remove"):
+            patched.setattr(directory, work, fail)
+        checkpoints.save(state, step=1)
+        with pytest.raises(CheckpointError, match=r"(?s)Saving step 1 .*cannot be listed: Input/output error"):
+            checkpoints.wait()
+    assert not checkpoints.steps()
+    checkpoints.save(state, step=1)
+    checkpoints.close()
+    assert checkpoints.verify() == [1]
 
 
 def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
@@ -424,6 +444,38 @@ def test_an_array_that_is_not_what_its_files_are_is_damaged(copied, state, key):
     assert_damaged(copied, state, r"params\['w'\], arrays/params.w/")
 
 
+def test_a_number_that_is_none_of_its_type_is_named(copied, state):
+    """2 is no bool; tensorstore's own error is a bare Exception."""
+    path = copied / "step_00000002" / "arrays" / "scaling.weights_invalid" / "0"
+    path.write_bytes(b"\x02")
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={**files, "arrays/scaling.weights_invalid/0": digest(path)})
+    with pytest.raises(CheckpointError, match=r"An array in .* cannot be read: .*scaling.weights_invalid"):
+        Checkpointer(copied, read_only=True).restore(state)
+
+
+def test_an_array_that_cannot_be_opened_is_one_error(copied, state, caplog):
+    """asyncio would print the errors of all tasks beside it."""
+    path = copied / "step_00000002" / "arrays" / "params.w" / ".zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fill_value": []}))
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={**files, "arrays/params.w/.zarray": digest(path)})
+    for _ in range(5):  # the others do not fail every time
+        with pytest.raises(CheckpointError, match=r"An array in .* cannot be read: .*params.w"):
+            Checkpointer(copied, read_only=True).restore(state)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", [b"", b"\x80", b'{"array": "", "as": "jax"}', b'{"key": "none", "of": 1}'])
+def test_data_that_is_none_is_damaged(copied, state, text):
+    path = copied / "step_00000002" / "data.0.json"
+    path.write_bytes(text)
+    files = read_manifest(copied / "step_00000002").files
+    rewrite(copied, 2, files={**files, "data.0.json": digest(path)})
+    with pytest.raises(DamagedError, match=r"step 2 .*data.0.json: is no data of a run"):
+        Checkpointer(copied, read_only=True).restore(state)
+
+
 MANIFESTS = ["", "[]", "{}", "nonsense", '{"version": "x"}', '{"version": 1, "leaves": 3}', "[" * 100_000]
 
 
@@ -439,6 +491,13 @@ def test_an_index_names_files_beside_it_alone(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ValueError, match=r"index.json names .*not a file beside it"):
         import_params(tmp_path, {"w": jnp.ones(3)})
+
+
+def test_a_file_of_an_index_that_is_not_there_is_named(tmp_path):
+    for name in ("other.safetensors", "x" * 5000):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(FileNotFoundError, match="is not there, though the index beside it names it"):
+            import_params(tmp_path, {"w": jnp.ones(3)})
 
 
 def test_a_damaged_file_of_safetensors_is_named(tmp_path):

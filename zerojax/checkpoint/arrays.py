@@ -23,6 +23,7 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
+from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
@@ -116,12 +117,21 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read arrays straight into their shardings, one for each request."""
+    """Read arrays straight into their shardings, one for each request.
+
+    Raises:
+        CheckpointError: If one cannot be read; orbax' and tensorstore's own errors are of no type.
+    """
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
         infos = [param_info(directory, one.folder) for one in group]
         args = [ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False) for one in group]
-        arrays += run(handler.deserialize(infos, args))
+        try:
+            arrays += run(handler.deserialize(infos, args))
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"An array in {directory} cannot be read: {in_one_line(error)}") from error
     return [
         x if one.key is None else jax.device_put(jax.random.wrap_key_data(x, impl=one.key), one.sharding)
         for x, one in zip(arrays, requests, strict=True)
@@ -172,4 +182,10 @@ def is_key(x: Any) -> bool:
 def run(coroutine: Coroutine) -> Any:
     """Run a coroutine to its end in another thread: the caller may be within an event loop, as notebooks are."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+        return pool.submit(asyncio.run, quietly(coroutine)).result()
+
+
+async def quietly(coroutine: Coroutine) -> Any:
+    """A coroutine whose error is the only word of it: the other arrays that fail with one are not printed."""
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    return await coroutine

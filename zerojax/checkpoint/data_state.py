@@ -15,8 +15,13 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint.arrays import is_key
+from zerojax.checkpoint.errors import in_one_line
 
 PLAIN = (str, int, float, bool, type(None))
+
+
+class UnreadableError(ValueError):
+    """Text that does not say what was saved."""
 
 
 def dumps(data: Any) -> str:
@@ -28,7 +33,7 @@ def dumps(data: Any) -> str:
     return json.dumps(encode(data))
 
 
-def loads(text: str, template: Any = None) -> Any:
+def loads(text: str | bytes, template: Any = None) -> Any:
     """What was written.
 
     Args:
@@ -38,8 +43,13 @@ def loads(text: str, template: Any = None) -> Any:
 
     Raises:
         ValueError: If the template is of another structure than what was written.
+        UnreadableError: If the text is none that `dumps` wrote.
     """
-    return fill(template, json.loads(text, object_hook=decode))
+    try:
+        saved = json.loads(text, object_hook=decode)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UnreadableError(in_one_line(error)) from error
+    return fill(template, saved)
 
 
 def encode(data: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
-from zerojax.checkpoint.errors import no_zero_state
+from zerojax.checkpoint.errors import DamagedError, no_zero_state
 from zerojax.checkpoint.manifest import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.matching import Match, match, target_layout
 from zerojax.checkpoint.processes import Processes
@@ -112,4 +112,10 @@ def read_data(folder: Path, manifest: Manifest, template: Any, processes: Proces
             stacklevel=4,
         )
         return None
-    return data_state.loads((folder / data_file(0 if same else processes.index)).read_text(), template)
+    name = data_file(0 if same else processes.index)
+    try:
+        return data_state.loads((folder / name).read_bytes(), template)
+    except data_state.UnreadableError as error:
+        what = f"is no data of a run ({error})"
+        text = f"The checkpoint of step {manifest.step} in {folder.parent} is damaged ({name}: {what})."
+        raise DamagedError(text, step=manifest.step, damage=(("", name, what),)) from error

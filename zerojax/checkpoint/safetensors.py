@@ -186,7 +186,9 @@ def open_file(path: Path) -> Any:
     """A file of safetensors, its header read."""
     from safetensors import SafetensorError, safe_open
 
-    if path.exists() and not path.is_file():
+    if not os.path.exists(path):  # unlike pathlib's, of a name of any length
+        raise FileNotFoundError(f"{path} is not there, though the index beside it names it.")
+    if not path.is_file():
         raise ValueError(f"{path} is no plain file.")
     try:
         return safe_open(path, framework="numpy")

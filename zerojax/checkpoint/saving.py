@@ -140,13 +140,16 @@ class Save:
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        """The error to raise; what was begun is removed."""
+        """The error to raise, whatever else fails; what was begun is removed."""
         self._release_mark()
         if self._processes.is_first:
-            directory.remove(self._temporary)
+            attempt(directory.remove, self._temporary)
         root = self._temporary.parent
-        newest = max(directory.steps_in(root), default=None)
-        kept = "There is no checkpoint yet" if newest is None else f"The newest checkpoint is that of step {newest}"
+        try:
+            newest = max(directory.steps_in(root), default=None)
+            kept = "There is no checkpoint yet" if newest is None else f"The newest checkpoint is that of step {newest}"
+        except OSError as unread:
+            kept = f"The checkpoints that there are cannot be listed: {unread.strerror}"
         return CheckpointError(f"Saving step {self.step} to {root} failed: {in_one_line(error)}\n{kept}.")
 
 

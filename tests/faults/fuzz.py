@@ -1,0 +1,212 @@
+"""Files of checkpoints, changed: `fuzz.py FOLDER SEED COUNT`. Each is refused by name, or restored; prints the worst.
+
+A change is damage, or of a stranger who wrote digests that fit it. What is damaged is never restored as other numbers.
+"""
+
+import collections
+import copy
+import faulthandler
+import json
+import linecache
+import math
+import random
+import re
+import shutil
+import struct
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zerojax
+from zerojax import zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params
+from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest, digest_line
+
+SECONDS, SLACK = 10, 24 << 20  # one change's time; threads and caches beside what is allocated for a checkpoint
+VALUES = [None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 1e308, math.nan, "", "x" * 5000, "../x", "/etc/passwd", "\0"]
+VALUES += [[], {}, [0], {"a": 1}, [1 << 40, 1 << 40], "float32", "<f4", "|O", "float64", "\ud800", "data.0.json"]
+
+
+def nodes(value, path=()):
+    """The paths of all values in JSON."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        yield from nodes(one, (*path, key))
+
+
+def changed_json(value, rng):
+    """JSON with one to three values changed, dropped, exchanged or added; what was done."""
+    holder, done = [copy.deepcopy(value)], []
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        paths = list(nodes(holder))[1:]
+        (*parents, key), other = rng.choice(paths), rng.choice(paths)
+        parent, there = holder, holder
+        for one in parents:
+            parent = parent[one]
+        for one in other:
+            there = there[one]
+        how = rng.choice(["set", "set", "drop", "copy", "near", "rename", "deep"])
+        done.append(f"{how} {parents[1:]}{key!r}")
+        if how == "set":
+            parent[key] = rng.choice(VALUES)
+        elif how == "copy":
+            parent[key] = copy.deepcopy(there)
+        elif how == "near" and isinstance(parent[key], int | float):
+            parent[key] += rng.choice([-1, 1])
+        elif how == "near" and isinstance(parent[key], str):
+            parent[key] = parent[key][:-1] + rng.choice("019az./")
+        elif how == "rename" and isinstance(parent, dict):
+            parent[rng.choice(["x", "../x", "", *parent])] = parent.pop(key)
+        elif how == "deep":
+            parent[key] = [parent[key]]
+        elif parent is not holder:
+            del parent[key]
+        if not holder:
+            holder = [None]
+    return json.dumps(holder[0]).encode(), "; ".join(done)
+
+
+def changed_bytes(content, rng):
+    """Bytes of which some were flipped, cut off, added or moved; what was done."""
+    data, at = bytearray(content), rng.randrange(len(content) + 1)
+    how = rng.choice(["flip", "end", "add", "zero", "double", "empty"])
+    if how == "flip" and data:
+        data[at % len(data)] ^= 1 << rng.randrange(8)
+    elif how == "end":
+        del data[at:]
+    elif how == "add":
+        data[at:at] = rng.randbytes(rng.choice([1, 8, 4096]))
+    elif how == "zero":
+        data[at : at + 64] = bytes(len(data[at : at + 64]))
+    elif how == "double":
+        data = data + data
+    elif how == "empty":
+        data = bytearray()
+    return bytes(data), f"{how} at {at}"
+
+
+def changed(path, rng):
+    """A file's content changed, by its structure if it has one."""
+    content = path.read_bytes()
+    if rng.random() < 0.2:
+        return changed_bytes(content, rng)
+    if path.suffix == ".safetensors":
+        (size,) = struct.unpack("<Q", content[:8])
+        header, done = changed_json(json.loads(content[8 : 8 + size]), rng)
+        size = rng.choice([len(header)] * 6 + [0, 2**63, len(header) + 1])
+        return struct.pack("<Q", size) + header + content[8 + len(header) :], f"{done}; length {size}"
+    try:
+        return changed_json(json.loads(content), rng)
+    except ValueError:
+        return changed_bytes(content, rng)
+
+
+def own(error):
+    """Whether an error is one that zerojax raises itself, with words of its own."""
+    if isinstance(error, CheckpointError):
+        return True
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    here = frame.filename.startswith(str(Path(zerojax.__file__).parent))
+    raises = linecache.getline(frame.filename, frame.lineno).strip().startswith("raise ")
+    return here and raises and isinstance(error, ValueError | TypeError | FileNotFoundError)
+
+
+def most_memory():
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+
+class Fuzz:
+    """A checkpoint and an export of it, and what becomes of them when files change."""
+
+    def __init__(self, root, seed):
+        self.rng, self.root = random.Random(seed), root
+        tx = zero_shard(optax.adam(1e-2), stage=3, persist_below=4)
+        params = {"w": jnp.arange(512.0 * 512).reshape(512, 512), "v": jnp.arange(21.0).reshape(7, 3), "b": jnp.ones(5)}
+        state = tx.create({**params, "key": {"n": jnp.int32(3)}})
+        self.like = zero_shard(optax.adam(1e-2), stage=1).create(jax.eval_shape(lambda: tx.unshard(state.params)))
+        with Checkpointer(root / "whole") as checkpoints:
+            data = {"position": 3, "seen": np.arange(4), "key": jax.random.key(1), "x": (1, b"bytes", None)}
+            checkpoints.save(state, data, step=7)
+        export(state, root / "whole" / "exported", file_bytes=1 << 20)
+        self.files = sorted(p.relative_to(root / "whole") for p in (root / "whole").rglob("*") if p.is_file())
+        self.files = [p for p in self.files if p.name != ".lock"]
+        self.size = sum((root / "whole" / p).stat().st_size for p in self.files)
+        self.expected = {True: self.exported(root / "whole"), False: self.restored(root / "whole")}
+
+    def restored(self, root):
+        checkpoints = Checkpointer(root, read_only=True)
+        found = checkpoints.restore(self.like)
+        return jax.tree.leaves((found.state, found.data))
+
+    def exported(self, root):
+        return jax.tree.leaves(import_params(root / "exported", self.like))
+
+    def one(self):
+        """Change a file; what was done, how it ended, and whether that is as it must be."""
+        rng, root = self.rng, self.root / "changed"
+        # by kind: there are many more files of arrays than others
+        name = rng.choice(rng.choice(list(self.kinds().values())))
+        content, done = changed(self.root / "whole" / name, rng)
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(self.root / "whole", root)
+        (root / name).write_bytes(content)
+        step, fits = root / "step_00000007", name.parts[0] != "exported" and rng.random() < 0.8
+        if fits and name.name not in (MANIFEST, MANIFEST_DIGEST):
+            manifest = json.loads((step / MANIFEST).read_text())
+            manifest["files"][str(name.relative_to("step_00000007"))] = digest(root / name)
+            (step / MANIFEST).write_text(json.dumps(manifest))
+        if fits and name.name != MANIFEST_DIGEST:
+            (step / MANIFEST_DIGEST).write_text(digest_line((step / MANIFEST).read_bytes()))
+        done = f"{name}: {done}{', with digests' * fits}"
+        Path("/proc/self/clear_refs").write_text("5")
+        before, begun = most_memory(), time.monotonic()
+        exported = name.parts[0] == "exported"
+        try:
+            found = (self.exported if exported else self.restored)(root)
+            how = "restored"
+            good = fits or exported or all(map(same, found, self.expected[exported]))
+            wanted = [(x.shape, x.dtype) for x in jax.tree.leaves(self.like.params if exported else self.like)]
+            good = good and [(x.shape, x.dtype) for x in found[: len(wanted)]] == wanted
+        except Exception as error:
+            how, good = f"{type(error).__name__}: {str(error)[:300]}", own(error)
+        seconds, memory = time.monotonic() - begun, most_memory() - before
+        good = good and seconds < SECONDS and memory < 2 * self.size + SLACK
+        return done, f"{how} ({seconds:.1f} s, {memory >> 20} MiB)", good
+
+    def kinds(self):
+        kinds = collections.defaultdict(list)
+        for path in self.files:
+            kinds["shard" if path.parts[1:2] == ("arrays",) and path.name[0].isdigit() else path.name].append(path)
+        return kinds
+
+
+def same(a, b):
+    if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return np.array_equal(a, b)
+
+
+def main(folder, seed, count):
+    warnings.simplefilter("ignore")
+    fuzz, outcomes = Fuzz(Path(folder), int(seed)), collections.Counter()
+    wrong = 0
+    for number in range(int(count)):
+        faulthandler.dump_traceback_later(6 * SECONDS, exit=True)  # where one hangs
+        done, how, good = fuzz.one()
+        outcomes[how.split(":")[0].split(" (")[0]] += 1
+        if not good:
+            wrong += 1
+            print(f"WRONG {number} {done}\n    {how}", flush=True)
+    print(f"{count} changes, {wrong} wrong: {dict(outcomes)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
