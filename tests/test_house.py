@@ -27,7 +27,7 @@ FLOORS = [
     {"checkpoint"},
     {"zero"},
     {"planning"},
-    {"user_code", "doctor", "plot"},
+    {"data", "user_code", "doctor", "plot"},
     {"__init__", "flax", "testing"},
     {"cli"},
     {"__main__"},

@@ -183,7 +183,11 @@ def test_linen_and_nnx_metadata_name_the_other_axis():
     dense = nn.Dense(64, kernel_init=nn.with_partitioning(init, (None, "model")))
     params = tx.init_params(lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"])
     assert params["kernel"].value.sharding.spec == PartitionSpec("data", "model")
-    with jax.set_mesh(mesh):
-        layer = nnx.Linear(16, 64, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=nnx.Rngs(0))
-    shardings = tx.shardings(nnx.state(layer, nnx.Param)).params
-    assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("model", "data")
+    logical = {"sharding_rules": (("mlp", "model"), ("embed", None))}
+    for names, rules in ((("model", None), {}), (("mlp", "embed"), logical)):
+        with jax.set_mesh(mesh):
+            annotated = nnx.with_partitioning(init, names, **rules)
+            layer = nnx.Linear(16, 64, kernel_init=annotated, rngs=nnx.Rngs(0))
+        shapes = jax.eval_shape(lambda: nnx.state(layer, nnx.Param))  # noqa: B023
+        shardings = tx.shardings(shapes).params
+        assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("model", "data")

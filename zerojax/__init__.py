@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from zerojax import checkpoint, offload, plot
+    from zerojax import checkpoint, data, offload, plot
     from zerojax.config import DynamicScale, Offload, Precision
     from zerojax.gather import block
     from zerojax.inspect.collectives import Collective, Collectives, collectives
@@ -64,6 +64,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "compare",
+    "data",
     "estimate",
     "offload",
     "plan",
@@ -77,7 +78,7 @@ def __getattr__(name: str) -> _Any:
     """Import what a public name stands for."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
-    elif name in ("checkpoint", "offload", "plot"):
+    elif name in ("checkpoint", "data", "offload", "plot"):
         return _import_module(f"{__name__}.{name}")
     elif name in _MODULE_OF:
         found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

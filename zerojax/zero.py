@@ -147,8 +147,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             `step(params, batch, *args)`, which returns what `fn` does. `params` are in storage, such as
-            `state.params`, or logical. Rows of `batch` that the devices cannot divide, such as the last of an
-            epoch, are replicated.
+            `state.params`, or logical; types are those of training. Rows that the devices cannot
+            divide, such as the last of an epoch, are replicated.
         """
         return eval_step(self.config, fn)
 

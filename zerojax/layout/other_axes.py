@@ -16,7 +16,9 @@ def partition_metadata(params) -> list:
             return tuple(node.get_partition_spec())
         read = getattr(node, "get_metadata", None)
         metadata: dict = (read() if callable(read) else None) or {}  # pyright: ignore[reportAssignmentType]
-        return metadata.get("out_sharding") or metadata.get("sharding_names") or None  # newer and older nnx
+        spec = metadata.get("out_sharding") or metadata.get("sharding_names") or ()  # newer and older nnx
+        rules = dict(metadata.get("sharding_rules") or ())  # of logical names
+        return tuple(rules.get(name, name) for name in getattr(spec, "spec", spec)) or None
 
     def expand(node):
         spec = () if is_padded(node) else tuple(names(node) or ())

@@ -1,0 +1,169 @@
+"""Batches from any loader, placed ahead of the steps that take them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from zerojax.comm.mesh import batch_sharding
+from zerojax.config import check_count, check_word
+from zerojax.train.batch import check_batch
+from zerojax.zero import ZeroTransformation
+
+
+def shard_batches(
+    batches: Iterable,
+    tx: ZeroTransformation,
+    *,
+    prefetch: int = 2,
+    rows: Literal["global", "process"] = "global",
+    remainder: Literal["drop", "pad"] = "drop",
+    accumulate: int = 1,
+) -> ShardedBatches:
+    """Place each batch of a loader on the mesh, its rows divided over the devices, ahead of its step.
+
+    Args:
+        batches: Trees of anything with `__array__` or DLPack: of NumPy, grain, tf.data or torch.
+        tx: From `zero_shard`.
+        prefetch: How many batches are placed ahead of the one that is returned.
+        rows: What a batch of this process's loader is: `"global"`: all rows, the same on every process;
+            `"process"`: those of this process, in the order of its devices, as many on each process.
+        remainder: What becomes of a batch with fewer rows than the first, such as the last of an epoch:
+            `"drop"`: it is left out; `"pad"`: its last row is repeated. Batches are then pairs `(batch,
+            weight)`, the weight of a row 1.0 or, of padding, 0.0: for a loss with `weighted=True`.
+        accumulate: Microbatches of the step.
+
+    Returns:
+        An iterator of trees of arrays. Its `get_state` and `set_state` are those of the loader's own
+        iterator, at the batch returned last: give it to `Checkpointer.save(state, data=...)`.
+
+    Raises:
+        TypeError: If a count is no integer; from the iterator, if a leaf is no array.
+        ValueError: If an option is unknown; from the iterator, if devices and microbatches do not
+            divide the rows of a batch, or in `"pad"` a batch has more rows than the first.
+    """
+    check_count("prefetch", prefetch, "batches", least=0)
+    check_count("accumulate", accumulate, "microbatches", least=1)
+    check_word("rows", rows, ("global", "process"))
+    check_word("remainder", remainder, ("drop", "pad"))
+    return ShardedBatches(iter(batches), Placement(tx, rows == "process", remainder == "pad", accumulate), prefetch)
+
+
+class ShardedBatches:
+    """Batches of a loader, placed; `shard_batches` makes one."""
+
+    def __init__(self, source: Iterator, placement: Placement, prefetch: int):
+        """Wrap a loader's iterator; nothing is read yet."""
+        self._source, self._placement, self._prefetch = source, placement, prefetch
+        self._ahead: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._position = self._source_position()
+
+    def __iter__(self) -> ShardedBatches:
+        """Itself: it is read once."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, with the ones after it on their way."""
+        while len(self._ahead) <= self._prefetch:
+            try:
+                batch = self._placement.place(next(self._source))
+            except StopIteration:
+                break
+            if batch is not None:
+                self._ahead.append((batch, self._source_position()))
+        if not self._ahead:
+            raise StopIteration
+        batch, self._position = self._ahead.popleft()
+        return batch
+
+    def get_state(self) -> Any:
+        """The loader's state after the batch returned last, not after those placed ahead.
+
+        Raises:
+            TypeError: If its iterator has no `get_state`.
+        """
+        if not hasattr(self._source, "get_state"):
+            raise TypeError(
+                f"A {type(self._source).__name__} has no get_state, so its position cannot be saved. Use an iterator "
+                f"that has, such as grain's, or save the number of batches that were read."
+            )
+        return self._position
+
+    def set_state(self, state: Any) -> None:
+        """Go on behind the batch after which `get_state` gave this."""
+        self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
+        self._ahead.clear()
+        self._position = state
+
+    def _source_position(self) -> Any:
+        get_state = getattr(self._source, "get_state", None)
+        return None if get_state is None else get_state()
+
+
+class Placement:
+    """How batches of this process become arrays on the mesh; the first one says how many rows they have."""
+
+    def __init__(self, tx: ZeroTransformation, of_process: bool, pads: bool, accumulate: int):
+        """Keep what the caller chose."""
+        self._config, self._pads, self._accumulate = tx.config, pads, accumulate
+        self._sharding = batch_sharding(tx.config.user_mesh, tx.config.data)
+        self._processes = jax.process_count() if of_process else 1
+        self._rows: int | None = None
+
+    def place(self, batch: Any) -> Any:
+        """A batch on the mesh, padded and with its weights if it is to be; None if it is left out."""
+        arrays = jax.tree.map(as_array, batch)
+        lengths = {x.shape[:1] for x in jax.tree.leaves(arrays)}
+        if len(lengths) != 1 or () in lengths:
+            check_batch(arrays, self._config.data)  # raises
+        rows: int = next(iter(lengths))[0]
+        if self._rows is None:
+            parts = self._config.data.workers * self._accumulate // self._processes
+            self._rows = -(-rows // parts) * parts if self._pads else rows
+        if rows < self._rows and not self._pads:
+            return None
+        if self._pads:
+            if rows > self._rows:
+                raise ValueError(
+                    f"A batch has {rows} rows, and the first one, padded, has {self._rows}. Give the largest first."
+                )
+            arrays = padded(arrays, rows, self._rows)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) * self._processes, *x.shape[1:]), x.dtype), arrays)
+        check_batch(shapes, self._config.data, self._accumulate)
+        return jax.tree.map(self._put, arrays)
+
+    def _put(self, x: Any) -> jax.Array:
+        if self._processes > 1:
+            return jax.make_array_from_process_local_data(self._sharding, np.asarray(x))
+        if isinstance(x, jax.Array) or jax.process_count() == 1:
+            return jax.device_put(x, self._sharding)
+        return jax.make_array_from_callback(x.shape, self._sharding, lambda index: x[index])
+
+
+def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
+    """A batch with its last row repeated (the loss of zeros might be NaN) up to `size` rows, and their weights."""
+    repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
+    return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
+
+
+def as_array(x: Any) -> Any:
+    """A leaf of a batch as an array of NumPy, or, where NumPy has not its type, of JAX.
+
+    Raises:
+        TypeError: If it is none, and has neither `__array__` nor DLPack.
+    """
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        array = np.asarray(x)
+    except (TypeError, RuntimeError):  # as torch's, for a bfloat16
+        array = None
+    if array is not None and array.dtype != object:
+        return array
+    if not hasattr(x, "__dlpack__"):
+        raise TypeError(f"A batch has a {type(x).__name__} in it, which is no array. Give arrays, or what has DLPack.")
+    return jax.dlpack.from_dlpack(x)
