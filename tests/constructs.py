@@ -141,6 +141,32 @@ def fori(p, x):
     return mean(lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["stack"][i] + p["b"]), x))
 
 
+def indexed(p, x):
+    """Loops that index the stack with their counter: a scan under remat in reverse, from behind, and past its end."""
+
+    @jax.checkpoint
+    def layer(x, i):
+        return jnp.tanh(x @ p["stack"][i]) + x @ lax.dynamic_index_in_dim(p["stack"], i, keepdims=False), None
+
+    x, _ = lax.scan(layer, x, jnp.arange(3), reverse=True)
+    x = lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["stack"][-1 - i]), x)
+    x = lax.fori_loop(1, 4, lambda i, x: jnp.tanh(x @ p["stack"][i]), x)
+    return mean(lax.fori_loop(0, 2, lambda i, x: x @ p["stack"][i], x))
+
+
+def cast_and_scaled_layers(p, x):
+    """Stacks that are scanned over after something is done to each layer, or to several at once."""
+
+    def layer(x, ws):
+        return jnp.tanh(x @ ws[0] + x @ ws[1][0].astype(x.dtype)) @ ws[2], None
+
+    stack = p["stack"]
+    narrow = jnp.swapaxes(jnp.sin(2 * stack), 1, 2).reshape(3, 1, 8, 8).astype(jnp.bfloat16)
+    x, _ = lax.scan(layer, x, (jnp.tanh(stack) + stack, narrow, jnp.flip(stack, 0)))
+    scaled = stack / 2
+    return mean(lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ scaled[i]), x)) + mean(scaled)
+
+
 def cond(p, x):
     return mean(lax.cond(jnp.sum(x) > 0, lambda w, v, x: x @ w, lambda w, v, x: jnp.sin(x @ v), p["w"], p["v"], x))
 
@@ -346,7 +372,7 @@ TABLE = {
         custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
         cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, marked_block,
         gradient_inside, custom_vjp_of_a_constant, stateful, everything_saveable, no_parameters, sort_and_sum,
-        concatenated,
+        concatenated, indexed, cast_and_scaled_layers,
     )
 }  # fmt: skip
 TABLE |= {

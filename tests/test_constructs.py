@@ -2,13 +2,16 @@
 
 import constructs
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
-from engine_helpers import assert_same
+from engine_helpers import assert_same, lay_out
+from jax import lax
 
 from zerojax import zero_shard
+from zerojax.gather import working_set
 
 X = jax.random.normal(jax.random.key(9), (24, 8))
 OPTIONS = [("prefetch", 3), ("prefetch", 0), ("reshard_after_forward", False), ("bucket_bytes", 0)]
@@ -53,10 +56,10 @@ def test_a_stack_may_be_sharded_over_its_layers(name):
     assert_construct(name, dims=constructs.DIMS | {"stack": 0})
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_steps_are_those_of_plain_optax(stage):
     """Of what an engine that evaluates equation by equation is likeliest to lose."""
-    names = ("custom_vjp_of_a_constant", "stateful")
+    names = ("custom_vjp_of_a_constant", "stateful", "indexed", "cast_and_scaled_layers")
     loss = lambda params, x: sum(constructs.TABLE[name](params, x) for name in names)
     plain = optax.adamw(1e-2, eps=1e-3)  # with its usual epsilon, Adam makes a full update of a rounding error
     tx = zero_shard(plain, stage=stage, mesh=mesh_of(4), persist_below=1)
@@ -71,3 +74,38 @@ def test_steps_are_those_of_plain_optax(stage):
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), tx.unshard(state.params), params)
+
+
+def over_layers(layer, stack, x):
+    return lax.fori_loop(0, 3, lambda i, x: layer(x, stack[i]), x)
+
+
+def over_numbers(layer, stack, x):
+    return lax.scan(lambda x, i: (layer(x, stack[i]), None), x, jnp.arange(3))[0]
+
+
+def under_remat(layer, stack, x):
+    step = jax.checkpoint(lambda x, i: (layer(x, lax.dynamic_index_in_dim(stack, i, keepdims=False)), None))
+    return lax.scan(step, x, jnp.arange(3), reverse=True)[0]
+
+
+def over_slices(layer, stack, x):
+    return lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0]
+
+
+CHANGES = {
+    "none": lambda stack: stack,
+    "scaled": lambda stack: jnp.tanh(stack) * 0.5,
+    "transposed": lambda stack: jnp.swapaxes(stack, 1, 2).reshape(3, 4, 2, 8).reshape(3, 8, 8),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("loop", [over_layers, over_numbers, under_remat, over_slices])
+def test_a_stack_stays_sharded_until_its_iteration(loop, change):
+    params = constructs.make_params()
+    setup = lay_out({"stack": params["stack"]}, {"stack": 1})
+    loss = lambda p, x: constructs.mean(loop(lambda x, w: jnp.tanh(x @ w), CHANGES[change](p["stack"]), x))
+    found = working_set(loss, setup.layout, X)
+    assert found.stacks == {0}
+    assert found.bytes == 2 * params["stack"][0].nbytes  # of this iteration and the next

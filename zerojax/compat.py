@@ -75,6 +75,14 @@ def line_of(eqn) -> str:
     return ""
 
 
+def at_line_of(eqn) -> Any:
+    """Context in which what is traced counts as traced at an equation's line."""
+    from jax._src import source_info_util
+
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+
+
 def is_users(file: str) -> bool:
     """Whether a source file is the user's: of no installed package, and not of this one."""
     return "site-packages" not in file and not file.startswith(_PACKAGE)

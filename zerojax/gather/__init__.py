@@ -2,6 +2,7 @@
 
 engine          `gather_on_use`, and `block`
 program         divides a loss's jaxpr into segments
+layer_stacks    loops that use a stack of layers otherwise become scans over it
 segments, scan  what runs together: its forward pass, backward pass and residuals
 passes          runs the segments forward and backward
 schedule        when each gather starts, and each gradient is reduced

@@ -13,6 +13,7 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.gather import evaluate
 from zerojax.gather.grad_dims import orders
+from zerojax.gather.layer_stacks import Derived, over_stacks
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Segment
 from zerojax.gather.sharded_param import ShardedParam, extended, root_param
@@ -40,15 +41,10 @@ class Program:
     outs: tuple
 
 
-@dataclasses.dataclass(frozen=True)
-class _Derived:
-    """A value computed from parameters alone, while call equations are inlined."""
-
-    value: Any
-
-
 def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) -> list:
     """Evaluate `jaxpr`, inlining the calls (`jax.jit` and its kin) that parameters are passed to.
+
+    Stacks of layers become what a loop scans over, where it can (`layer_stacks`).
 
     Args:
         jaxpr: What to evaluate.
@@ -56,21 +52,30 @@ def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) ->
         args: Its arguments.
         sharded: For each argument, whether it is a sharded parameter.
     """
+    counts: set = set()
 
     def rule(eqn, values):
-        derived = [isinstance(value, _Derived) for value in values]
+        derived = [isinstance(value, Derived) for value in values]
         body = compat.called(eqn)
+        if eqn.primitive.name == "iota" and len(eqn.params["shape"]) == 1:
+            counts.update(eqn.outvars)
+        if any(derived) and eqn.primitive.name == "scan":
+            scanned = over_stacks(eqn, values, counts)
+            if scanned is not None:
+                return scanned
         if any(derived) and body is not None and eqn.params.get("name") != BLOCK_NAME:
             return jaxprs.evaluate(*compat.opened(body), values, rule)
         results = compat.evaluate_one(eqn, [_bare(value) for value in values])
-        return [_Derived(x) for x in results] if any(derived) and _repeatable(eqn, derived) else results
+        if any(derived) and _repeatable(eqn, derived):
+            return [Derived(x, eqn, tuple(values)) for x in results]
+        return results
 
-    marked = [_Derived(arg) if on else arg for arg, on in zip(args, sharded, strict=True)]
+    marked = [Derived(arg) if on else arg for arg, on in zip(args, sharded, strict=True)]
     return [_bare(value) for value in jaxprs.evaluate(jaxpr, consts, marked, rule)]
 
 
 def _bare(value):
-    return value.value if isinstance(value, _Derived) else value
+    return value.value if isinstance(value, Derived) else value
 
 
 def _repeatable(eqn, from_params: Sequence[bool]) -> bool:
