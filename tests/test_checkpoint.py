@@ -141,7 +141,7 @@ def dropout_params():
 def dropout_loss(params, mutable, batch, key):
     h = jnp.tanh(batch["x"] @ params["w"])
     h = h * jax.random.bernoulli(key, 0.8, h.shape)
-    return jnp.mean((h @ params["v"] + params["b"].sum() - batch["y"][:, :1]) ** 2), {"mean": h.mean()}
+    return jnp.mean((h @ params["v"] + params["b"].sum() - batch["y"][:, :1]) ** 2), {"mean": jnp.float32(h.mean())}
 
 
 class Batches:

@@ -4,15 +4,14 @@
 """
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-CHANGES = int(os.environ.get("ZEROJAX_CHANGES", "500"))
-SEED = int(os.environ.get("ZEROJAX_SEED", random.randrange(10**6)))
+CHANGES = int(os.environ.get("ZEROJAX_CHANGES", "150"))
+SEED = int(os.environ.get("ZEROJAX_SEED", "1"))
 
 
 @pytest.mark.slow
@@ -20,6 +19,8 @@ def test_changed_files_are_refused_or_restored(tmp_path):
     print(f"ZEROJAX_SEED={SEED}")
     command = [sys.executable, Path(__file__).parent / "fuzz.py", tmp_path, str(SEED), str(CHANGES)]
     flags = "--xla_force_host_platform_device_count=2"
-    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, timeout=1200, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]  # a crash
     assert f"\n{CHANGES} changes, 0 wrong" in f"\n{done.stdout}", done.stdout
