@@ -333,13 +333,21 @@ def test_products_of_a_float32_batch_run_in_the_compute_type(stage, options, pro
     model, changes = nn.Sequential([nn.Dense(24), nn.Dense(16)]), dict(options)
     precision = Precision.bf16(cast_inputs=changes.pop("cast_inputs", True))
     tx = zero(stage, 8, precision=precision, view=changes.pop("view", "global"))
-    loss = lambda p, b: jnp.mean(model.apply(p, b["x"]) ** 2 * (b["labels"] > 3)[:, None])
-    batch = {"x": jnp.ones((16, 16)), "labels": jnp.arange(16)}
+    seen = {}
+
+    def loss(params, batch):
+        seen.update({name: x.dtype for name, x in batch.items()})
+        return jnp.mean(
+            model.apply(params, batch["x"]) ** 2 * (batch["labels"] > 3)[:, None] * batch["weight"][:, None]
+        )
+
+    batch = {"x": jnp.ones((16, 16)), "labels": jnp.arange(16), "weight": jnp.ones(16)}
     params = tx.shard(model.init(jax.random.key(0), batch["x"]))
     traced = jax.make_jaxpr(tx.value_and_grad(loss, **changes))(params, batch)
     found = [eqn for inner in nested(traced.jaxpr) for eqn in inner.eqns if eqn.primitive.name == "dot_general"]
     assert len(found) >= 4
     assert {x.aval.dtype.name for eqn in found for x in eqn.invars} == products
+    assert (seen["labels"], seen["weight"]) == (jnp.int32, jnp.float32)
 
 
 MASTERED = ["adafactor", "lamb", "clip-adamw", "inject-hyperparams", "multi-steps"]

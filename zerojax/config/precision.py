@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -80,9 +80,10 @@ class Precision:
         keep: `keep(path, leaf) -> bool`: parameters that the loss sees in `master`
             (norms, routers). `path` is "/"-separated, `leaf` a `jax.ShapeDtypeStruct` of
             logical shape. Default: none.
-        cast_inputs: Whether the loss sees float leaves of the batch in `compute`. Integers and
-            bools stay, further arguments too. With False the batch stays as it is: cast inputs
-            in the model where targets or weights of rows have to be wide.
+        cast_inputs: Whether the loss sees float leaves of the batch in `compute`, so that
+            products run in it. Integers and bools stay, one number a row (a target, a weight)
+            and further arguments too. Keep masks of tokens bool: a sum of many narrow ones is
+            rounded.
 
     Raises:
         TypeError: If a type is no floating type, or `keep` is not callable.
@@ -100,13 +101,10 @@ class Precision:
     keep: Callable[[str, Any], bool] | None = None
     cast_inputs: bool = True
 
-    def input_dtype(self, dtype: Any) -> Any:
-        """The type in which the loss sees a leaf of the batch.
-
-        Args:
-            dtype: The type it is given in.
-        """
-        return self.compute if self.cast_inputs and jnp.issubdtype(dtype, jnp.floating) else dtype
+    def input_dtype(self, shape: Sequence[int], dtype: Any) -> Any:
+        """The type in which the loss sees a leaf of the batch of this shape and type."""
+        is_cast = self.cast_inputs and len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating)
+        return self.compute if is_cast else dtype
 
     def __post_init__(self):
         """Check every field, and write types and scale in one way."""

@@ -124,7 +124,7 @@ def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
 
     def local(x):
         shape = shape_of(x)
-        dtype = shape.dtype if precision is None else precision.input_dtype(shape.dtype)
+        dtype = shape.dtype if precision is None else precision.input_dtype(shape.shape, shape.dtype)
         return shape.update(shape=(shape.shape[0] // shards, *shape.shape[1:]), dtype=dtype)
 
     return jax.tree.map(local, batch)

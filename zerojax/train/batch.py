@@ -86,7 +86,7 @@ def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
     """The batch in the types in which the loss sees it."""
     if precision is None:
         return batch
-    return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.result_type(x))), batch)
+    return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
 
 
 def check_args(args: tuple) -> None:
