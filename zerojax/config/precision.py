@@ -102,7 +102,12 @@ class Precision:
     cast_inputs: bool = True
 
     def input_dtype(self, shape: Sequence[int], dtype: Any) -> Any:
-        """The type in which the loss sees a leaf of the batch of this shape and type."""
+        """The type in which the loss sees a leaf of the batch.
+
+        Args:
+            shape: Of the leaf; one of a number a row is not cast.
+            dtype: The type it is given in.
+        """
         is_cast = self.cast_inputs and len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating)
         return self.compute if is_cast else dtype
 
