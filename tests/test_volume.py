@@ -6,6 +6,7 @@ import itertools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
@@ -73,6 +74,32 @@ def test_nothing_but_gathers_scatters_and_scalars(stage):
     assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
     # loss, weight and one square sum for each leaf of the norm in clipping and in the metrics
     assert found.of("all-reduce").moved().elements <= 2 + 2 * 3 * DEPTH
+
+
+USES = {
+    "indexed": lambda w: w[1],
+    "gathered": lambda w: w[jnp.array([1, 0])].reshape(128, 64),
+    "split": lambda w: sum(jnp.split(w, 2, axis=-1)).reshape(64, 64),
+    "joined": lambda w: jnp.concatenate([w[0], 2 * w[1]], axis=-1),
+    "masked": lambda w: jnp.where(jnp.eye(64) > 0, w, 0.5).reshape(128, 64),
+    "normed": lambda w: (w / jnp.linalg.norm(w, axis=(1, 2), keepdims=True)).reshape(128, 64),
+    "padded": lambda w: jnp.pad(w[0], ((0, 0), (1, 2)), constant_values=3.0),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_gradients_of_a_part_of_a_parameter_are_reduce_scattered_too(name):
+    params = {"w": jax.random.normal(jax.random.key(0), (2, 64, 64))}
+    used = USES[name](params["w"])
+    batch = jax.random.normal(jax.random.key(1), (16, used.shape[0]))
+    loss = lambda params, batch: jnp.mean(jnp.tanh(batch @ USES[name](params["w"])) ** 2)
+    tx = zero_shard(optax.sgd(1e-3), stage=2, mesh=mesh_of(8), persist_below=1000)
+    gradient = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
+    found = collectives(gradient)
+    assert found.moved("reduce-scatter").elements == params["w"].size
+    assert found.moved("all-reduce").elements <= 2
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    jax.tree.map(same, gradient(tx.shard(params), batch), jax.value_and_grad(loss)(params, batch))
 
 
 @pytest.mark.parametrize("groups", [1, 16])

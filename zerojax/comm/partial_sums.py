@@ -16,10 +16,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -27,10 +29,22 @@ from zerojax import compat, jaxprs
 
 # Linear in the one operand that is a sum, if the others are none.
 _LINEAR = frozenset(
-    "broadcast_in_dim convert_element_type copy dot_general dynamic_slice mul neg reduce_precision reduce_sum reshape "
-    "rev slice squeeze transpose".split()
+    "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
+    "reshape rev slice split squeeze transpose".split()
 )
-_ADDS = frozenset({"add", "add_any", "sub"})
+# Linear in some operands together: which of them. What slices a parameter, or joins several, has these as transposes.
+_JOINTLY = MappingProxyType(
+    {
+        "add": slice(2),
+        "add_any": slice(2),
+        "concatenate": slice(None),
+        "dynamic_update_slice": slice(2),
+        "pad": slice(2),
+        "scatter-add": slice(0, 3, 2),
+        "select_n": slice(1, None),
+        "sub": slice(2),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,29 +160,38 @@ def _only_of(jaxpr: Any, grads: Sequence) -> set:
     wanted = set(jaxprs.variables_in(grads))
     refused = set(jaxprs.variables_in(jaxpr.outvars)) - wanted
     found: set = set()
+    is_found = lambda var: var in found or compat.is_dropped(var)
     for eqn in reversed(jaxpr.eqns):
         for var in eqn.outvars:
             if var in refused or not (var in wanted or var in uses):
                 continue
-            if all(_is_linear(use) and use.outvars[0] in found for use, _ in uses.get(var, ())):
+            if all(_is_linear(use) and all(map(is_found, use.outvars)) for use, _ in uses.get(var, ())):
                 found.add(var)
     return found
 
 
 def _is_linear(eqn) -> bool:
-    return eqn.primitive.name in _LINEAR or eqn.primitive.name in _ADDS
+    return eqn.primitive.name in _LINEAR or eqn.primitive.name in _JOINTLY
 
 
 def _linear(eqn, values: Sequence, workers: int) -> list:
     """One equation on values some of which are partial sums."""
     rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
     partial = [isinstance(x, PartialSum) for x in values]
-    if eqn.primitive.name in _ADDS:
-        both = [x if on else as_rows(x, workers) for x, on in zip(rows, partial, strict=True)]
-        return [PartialSum(compat.evaluate_one(eqn, both)[0])]
-    if eqn.primitive.name in _LINEAR and sum(partial) == 1:
-        one_row = lambda *xs: compat.evaluate_one(eqn, xs)[0]
-        return [PartialSum(jax.vmap(one_row, in_axes=[0 if on else None for on in partial])(*rows))]
+
+    def of_rows(batched):
+        one_row = lambda *xs: compat.evaluate_one(eqn, xs)
+        results = jax.vmap(one_row, in_axes=[0 if on else None for on in batched])(*rows)
+        return [None if x is None else PartialSum(x) for x in results]
+
+    joint = range(len(rows))[_JOINTLY.get(eqn.primitive.name, slice(0))]
+    if joint and not any(on and i not in joint for i, on in enumerate(partial)):
+        zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]  # in each row
+        batched = [i in joint and not zero[i] for i in range(len(rows))]
+        rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]
+        return of_rows(batched)
+    if eqn.primitive.name in _LINEAR and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
+        return of_rows(partial)
     return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
 
 
