@@ -52,6 +52,7 @@ def assert_same_gradient(tx, loss, plain, params):
         np.testing.assert_allclose(a, b, atol=2e-6)  # float32 sums over devices in another order
 
 
+@pytest.mark.slow
 def test_a_scanned_nnx_model(mesh):
     graph, params, rest = nnx.split(Stack(nnx.Rngs(0)), nnx.Param, ...)
     loss = lambda params, batch: jnp.mean(nnx.merge(graph, params, rest)(batch) ** 2)

@@ -37,6 +37,7 @@ def parameter_bytes(size="cpu"):
     return sum(4 * x.size for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0))))
 
 
+@pytest.mark.slow
 def test_a_scanned_model_peaks_no_higher_than_the_replicated_one():
     temp = lambda stage: compiled("scan", stage).memory_analysis().temp_size_in_bytes
     assert temp(3) <= (1.15 if OLD else 1.05) * temp(0)
