@@ -64,6 +64,25 @@ def within_a_call(key):
     return lambda p, b: jax.jit(lambda x: x * jax.random.uniform(key))(jnp.mean(b @ p["w"]))
 
 
+@pytest.mark.parametrize("make", [lambda: jax.random.key(0), lambda: jax.random.PRNGKey(jnp.int32(7) + 1)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_key_made_of_a_constant_is_refused_as_a_closed_over_one(make, stage):
+    drop = lambda x: jax.random.bernoulli(make(), 0.5, x.shape) * x
+    losses = [lambda p, b: jnp.mean(drop(b @ p["w"])), lambda p, b: jnp.mean(jax.checkpoint(drop)(b @ p["w"]))]
+    for loss in losses:
+        for view, accumulate in (("device", 1), ("global", 2)):
+            with pytest.raises(ValueError, match=r"of a constant at test_views.py:\d+, .*a further argument"):
+                gradient(loss, view, stage, accumulate=accumulate)
+        gradient(loss, "global", stage)
+
+
+def test_keys_that_nothing_draws_from_or_that_are_folded_by_device_are_let_pass():
+    unused = lambda p, b: (jax.random.normal(jax.random.key(0)), jnp.mean(b @ p["w"]))[1]
+    gradient(unused, "device", 3)
+    folded = lambda: jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+    gradient(lambda p, b: jnp.mean(b @ p["w"] * jax.random.uniform(folded())), "device", 3)
+
+
 @pytest.mark.parametrize("make", [closes_over, within_a_call])
 @pytest.mark.parametrize(("stage", "kind"), [(1, "typed"), (3, "typed"), (3, "untyped")])
 def test_a_closed_over_key_is_refused_where_several_losses_would_draw_the_same(make, stage, kind):

@@ -100,7 +100,7 @@ def traced(fn: Callable, tree: Any, leaves: Sequence[Leaf], full: Sequence, args
         full: Arrays or shapes of them; logical shape.
         args: Further arguments of `fn`; shapes are enough.
     """
-    arrays, put_back = split_arrays(args)
+    arrays, put_back = _split_arrays(args)
 
     def on_leaves(full, arrays):
         return fn(tree.unflatten(full), *put_back(arrays))
@@ -147,7 +147,7 @@ def _leaves_of(layout, tree) -> list[Leaf]:
     return leaves
 
 
-def split_arrays(args: Sequence) -> tuple[list, Callable]:
+def _split_arrays(args: Sequence) -> tuple[list, Callable]:
     """The arrays among `args`, without what is no array (flags, names), which `fn` may branch on."""
     leaves, tree = jax.tree.flatten(args)
     is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) for x in leaves]

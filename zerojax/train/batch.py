@@ -96,11 +96,16 @@ def check_args(args: tuple) -> None:
         TypeError: If an argument looks like one.
     """
     for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32:
+        if is_untyped_key(x):
             raise TypeError(
                 f"args{jax.tree_util.keystr(path)} is uint32[2], which looks like an untyped PRNG key: every device "
                 f"would draw the same numbers. Pass jax.random.key(seed), or jax.random.wrap_key_data(key)."
             )
+
+
+def is_untyped_key(x: Any) -> bool:
+    """Whether an array, or a shape, looks like the data of a PRNG key."""
+    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 
 def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zerojax import compat, jaxprs
-from zerojax.gather.engine import split_arrays
+from zerojax.train.batch import is_untyped_key
 from zerojax.train.remedies import DIVIDED_ALREADY
 
 
@@ -23,16 +22,15 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
         manual: Mesh axes over which its rows are divided already.
 
     Raises:
-        ValueError: When the result is called, if it closes over a PRNG key or constrains an
-            array to `manual` axes.
+        ValueError: When the result is called, if it closes over a PRNG key or makes one of a
+            constant, or if it constrains an array to `manual` axes.
     """
 
     def call(*args):
-        arrays, put_back = split_arrays(args)
-        closed, shape = jax.make_jaxpr(lambda arrays: fn(*put_back(arrays)), return_shape=True)(arrays)
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
         check(jaxpr, frozenset(manual))
-        results = jax.core.eval_jaxpr(jaxpr, jaxprs.as_jax_values(consts), *arrays)
+        results = jax.core.eval_jaxpr(jaxpr, jaxprs.as_jax_values(consts), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return call
@@ -40,23 +38,41 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
 
 def check(jaxpr: Any, manual: frozenset[str]) -> None:
     """`checked` for a traced loss."""
-    for inner in nested(jaxpr):
-        for var in compat.constvars_of(inner):
-            if is_key(var.aval):
-                raise ValueError(
-                    f"The loss function closes over {var.aval.str_short()}, a PRNG key: every device (in device view) "
-                    "and every microbatch would draw the same numbers. Pass the key as a further argument of the loss."
-                )
+    every = list(nested(jaxpr))
+    # With it a loss can fold its keys itself, as one written for pmap does.
+    knows_device = any(eqn.primitive.name == "axis_index" for inner in every for eqn in inner.eqns)
+    for inner in every:
+        if not (manual and knows_device):
+            check_keys(inner)
         for eqn in inner.eqns:
             sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
             if isinstance(sharding, NamedSharding) and manual & named_axes(sharding):
                 raise ValueError(f"{DIVIDED_ALREADY} It is at {compat.line_of(eqn)}.")
 
 
+def check_keys(jaxpr: Any) -> None:
+    """Refuse keys that every call would draw the same numbers with: those that are no argument."""
+    same = "a PRNG key: every device (in device view) and every microbatch would draw the same numbers. "
+    for var in compat.constvars_of(jaxpr):
+        if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) or is_untyped_key(var.aval):
+            raise ValueError(
+                f"The loss function closes over {var.aval.str_short()}, {same}"
+                "Pass the key as a further argument of the loss."
+            )
+    of_arguments = jaxprs.dependent_on(jaxpr.invars, jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
+    needed, _ = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
+    for eqn in needed:
+        if eqn.primitive.name == "random_seed" and not of_arguments.intersection(jaxprs.variables_in(eqn.invars)):
+            raise ValueError(
+                f"The loss function makes a key of a constant at {compat.line_of(eqn)}, {same}"
+                "Pass the key as a further argument of the loss; numbers that are to be the same, draw outside of it."
+            )
+
+
 def nested(jaxpr: Any) -> Iterator[Any]:
-    """A jaxpr, and those within it."""
+    """A jaxpr, and those within the equations that its results need."""
     yield jaxpr
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)[0]:
         for inner in compat.inner_jaxprs(eqn):
             yield from nested(inner)
 
@@ -65,8 +81,3 @@ def named_axes(sharding: NamedSharding) -> set[str]:
     """The mesh axes that a sharding divides an array over."""
     named = [entry for entry in sharding.spec if isinstance(entry, str | tuple)]
     return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}
-
-
-def is_key(x: Any) -> bool:
-    """Whether an array is a PRNG key, or looks like an untyped one."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.shape == (2,) and x.dtype == jnp.uint32)

@@ -15,7 +15,6 @@ from zerojax.comm.mesh import replicated, row_shardings
 from zerojax.config import Config
 from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
-from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.train.arguments import packed, unpacked
 from zerojax.train.batch import place_batch, placed
@@ -49,9 +48,10 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     def run(params, batch, *args):
         layout = layout_of(config, params)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
-        shards = [StandIn(x, jnp.zeros(x.shape, x.dtype)) if is_on_host(x) else x for x in stored]
-        call = View(config, layout, (), Function(fn), 1).loss_of_storage()
-        return call(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
+        view = View(config, layout, (), Function(fn), 1)
+        zeros = view.stand_ins(stored)
+        shards = [StandIn(x, zeros[i]) if i in zeros else x for i, x in enumerate(stored)]
+        return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
     @jax.jit
     def program(params, batch, *args):
