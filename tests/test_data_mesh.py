@@ -131,7 +131,7 @@ def test_a_state_of_another_mesh_is_refused_and_both_meshes_are_named():
         )
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize("update", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_offloaded_chunks_are_of_shards_over_both_axes(update):
     offload = Offload(optimizer="host", update=update, chunk_bytes=400)
     tx = zero_shard(CLIPPED, stage=3, mesh=mesh_2x4(), axis=AXES, persist_below=50, offload=offload)

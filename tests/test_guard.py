@@ -85,7 +85,7 @@ PRECISIONS = {"fp16": FP16, "bf16": Precision.bf16(), "fp32": None}
     ("stage", "name", "accumulate"),
     quick_or_slow(
         list(itertools.product(STAGES, PRECISIONS, (1, 3))),
-        [(0, "fp32", 1), (1, "bf16", 1), (2, "fp16", 1), (3, "fp32", 3), (3, "fp16", 1)],
+        [(1, "bf16", 1), (2, "fp16", 1), (3, "fp32", 3)],
     ),
 )
 def test_an_overflow_on_one_device_leaves_every_bit(stage, name, accumulate, mesh):
@@ -111,7 +111,7 @@ def test_an_overflow_on_one_device_leaves_every_bit(stage, name, accumulate, mes
         assert state.scaling.scale == 2.0**12
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_skip_on_other_counts(count):
     tx = zero_shard(floats_only(optax.adam(1e-2)), stage=3, mesh=mesh_of(count), persist_below=50)
     step, state = tx.train_step(overflowing, skip_nonfinite=True), tx.create(awkward_params())

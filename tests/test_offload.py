@@ -140,6 +140,7 @@ def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     assert int(state.step) == 2
 
 
+@pytest.mark.slow
 def test_the_state_of_the_hand_written_loop_is_the_same():
     """`init` and `update`, optax's own pair, within another program."""
     batches = awkward_batches(2)
@@ -197,6 +198,7 @@ def layers(depth):
     return [{"w": jax.random.normal(key, (64, 64)) / 8} for key in keys]
 
 
+@pytest.mark.slow
 def test_memory_of_the_update_does_not_grow_with_depth():
     """The same few programs update 4, 24 and 96 layers, and none has more than a few chunks of temporary memory."""
     found = {}

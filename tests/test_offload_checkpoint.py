@@ -159,7 +159,7 @@ def run(folder, steps, kill_after=None):
 def test_a_killed_run_restores_its_checkpoint_and_goes_on_bit_for_bit(tmp_path):
     """Whatever its files on disk have: the next run removes them."""
     steps, moments = 120, random.Random(0)
-    for _ in range(8):
+    for _ in range(5):
         run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
     run(tmp_path / "killed", steps)
     run(tmp_path / "straight", steps)

@@ -120,7 +120,6 @@ def test_offloading_leaves_gradients_alone(style):
     quick_or_slow(
         list(itertools.product(ENGINES, STYLES)),
         [
-            ("stage 1", "unrolled"),
             ("stage 3", "scan"),
             ("stage 3", "unrolled"),
         ],

@@ -60,7 +60,7 @@ def test_the_examples_peak_at_stage_3_is_predicted(depth):
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0, 1)), 2])
 def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage):
     model = (*example(4), windows(), stage)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=0.01)

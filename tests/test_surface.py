@@ -87,9 +87,13 @@ def test_a_weight_beyond_float16_leaves_its_gradients_alone(mesh):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)),
+        pytest.param(
+            lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)),
+            marks=pytest.mark.slow,
+        ),
         lambda: optax.polyak_sgd(1e-1),
     ],
+    ids=["reduce-on-plateau", "polyak-sgd"],
 )
 def test_a_transformation_that_wants_the_loss_is_given_it(make, mesh):
     params = {k: v for k, v in awkward_params().items() if k not in ("count", "empty")}
