@@ -5,6 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ import pytest
 from conftest import mesh_of, mounted
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, directory
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import Save
 
@@ -208,6 +211,22 @@ def test_a_disk_that_another_fills(tmp_path, monkeypatch):
         checkpoints.save(state, step=2)
         checkpoints.close()
         assert checkpoints.verify() == [1, 2]
+
+
+def test_a_folder_that_a_late_write_brings_back_is_removed_again(tmp_path):
+    late = threading.Timer(0.1, lambda: (tmp_path / "save" / "arrays").mkdir(parents=True))
+    late.start()
+    directory.remove(tmp_path / "save")
+    late.join()
+    assert not (tmp_path / "save").exists()
+
+
+def test_a_failed_write_is_waited_for_with_those_beside_it():
+    slow, ended = ThreadPoolExecutor(2), []
+    futures = [slow.submit(lambda: 1 / 0), slow.submit(lambda: (time.sleep(0.2), ended.append(True)))]
+    with pytest.raises(ZeroDivisionError):
+        arrays.wait_for(futures)
+    assert ended
 
 
 def test_a_disk_that_became_read_only(tmp_path):

@@ -432,13 +432,13 @@ def test_a_file_outside_the_checkpoint_is_not_opened(copied, state, monkeypatch,
     assert_damaged(copied, state, "no plain file" if kind == "pipe" else "outside the checkpoint")
 
 
-@pytest.mark.parametrize("key", ["chunks", "shape", "dtype", "compressor"])
+@pytest.mark.parametrize("key", ["chunks", "extents", "shape", "dtype", "compressor"])
 def test_an_array_that_is_not_what_its_files_are_is_damaged(copied, state, key):
     """So that a small checkpoint cannot have much memory allocated."""
     path = copied / "step_00000002" / "arrays" / "params.w" / ".zarray"
     others = {"chunks": [1 << 40, 4], "shape": [1 << 40, 4], "dtype": "<f8", "compressor": {"id": "zlib", "level": 1}}
-    text = json.dumps({**json.loads(path.read_text()), key: others[key]})
-    path.write_text(text)
+    changed = {"chunks": [8.0, 4]} if key == "extents" else {key: others[key]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     files = read_manifest(copied / "step_00000002").files
     rewrite(copied, 2, files={**files, "arrays/params.w/.zarray": digest(path)})
     assert_damaged(copied, state, r"params\['w'\], arrays/params.w/")
@@ -451,6 +451,16 @@ def test_a_number_that_is_none_of_its_type_is_named(copied, state):
     files = read_manifest(copied / "step_00000002").files
     rewrite(copied, 2, files={**files, "arrays/scaling.weights_invalid/0": digest(path)})
     with pytest.raises(CheckpointError, match=r"An array in .* cannot be read: .*scaling.weights_invalid"):
+        Checkpointer(copied, read_only=True).restore(state)
+
+
+def test_keys_that_are_none_are_named(copied, state):
+    leaves = [
+        dataclasses.replace(one, key="fry") if one.name == "params['b']" else one
+        for one in read_manifest(copied / "step_00000002").leaves
+    ]
+    rewrite(copied, 2, leaves=tuple(leaves))
+    with pytest.raises(ValueError, match=r"params\['b'\]: PRNG keys were saved, float32\[3\] is wanted"):
         Checkpointer(copied, read_only=True).restore(state)
 
 

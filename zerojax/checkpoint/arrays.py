@@ -83,7 +83,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
                     if source.node.store is not None:  # on disk: host memory may not fit all either
                         wait_for(writing)
         except BaseException:
-            with contextlib.suppress(Exception):  # the caller removes the folder: nothing may be writing there
+            with contextlib.suppress(Exception):
                 wait_for(futures)
             raise
         return futures
@@ -111,9 +111,19 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
 
 
 def wait_for(futures: Sequence[Any]) -> None:
-    """Block until all is on disk."""
+    """Block until all is on disk, or has failed: the caller removes the folder, and nothing may be writing there.
+
+    Raises:
+        Exception: The first that there was.
+    """
+    failures = []
     for future in futures:
-        future.result()
+        try:
+            future.result()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
@@ -132,10 +142,17 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
             raise
         except Exception as error:
             raise CheckpointError(f"An array in {directory} cannot be read: {in_one_line(error)}") from error
-    return [
-        x if one.key is None else jax.device_put(jax.random.wrap_key_data(x, impl=one.key), one.sharding)
-        for x, one in zip(arrays, requests, strict=True)
-    ]
+    return [x if one.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
+
+
+def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
+    """The PRNG keys whose data was read."""
+    try:
+        return jax.device_put(jax.random.wrap_key_data(x, impl=one.key), one.sharding)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{one.folder} is said to be PRNG keys of {one.key}, and is not: {in_one_line(error)}"
+        ) from error
 
 
 def read_on_host(directory: Path, folder: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -47,7 +47,11 @@ def damage_of(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, s
         shape, extents, dtype = described["shape"], described["chunks"], jnp.dtype(described["dtype"])
         grid = [-(-n // extent) for n, extent in zip(shape, extents, strict=True)]
         # bounded, so that what follows is
-        fits = WRITTEN.items() <= described.items() and all(n > 0 for n in grid) and math.prod(grid) <= len(files)
+        fits = (
+            WRITTEN.items() <= described.items()
+            and all(isinstance(n, int) and n > 0 for n in grid)
+            and math.prod(grid) <= len(files)
+        )
         fits = fits and is_storage_of(leaf, shape, dtype)
         size = math.prod(extents) * dtype.itemsize
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -204,10 +204,12 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder as far as that can be done; a write still in progress may bring it back at first."""
+    """Remove a folder as far as that can be done, until it stays away: a write still in progress may bring it back."""
+    away = 0
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
+        away = 0 if path.exists() else away + 1
+        if away == 4:
             return
         time.sleep(0.05)
 

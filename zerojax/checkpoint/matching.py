@@ -73,9 +73,11 @@ def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
         return f"nothing was saved, {needed} is wanted"
     if saved.shape != tuple(wanted.leaf.shape):
         return f"{saved.described} was saved, {needed} is wanted"
+    if (saved.key is None) == is_key(wanted.array):
+        return f"{'PRNG keys were' if saved.key else 'no PRNG keys were'} saved, {needed} is wanted"
     if saved.dtype == wanted.dtype or takes_any_dtype(wanted) or is_rounded(saved, wanted):
         return ""
-    if saved.key is None and not is_key(wanted.array) and widens_exactly(saved.dtype, wanted.array.dtype):
+    if saved.key is None and widens_exactly(saved.dtype, wanted.array.dtype):
         return ""
     return f"{saved.described} was saved, {needed} is wanted, which cannot represent every value of it"
 

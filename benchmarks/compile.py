@@ -1,0 +1,127 @@
+"""Seconds to trace and to compile a step and a gradient, beside plain jit's with replicated parameters.
+
+    python benchmarks/compile.py                     12, 48, 96 and 192 layers, with and without remat
+    python benchmarks/compile.py --layers 12 --rounds 1 --ways plain stage3
+
+Each round does each way once, in turn, with JAX's caches cleared before; tracing includes lowering.
+The model is the tiny yardstick, unrolled, on 8 simulated devices: what grows is the number of layers.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+
+WAYS = ["plain gradient", "stage 3 gradient", "plain step", "stage 1 step", "stage 3 step"]
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 48, 96, 192])
+    parser.add_argument("--remat", nargs="+", default=["yes", "no"], choices=["yes", "no"])
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="words that the ways have in their names")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
+    import jax
+
+    wanted = [way for way in WAYS if any(word in way for word in args.ways)]
+    rows = []
+    for layers, remat in itertools.product(args.layers, args.remat):
+        programs = {way: make(way, layers, remat == "yes") for way in wanted}
+        seconds: dict = {way: [] for way in wanted}
+        for _, way in itertools.product(range(args.rounds), wanted):
+            seconds[way].append(timed(programs[way]))
+        print(f"\n{layers} layers, {'remat' if remat == 'yes' else 'no remat'}")
+        for way in wanted:
+            rows.append({"layers": layers, "remat": remat, "way": way, **figures(way, seconds)})
+            said = [f"{key} {value:.2f}" for key, value in rows[-1].items() if isinstance(value, float)]
+            print(f"  {way:18s}" + "   ".join(said), flush=True)
+    if args.out:
+        result = {
+            "date": datetime.date.today().isoformat(),
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "devices": [jax.devices()[0].device_kind, jax.device_count()],
+            "cores": os.cpu_count(),
+            "rounds": args.rounds,
+            "seconds": rows,
+        }
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def timed(program):
+    """`(seconds to trace and lower, seconds to compile)`, nothing of it from a cache."""
+    import jax
+
+    jax.clear_caches()
+    function, operands = program
+    start = time.perf_counter()
+    lowered = function.lower(*operands)
+    traced = time.perf_counter()
+    lowered.compile()
+    return traced - start, time.perf_counter() - traced
+
+
+def figures(way, seconds):
+    kind = way.split()[-1]
+    parts = zip(*seconds[way], strict=True)
+    found = {f"{name} s": statistics.median(part) for name, part in zip(("trace", "compile"), parts, strict=True)}
+    if (plain := f"plain {kind}") in seconds:
+        pairs = list(zip(seconds[way], seconds[plain], strict=True))
+        for i, name in enumerate(("trace", "compile")):
+            found[f"{name} / plain"] = statistics.median(own[i] / other[i] for own, other in pairs)
+        found["both / plain"] = statistics.median(sum(own) / sum(other) for own, other in pairs)
+    return found
+
+
+def make(way, layers, remat):
+    """A jitted function and the shapes it takes."""
+    import jax
+    import optax
+    import yardstick
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from zerojax import zero_shard
+
+    init, loss, (rows, length) = yardstick.build("tiny", scan=False, remat=remat, layers=layers)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    kind, stage = way.split()[-1], 3 if "3" in way else 1
+    tx = zero_shard(optax.adamw(3e-4), stage=stage, persist_below=1000)
+    mesh = tx.config.mesh
+    batch = jax.ShapeDtypeStruct((rows * mesh.size, length), "int32", sharding=NamedSharding(mesh, P("data")))
+    if way.startswith("plain"):
+        whole = lambda tree: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), tree
+        )
+        inner = optax.adamw(3e-4)
+
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, state = inner.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
+
+        if kind == "gradient":
+            return jax.jit(jax.value_and_grad(loss)), (whole(shapes), batch)
+        state = whole(jax.eval_shape(inner.init, shapes))
+        return jax.jit(step, donate_argnums=(0, 1)), (whole(shapes), state, batch)
+    if kind == "gradient":
+        return jax.jit(tx.value_and_grad(loss)), (tx.shard(shapes), batch)
+    return tx.train_step(loss), (tx.create(shapes), batch)
+
+
+if __name__ == "__main__":
+    main()
