@@ -1,5 +1,6 @@
 """The contract checker: no findings where the contract is kept; else it names leaf and line."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import yardstick
+from jax import lax
 
 import zerojax.planning.check as check_module
 from zerojax import check, zero_shard
@@ -46,6 +48,97 @@ def test_a_parameter_used_in_many_places_is_named(mesh):
     assert "test_check.py" in text
 
 
+LAYERS, WIDTH = 24, 64
+STACK = {"st": jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)}
+SQUARE = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+def layers(stack, x):
+    return lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0].mean()
+
+
+def backwards(p, x):
+    return lax.fori_loop(0, LAYERS, lambda i, x: layer(x, p["st"][LAYERS - 1 - i]), x).mean()
+
+
+def masked(p, x):
+    return layers(p["st"] * jax.random.bernoulli(jax.random.key(0), 0.5, p["st"].shape), x)
+
+
+def in_groups(p, x):
+    return lax.scan(lambda x, group: (x + layers(group, x), None), x, p["st"].reshape(4, -1, WIDTH, WIDTH))[0].mean()
+
+
+def over_microbatches(p, x):
+    return lax.scan(lambda total, x: (total + layers(p["st"], x), None), 0.0, x.reshape(2, -1, WIDTH))[0]
+
+
+def orthogonalised(p, x):
+    w = p["w"] + 0.1 * p["w"] @ p["w"].T
+    for _ in range(4):
+        x = layer(x, w)
+    return x.mean()
+
+
+IN_THE_BODY, MIB = r"makes another array of it\. Do it in the loop's body", r"\(0\.4 MiB\)"
+FAT = {
+    "backwards": (STACK, backwards, rf"\['st'\] test_check.py:\d+ {MIB}: .* not one after the other\. Scan over it"),
+    "orthogonalised": (
+        SQUARE,
+        orthogonalised,
+        r"MFLOP .* beyond plain jit's.* dot_general at test_check.py:\d+ in 4 p",
+    ),
+    "masked": (
+        STACK,
+        masked,
+        rf"\['st'\] test_check.py:\d+ {MIB}: mul at test_check.py:\d+ .*keeps\. Under jax\.check",
+    ),
+    "joined": (
+        {"l": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS},
+        lambda p, x: layers(jnp.stack(p["l"]), x),
+        rf"\['l'\]\[0\] and 23 more {MIB}: before the loop, \w+ at test_check.py:\d+ {IN_THE_BODY}",
+    ),
+    "in groups": (STACK, in_groups, rf"\['st'\] {MIB}: before the loop, reshape at test_check.py:\d+ {IN_THE_BODY}"),
+    "on axis 1": (
+        {"st": jax.ShapeDtypeStruct((WIDTH, LAYERS, WIDTH), jnp.float32)},
+        lambda p, x: layers(jnp.moveaxis(p["st"], 1, 0), x),
+        rf"\['st'\] {MIB}: before the loop, transpose at test_check.py:\d+ {IN_THE_BODY}",
+    ),
+    "over microbatches": (STACK, over_microbatches, rf"\['st'\] test_check.py:\d+ {MIB}: .*another loop.* accumulate="),
+}
+
+
+@pytest.mark.parametrize("name", FAT)
+def test_what_is_gathered_whole_or_computed_again_is_named_with_cause_and_remedy(name, mesh):
+    params, loss, message = FAT[name]
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
+    found = check(tx, loss, params, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+    assert not found.ok
+    assert re.search(message, str(found)), found
+
+
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_stack_that_a_loop_counts_through_is_no_finding(view, mesh):
+    def loss(p, x):
+        return lax.fori_loop(0, LAYERS, lambda i, x: layer(x, 2 * p["st"][i]), x).mean()
+
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1, view=view)
+    found = check(tx, loss, STACK, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+    assert found.ok, found
+    assert found.flops.keys() == {"f32"}
+    assert 0.95 * found.flops_formula < sum(found.flops.values()) <= found.flops_formula
+
+
+def test_a_loss_that_names_an_axis_cannot_be_compared_with_plain_jit(mesh):
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, view="device")
+    with pytest.raises(ValueError, match=r"names a mesh axis.*Check it without"):
+        check(tx, lambda p, x: lax.pmean(x @ p["w"], "data").sum(), SQUARE, jnp.ones((8, WIDTH)))
+
+
 def test_an_unknown_topology_lists_those_known(mesh):
     with pytest.raises(ValueError, match=r"Unknown topology 'tpu:4'.*'h200:8'.*h100, h200"):
         check(zero_shard(optax.adam(1e-3), stage=3, mesh=mesh), *tiny(), topology="tpu:4")
@@ -70,4 +163,4 @@ def test_without_the_compiler_plugin_it_says_what_to_install(mesh, monkeypatch):
 def test_a_models_line_is_named_in_a_clone_that_is_called_as_the_library_is():
     """Of collectives that the engine did not label."""
     frames = (f"{check_module.__file__}:7", "/home/me/zerojax/examples/model.py:3")
-    assert check_module._cause(SimpleNamespace(op_name="", frames=frames, name="all-reduce.1")) == frames[1]
+    assert check_module._cause(SimpleNamespace(op_name="", frames=frames, name="all-reduce.1", arrays=[1])) == frames[1]

@@ -1,13 +1,14 @@
 """How much is gathered at a time: read off the segments of a loss, before anything is compiled."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from zerojax.gather.engine import traced
-from zerojax.gather.segments import Gathered, bytes_of
+from zerojax.gather.segments import Gathered, Segment, bytes_of
+from zerojax.gather.whole import Whole, recomputed, wholes
 from zerojax.layout.leaf import Leaf
 
 
@@ -18,10 +19,16 @@ class WorkingSet(NamedTuple):
         bytes: Gathered parameters on a device at once, at most: those of one use (a block, an iteration of a
             scan), of the uses that are prefetched, and whatever is gathered for several segments.
         stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
+        layer: Bytes of the largest use, where of a stack that is gathered whole one layer counts.
+        whole: What is gathered whole, and why.
+        recomputed: Products of parameters alone that are computed in several places, each with its line.
     """
 
-    bytes: int
-    stacks: frozenset[int]
+    bytes: int = 0
+    stacks: frozenset[int] = frozenset()
+    layer: int = 0
+    whole: tuple[Whole, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
@@ -41,7 +48,17 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
     stacks = {param.root for segment in passing for param in segment.stacks}
+    whole = wholes(program)
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
+        max(map(_layer_bytes, program.segments, whole), default=0),
+        tuple(itertools.chain.from_iterable(whole)),
+        tuple(recomputed(program)),
     )
+
+
+def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
+    """Bytes of a segment's largest use, were nothing gathered whole."""
+    of_loops = sum(one.bytes - one.bytes // one.layers for one in whole)
+    return max(max(segment.gathered_bytes, default=0) - of_loops, 0)

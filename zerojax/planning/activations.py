@@ -84,7 +84,7 @@ class PlainGradient:
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
         if key not in self._costs:
-            gathered = self._gathered(config, layout, rows)
+            gathered = program_of(config, layout, self.loss, rows, self.args)
             sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
             compiled = self._compile(layout, rows, frozenset(sharded - gathered.stacks))
             row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
@@ -101,16 +101,26 @@ class PlainGradient:
             self._compiled[key] = compiled
         return self._compiled[key]
 
-    def _gathered(self, config: Config, layout: Layout, rows: Any) -> WorkingSet:
-        if config.stage < 3:
-            return WorkingSet(0, frozenset())
 
-        def value(params, batch, *args):
-            params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
-            return self.loss.call(params, None, batch, args)
+def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
+    """What stage 3 gathers of a loss, read off its program; nothing at the other stages.
 
-        tree = jax.tree.unflatten(layout.treedef, layout.params)
-        return working_set(value, tree, rows, *self.args, prefetch=config.prefetch)
+    Args:
+        config: Stage and mesh.
+        layout: Layout of the parameters.
+        loss: The loss function.
+        batch: Shapes of the rows.
+        args: Further arguments of the loss.
+    """
+    if config.stage < 3:
+        return WorkingSet()
+
+    def value(params, batch, *args):
+        params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
+        return loss.call(params, None, batch, args)
+
+    tree = jax.tree.unflatten(layout.treedef, layout.params)
+    return working_set(value, tree, batch, *args, prefetch=config.prefetch)
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:

@@ -1,12 +1,13 @@
 """Check a stage's contract on the compiled gradient: memory, elements moved, and overlap.
 
 A "stage 3" that silently keeps the gathered parameters, or gathers them all at once, is the
-commonest failure in JAX. Here the compiled program is compared with the contract, and what
-exceeds it is traced back to leaves and to lines of the model.
+commonest failure in JAX. Here the compiled program is compared with the contract, which is of
+the model and not of the program, and what exceeds it is traced back to leaves and to lines.
 """
 
 import dataclasses
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +18,17 @@ import jax.numpy as jnp
 from zerojax import compat
 from zerojax.comm.explicit import auto_context, to_auto
 from zerojax.config import Config
+from zerojax.gather import WorkingSet
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.collectives import Collective, Collectives, collectives
+from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.overlap import Overlap, overlap
+from zerojax.inspect.roofline import kernels
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.placement.storage import padded_forms
-from zerojax.planning.activations import plain_gradient
+from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import logical_shapes, shape_of
 from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
@@ -36,7 +40,7 @@ MIB = 2**20
 MOST_CAUSES = 5
 LABEL = re.compile(r"zerojax_(?:gather|reduce_scatter)\[(.*?)\][/)]")
 # Tolerances of the contract: what is within them is no finding.
-MEMORY_SLACK, VOLUME_SLACK, LEAST_HIDDEN = 1.10, 1.02, 0.95
+MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +52,14 @@ class Check:
         devices: Data-parallel workers.
         peak: Bytes per device: arguments, results and temporary memory.
         floor: The same with the temporary memory of plain jit on replicated parameters,
-            which gathers nothing, and three times the largest all-gather: a layer in use,
+            which gathers nothing, and three times the largest layer of the model: one in use,
             one prefetched, and its gradients.
         gathered: Elements all-gathered, full tensors.
         gathered_formula: Elements that the stage gathers at most.
         reduced: Elements reduce-scattered or all-reduced, full tensors.
         reduced_formula: Elements that the stage reduces at most.
+        flops: FLOPs of a device's matrix products, by the type of the operands.
+        flops_formula: FLOPs of plain jit's, in all.
         hidden: Share of the collective bytes hidden by matrix products; None on CPU, whose
             collectives are synchronous.
         findings: What exceeds the contract, with leaves and lines of the model.
@@ -67,6 +73,8 @@ class Check:
     gathered_formula: int
     reduced: int
     reduced_formula: int
+    flops: dict[str, int]
+    flops_formula: int
     hidden: float | None
     findings: tuple[str, ...]
 
@@ -83,6 +91,8 @@ class Check:
             f"  peak, MiB/device   {self.peak / MIB:14,.1f}   {self.floor / MIB:14,.1f}",
             f"  gathered, elements {self.gathered:14,d}   {self.gathered_formula:14,d}",
             f"  reduced, elements  {self.reduced:14,d}   {self.reduced_formula:14,d}",
+            f"  products, MFLOP    {sum(self.flops.values()) / 1e6:14,.1f}   {self.flops_formula / 1e6:14,.1f}   "
+            + ", ".join(f"{kind} {flops / 1e6:,.1f}" for kind, flops in self.flops.items()),
             f"  hidden bytes       {hidden}",
         ]
         lines += [f"finding: {finding}" for finding in self.findings] or ["no findings"]
@@ -103,8 +113,9 @@ def check(
     """Compile the gradient of a loss and compare it with the contract of its stage.
 
     Nothing is run. Printed, the result says peak memory beside its floor, elements moved
-    beside the formula, the share of communication hidden by matrix products, and for each
-    finding the leaves and the lines of the model that cause it.
+    beside the formula, FLOPs beside plain jit's and by type, the share of communication hidden by
+    matrix products, and for each finding the leaves and the lines of the model that cause it,
+    why, and what to change.
 
     Args:
         tx: From `zero_shard`.
@@ -121,7 +132,8 @@ def check(
         A `Check`; its `ok` says whether the contract is kept.
 
     Raises:
-        ValueError: If the topology is unknown, or the axes do not divide the batch.
+        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names
+            them: it is compared with plain jit, which has none.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
     shapes = to_auto(logical_shapes(params, keep_shardings=topology is None))
@@ -152,11 +164,18 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     compiled = jax.jit(gradient).lower(params, batch, *args).compile()
     memory = memory_analysis(compiled)
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    plain = memory_analysis(plain_gradient(layout, loss, batch, args, mesh=config.mesh))
-    listed, hiding = collectives(compiled), overlap(compiled)
+    try:
+        plain = plain_gradient(layout, loss, batch, args, mesh=config.mesh)
+    except NameError as error:
+        raise ValueError(
+            "The loss function names a mesh axis, as in lax.pmean, and plain jit, with which check compares it, has "
+            "none. Check it without that collective."
+        ) from error
+    listed, hiding, program = collectives(compiled), overlap(compiled), program_of(config, layout, loss, batch, args)
     gathers, reductions = listed.of("all-gather"), listed.of("reduce-scatter", "all-reduce")
     peak = resident + memory.temp_size_in_bytes
-    floor = resident + plain.temp_size_in_bytes + 3 * max((c.bytes for c in gathers), default=0)
+    floor = resident + memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
+    flops, flops_formula = product_flops(compiled), sum(product_flops(plain).values())
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     sharded = [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
     gathered = gathers.moved(unknown_once=True).elements
@@ -165,9 +184,10 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     reduced_formula = sum(leaf.size for leaf in layout.trained_only().params if is_float(leaf))
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
-        *_memory_findings(peak, floor, sharded, gathers),
+        *_memory_findings(peak, floor, program, sharded, gathers),
         *_volume_findings("gathered", gathered, gathered_formula, gathers),
         *_volume_findings("reduced", reduced, reduced_formula, reductions),
+        *_flops_findings(sum(flops.values()), flops_formula, program),
         *([] if on_cpu else _overlap_findings(hiding)),
     ]
     return Check(
@@ -179,17 +199,41 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
         gathered_formula=gathered_formula,
         reduced=reduced,
         reduced_formula=reduced_formula,
+        flops=flops,
+        flops_formula=flops_formula,
         hidden=None if on_cpu else hiding.hidden_share,
         findings=tuple(findings),
     )
 
 
-def _memory_findings(peak: int, floor: int, sharded: Sequence[Leaf], gathers: Collectives) -> list[str]:
-    if peak <= MEMORY_SLACK * floor or not sharded:
+def product_flops(compiled: Any) -> dict[str, int]:
+    """FLOPs of a device's matrix products in a compiled program, by the type of the operands."""
+    found: Counter[str] = Counter()
+    for kernel in kernels(read(compiled)):
+        found.update({kind: kernel.times * flops for kind, flops in kernel.operations.items()})
+    return dict(found)
+
+
+def _memory_findings(
+    peak: int, floor: int, program: WorkingSet, sharded: Sequence[Leaf], gathers: Collectives
+) -> list[str]:
+    if not sharded:
         return []
-    over = (peak - floor) / MIB
-    causes = _causes(gathers)
-    return [f"a device needs {over:,.1f} MiB more than plain jit's activations and the shards. Gathered: {causes}"]
+    slack, over = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB
+    found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
+    if peak - floor > slack:
+        causes = "" if found else f". Gathered: {_causes(gathers)}"
+        found.insert(
+            0, f"a device needs {over:,.1f} MiB beyond plain jit's activations, the shards and three layers{causes}"
+        )
+    return found
+
+
+def _flops_findings(flops: int, formula: int, program: WorkingSet) -> list[str]:
+    if flops <= FLOPS_SLACK * formula:
+        return []
+    why = "" if not program.recomputed else f". Products of parameters alone: {'; '.join(program.recomputed)}"
+    return [f"{(flops - formula) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's{why}"]
 
 
 def _volume_findings(verb: str, elements: int, formula: int, which: Collectives) -> list[str]:
@@ -216,6 +260,8 @@ def _causes(which: Sequence[Collective]) -> str:
 def _cause(c: Collective) -> str:
     """The leaf and line that the engine noted, else the innermost line of the model, else the operation."""
     if label := LABEL.search(c.op_name):
-        return label.group(1).replace("\\", "")
-    own = [frame for frame in c.frames if compat.is_users(frame) and not re.search(r"<frozen|runpy", frame)]
+        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
+        return label.group(1).replace("\\", "") + f" and {more} combined with it" * bool(more)
+    callers = {f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()}
+    own = [frame for frame in c.frames if compat.is_users(frame) and frame.split(" ")[0] not in callers]
     return own[0] if own else c.op_name or c.name

@@ -1,0 +1,143 @@
+"""Parameters that are gathered whole though a loop needs one layer of them at a time, and why."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from zerojax import compat, jaxprs
+from zerojax.gather.program import Program
+from zerojax.gather.segments import BlockSegment, Gathered, Segment, bytes_of
+from zerojax.gather.sharded_param import ShardedParam
+
+_IN_THE_BODY = "Do it in the loop's body, to one layer"
+_SCAN = "Scan over it (jax.lax.scan, nn.scan), or index it with a loop's counter"
+
+
+class Whole(NamedTuple):
+    """Parameters that are gathered whole, or kept like activations.
+
+    Attributes:
+        path: The first of them, and the line that uses it.
+        bytes: What is gathered, or kept, of them all.
+        layers: How many layers that is.
+        why: What keeps it from being gathered a layer at a time.
+        remedy: What to change.
+    """
+
+    path: str
+    bytes: int
+    layers: int
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """A sentence."""
+        return f"{self.path} ({self.bytes / 2**20:,.1f} MiB): {self.why}. {self.remedy}."
+
+
+def wholes(program: Program) -> list[list[Whole]]:
+    """For each segment of a program, what it gathers whole."""
+    return [list(_of_segment(program, segment)) for segment in program.segments]
+
+
+def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
+    early = [result for result in segment.results if isinstance(result, Gathered)]
+    if early:
+        reader = next((s for s in program.segments if not set(early).isdisjoint(s.others)), None)
+        layers = 1 if reader is None else compat.scan_params(reader.jaxpr.eqns[0]).length
+        path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
+        path += f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
+        yield Whole(path, bytes_of(segment.params), max(layers, 1), *_why_early(segment, reader))
+        return
+    for param, var in zip(segment.params, segment.jaxpr.invars, strict=False):
+        if reads := row_reads(segment.jaxpr, var):
+            yield Whole(param.leaf.path, param.leaf.bytes, var.aval.shape[0], *_why_row_by_row(reads))
+        elif isinstance(segment, BlockSegment) and (eqn := _kept(segment, param, var)) is not None:
+            why = f"{_named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
+            yield Whole(param.leaf.path, _bytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again")
+
+
+def _why_early(segment: Segment, reader: Segment | None) -> tuple[str, str]:
+    if reader is None:
+        return "the loss returns it", "The state has it: use it outside of the loss"
+    if segment.jaxpr.eqns:
+        return f"before the loop, {_named(segment.jaxpr.eqns[-1])} makes another array of it", _IN_THE_BODY
+    if segment.params[0].leaf.dim == 0:
+        return "it is sharded over its layers, since the devices divide no other dim", "Make another dim divisible"
+    return "the loop carries it", "Scan over it, or close over it"
+
+
+def _why_row_by_row(reads: set[str]) -> tuple[str, str]:
+    if "loop" in reads:
+        remedy = "If the outer loop is over microbatches, leave that to accumulate= of train_step"
+        return "the loop over its layers is in another loop, each iteration of which gathers it", remedy
+    return "a loop reads its layers, and not one after the other", _SCAN
+
+
+def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:
+    """How the rows of an argument are read, if nothing else is done with it than to read rows of it in loops.
+
+    Returns:
+        `"index"` where one is sliced, `"loop"` where a loop in another one scans over them; empty
+        if anything else is done.
+    """
+    found: set[str] = set()
+    for eqn, place in jaxprs.uses_of(jaxpr)[0].get(var, ()):
+        found.add(_row_read(eqn, place, in_loop))
+    whole = "" in found or var in jaxprs.variables_in(jaxpr.outvars)
+    return set() if whole else found
+
+
+def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
+    """How an equation reads an operand: `"index"`, `"loop"`, or `""` for anything else."""
+    name, shape = eqn.primitive.name, eqn.invars[place].aval.shape
+    if name == "dynamic_slice":
+        return "index" if in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and len(shape) > 1 else ""
+    if name == "scan":
+        scan = compat.scan_params(eqn)
+        if place >= scan.consts + scan.carry:
+            return "loop" if in_loop else ""  # the outermost loop gathers them a layer at a time
+        body, at = compat.opened(scan.body)[0], place if place < scan.consts else -1
+    elif (body := compat.inlined_body(eqn)) is not None:
+        return next(iter(row_reads(body, body.invars[place], in_loop=in_loop)), "")
+    else:
+        return ""
+    return "" if at < 0 else max(row_reads(body, body.invars[at], in_loop=True), default="")
+
+
+def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
+    """The equation, if there is one, whose result is of the parameter's shape but not of parameters alone."""
+    if len(param.leaf.shape) < 2:
+        return None
+    params = set(segment.jaxpr.invars[: len(segment.params)])
+    for eqn in segment.jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if params.issuperset(reads):
+            params.update(eqn.outvars)
+        elif var in reads and eqn.outvars[0].aval.shape == var.aval.shape and eqn.outvars[0] in segment.results:
+            return eqn
+    return None
+
+
+def _named(eqn: Any) -> str:
+    return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def recomputed(program: Program) -> list[str]:
+    """Matrix products of parameters alone that several segments compute, each with its line."""
+    products: dict[Any, list] = {}
+    for segment in program.segments:
+        known = {var: param.key for var, param in zip(segment.jaxpr.invars, segment.params, strict=False)}
+        for eqn in segment.jaxpr.eqns:
+            reads = jaxprs.variables_in(eqn.invars)
+            if reads and all(var in known for var in reads) and not eqn.effects:
+                operands = tuple(str(a) if compat.is_literal(a) else known[a] for a in eqn.invars)
+                key = eqn.primitive.name, str(eqn.params), operands
+                known |= {var: (key, i) for i, var in enumerate(eqn.outvars)}
+                if eqn.primitive.name == "dot_general":
+                    products.setdefault(key, []).append(eqn)
+    return [f"{_named(eqns[0])} in {len(eqns)} places" for eqns in products.values() if len(eqns) > 1]
