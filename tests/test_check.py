@@ -133,6 +133,15 @@ def test_a_stack_that_a_loop_counts_through_is_no_finding(view, mesh):
     assert 0.95 * found.flops_formula < sum(found.flops.values()) <= found.flops_formula
 
 
+def test_weights_that_every_iteration_needs_are_no_finding(mesh):
+    def loss(p, x):
+        w = jnp.tanh(p["w"])
+        return lax.scan(lambda x, _: (layer(x, w), None), x, None, length=LAYERS)[0].mean()
+
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
+    assert "another array" not in str(check(tx, loss, SQUARE, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)))
+
+
 def test_a_loss_that_names_an_axis_cannot_be_compared_with_plain_jit(mesh):
     tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, view="device")
     with pytest.raises(ValueError, match=r"names a mesh axis.*Check it without"):

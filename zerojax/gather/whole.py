@@ -1,7 +1,7 @@
 """Parameters that are gathered whole though a loop needs one layer of them at a time, and why."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
@@ -44,10 +44,12 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
     early = [result for result in segment.results if isinstance(result, Gathered)]
     if early:
         reader = next((s for s in program.segments if not set(early).isdisjoint(s.others)), None)
-        layers = 1 if reader is None else compat.scan_params(reader.jaxpr.eqns[0]).length
+        layers = 1 if reader is None else _scanned(reader, early)
+        if reader is not None and layers == 1:  # each iteration needs all of it
+            return
         path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
         path += f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
-        yield Whole(path, bytes_of(segment.params), max(layers, 1), *_why_early(segment, reader))
+        yield Whole(path, bytes_of(segment.params), layers, *_why_early(segment, reader))
         return
     for param, var in zip(segment.params, segment.jaxpr.invars, strict=False):
         if reads := row_reads(segment.jaxpr, var):
@@ -55,6 +57,15 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
         elif isinstance(segment, BlockSegment) and (eqn := _kept(segment, param, var)) is not None:
             why = f"{_named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
             yield Whole(param.leaf.path, _bytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again")
+
+
+def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
+    """How many layers a loop has of what was gathered for it; 1 if an iteration does not read one of them."""
+    (eqn,) = reader.jaxpr.eqns
+    scan = compat.scan_params(eqn)
+    given = dict(zip(reader.others, reader.jaxpr.invars[len(reader.params) :], strict=True))
+    places = [eqn.invars.index(given[x]) for x in early if x in given]
+    return scan.length if all(place >= scan.consts for place in places) else 1
 
 
 def _why_early(segment: Segment, reader: Segment | None) -> tuple[str, str]:
