@@ -142,6 +142,12 @@ def test_weights_that_every_iteration_needs_are_no_finding(mesh):
     assert "another array" not in str(check(tx, loss, SQUARE, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)))
 
 
+def test_an_activation_of_a_parameters_shape_is_no_finding(mesh):
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
+    rows = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    assert "keeps" not in str(check(tx, lambda p, x: layer(layer(x, p["w"]), p["w"]).mean(), SQUARE, rows))
+
+
 def test_a_loss_that_names_an_axis_cannot_be_compared_with_plain_jit(mesh):
     tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, view="device")
     with pytest.raises(ValueError, match=r"names a mesh axis.*Check it without"):

@@ -10,6 +10,7 @@ from zerojax.gather.segments import BlockSegment, Gathered, Segment, bytes_of
 from zerojax.gather.sharded_param import ShardedParam
 
 _IN_THE_BODY = "Do it in the loop's body, to one layer"
+_ELEMENTWISE = frozenset({"add", "div", "max", "min", "mul", "pow", "select_n", "sub"})
 _SCAN = "Scan over it (jax.lax.scan, nn.scan), or index it with a loop's counter"
 
 
@@ -117,7 +118,7 @@ def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
 
 
 def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
-    """The equation, if there is one, whose result is of the parameter's shape but not of parameters alone."""
+    """The equation, if there is one, that changes a parameter element by element by what is not of parameters alone."""
     if len(param.leaf.shape) < 2:
         return None
     params = set(segment.jaxpr.invars[: len(segment.params)])
@@ -125,7 +126,7 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         reads = jaxprs.variables_in(eqn.invars)
         if params.issuperset(reads):
             params.update(eqn.outvars)
-        elif var in reads and eqn.outvars[0].aval.shape == var.aval.shape and eqn.outvars[0] in segment.results:
+        elif var in reads and eqn.primitive.name in _ELEMENTWISE and eqn.outvars[0] in segment.results:
             return eqn
     return None
 
