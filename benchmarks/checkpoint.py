@@ -12,16 +12,16 @@ instead of copying them.
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
-import platform
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+
+import machine
 
 
 def arguments():
@@ -62,12 +62,8 @@ def main():
         spread = f"{row['least']:.3f}-{row['most']:.3f}"
         print(f"{name:28s}{row['median']:10.3f}{spread:>16s}{row['GB/s']:8.2f}")
     result = {
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
+        **machine.described(),
         "orbax-checkpoint": orbax.checkpoint.__version__,
-        "python": platform.python_version(),
-        "devices": [jax.devices()[0].device_kind, jax.device_count()],
-        "cores": os.cpu_count(),
         "bytes": size,
         "stage": args.stage,
         "rounds": args.rounds,

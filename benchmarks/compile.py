@@ -8,14 +8,14 @@ The model is the tiny yardstick, unrolled, on 8 simulated devices: what grows is
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import os
 import pathlib
-import platform
 import statistics
 import time
+
+import machine
 
 WAYS = ["plain gradient", "stage 3 gradient", "plain step", "stage 1 step", "stage 3 step"]
 
@@ -35,7 +35,6 @@ def main():
     args = arguments()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
-    import jax
 
     wanted = [way for way in WAYS if any(word in way for word in args.ways)]
     rows = []
@@ -51,11 +50,7 @@ def main():
             print(f"  {way:18s}" + "   ".join(said), flush=True)
     if args.out:
         result = {
-            "date": datetime.date.today().isoformat(),
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "devices": [jax.devices()[0].device_kind, jax.device_count()],
-            "cores": os.cpu_count(),
+            **machine.described(),
             "rounds": args.rounds,
             "seconds": rows,
         }

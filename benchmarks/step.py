@@ -10,13 +10,13 @@ Simulated devices share the processor: the times compare the ways, they are no G
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
-import platform
 import statistics
 import time
+
+import machine
 
 
 def arguments():
@@ -35,7 +35,6 @@ def main():
     if args.size != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
-    import jax
 
     ways, tokens, batch = make_ways(args)
     seconds = {name: [] for name in ways}
@@ -55,11 +54,7 @@ def main():
         ratios = [f"{row[f'to {to}']:{len(to) + 2}.2f}" if f"to {to}" in row else "" for to in COMPARED]
         print(f"{name:16s}{1e3 * row['median']:12.1f}{spread:>16s}{row['tokens/s']:12.0f}", *ratios)
     result = {
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "devices": [jax.devices()[0].device_kind, jax.device_count()],
-        "cores": os.cpu_count(),
+        **machine.described(),
         "model": {"size": args.size, "style": args.style},
         "rounds": args.rounds,
         "seconds a step": rows,

@@ -1,10 +1,14 @@
 """A byte-level GPT in flax.linen: scanned blocks, each rematerialised, and one table for bytes in and bytes out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from zerojax import ZeroTransformation
 
 VOCABULARY = 256
 # Every block starts as the identity, which saves a short run its first hundred steps.
@@ -15,6 +19,7 @@ class Block(nn.Module):
     """Attention, then a feed-forward layer, each on a normalised copy of the stream."""
 
     heads: int
+    context: int = 0
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -24,19 +29,38 @@ class Block(nn.Module):
         q, k, v = (nn.DenseGeneral(head, use_bias=False, name=name)(h) for name in ("query", "key", "value"))
         # XLA for CPUs has no float16 product that is summed in float32, which this function asks for.
         exact = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-        q, k, v = (a.astype(exact) for a in (rotate(q), rotate(k), v))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(x.dtype)
+        past = self.variable("cache", "past", jnp.zeros, (), jnp.int32).value if self.context else 0
+        q, k, v = (a.astype(exact) for a in (rotate(q, past), rotate(k, past), v))
+        if self.context:
+            k, v = self.cached(k, "keys", past), self.cached(v, "values", past)
+            self.put_variable("cache", "past", past + x.shape[1])
+            seen = jnp.arange(self.context) <= past + jnp.arange(x.shape[1])[:, None]
+            attended = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None]).astype(x.dtype)
+        else:
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(x.dtype)
         x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=SILENT, name="out")(attended)
         h = nn.gelu(nn.Dense(4 * width, use_bias=False, name="up")(nn.RMSNorm()(x)))
         return x + nn.Dense(width, use_bias=False, kernel_init=SILENT, name="down")(h), None
 
+    def cached(self, new, name: str, past):
+        """The keys or values of `context` positions, `new` ones from position `past` on."""
+        shape = (new.shape[0], self.context, *new.shape[2:])
+        cache = self.variable("cache", name, jnp.zeros, shape, new.dtype)
+        cache.value = lax.dynamic_update_slice_in_dim(cache.value, new, past, axis=1)
+        return cache.value
+
 
 class GPT(nn.Module):
-    """Logits for the byte that follows each byte of `tokens`."""
+    """Logits for the byte that follows each byte of `tokens`.
+
+    With a `context` its blocks keep the keys and values of so many positions in the collection "cache", and
+    `tokens` are those that follow what is in it.
+    """
 
     width: int
     layers: int
     heads: int
+    context: int = 0
 
     @nn.compact
     def __call__(self, tokens):
@@ -44,21 +68,23 @@ class GPT(nn.Module):
         # `scan` compiles one block however deep the model is; `remat` keeps one block's activations at a time.
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "cache": 0},
             split_rngs={"params": True},
             length=self.layers,
         )
-        x, _ = blocks(self.heads, name="blocks")(nn.RMSNorm()(embed(tokens)), None)
+        x, _ = blocks(self.heads, self.context, name="blocks")(nn.RMSNorm()(embed(tokens)), None)
         return embed.attend(nn.RMSNorm()(x))
 
 
-def rotate(x: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, start: int | jax.Array = 0) -> jax.Array:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) for `x` of (batch, position, head, channel).
+
+    Positions count from `start`.
 
     Angles are float32 whatever the type of `x`: bfloat16 cannot tell position 256 from 257.
     """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    angle = (start + jnp.arange(x.shape[1]))[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     turned = jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
     return turned.astype(x.dtype)
@@ -75,3 +101,31 @@ def next_byte_loss(model: GPT):
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), windows[:, 1:, None], -1))
 
     return loss
+
+
+def generator(tx: ZeroTransformation, model: GPT, count: int, temperature: float = 0.8) -> Callable:
+    """A function `generate(params, prompts, key)` that draws the `count` bytes that follow each row of `prompts`.
+
+    At temperature 0 it takes the likeliest. The parameters, in storage, are gathered layer by layer for every byte: the
+    scan over bytes calls an eval step, and is not in one, which would gather what the scan uses before it.
+    """
+
+    def forward(params, tokens, cache, caching):
+        logits, cache = caching.apply(params | cache, tokens, mutable=["cache"])
+        return logits[:, -1].astype(jnp.float32), cache
+
+    step = tx.eval_step(forward)
+
+    @jax.jit
+    def generate(params, prompts, key):
+        caching = model.clone(context=prompts.shape[1] + count)
+
+        def follow(carry, key):
+            logits, cache = carry
+            byte = jax.random.categorical(key, logits / temperature) if temperature else logits.argmax(-1)
+            return step(params, byte[:, None], cache, caching), byte
+
+        _, drawn = lax.scan(follow, step(params, prompts, {}, caching), jax.random.split(key, count))
+        return drawn.T
+
+    return generate

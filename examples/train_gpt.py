@@ -11,7 +11,8 @@
 
 The model learns the source of Python's standard library and is judged on files it has not
 seen, in bits per byte. At the end a table shows what each device holds at every stage, beside
-what the paper's formula says, and two pictures appear in the folder `--out`.
+what the paper's formula says, two pictures appear in the folder `--out`, and the model writes
+a few lines itself; `python examples/generate.py` has it write more.
 
 Checkpoints go to `--out` too. Stop it with Ctrl-C and start it again: it goes on where it was,
 also at another stage or on another number of devices. `--fresh` begins anew.
@@ -24,12 +25,13 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from gpt import GPT, next_byte_loss
+from gpt import GPT, generator, next_byte_loss
 from memory import stage_memory
 from pictures import draw_loss, draw_memory, progress_bar, show_memory
 from rich.console import Console
@@ -41,6 +43,7 @@ from zerojax.checkpoint import Checkpointer, on_preemption
 SIMULATED_DEVICES = 8
 EVALUATIONS = 5
 HELD_OUT_BYTES = 2**16
+SAMPLE_BYTES = 150
 WAITS = {"host": "in host memory", "disk": "on disk"}
 PRECISIONS = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
 
@@ -54,7 +57,7 @@ def main() -> None:
     corpus = load(args.data)
     if min(map(len, corpus)) <= args.seq:
         raise SystemExit(f"Too little text: {len(corpus.held_out)} bytes to hold out. Give a longer --data FILE.")
-    init, loss = model_of(args)
+    model, init = model_of(args)
     shard = functools.partial(transformation, args, mesh)
     tx = shard(args.stage)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -64,16 +67,11 @@ def main() -> None:
     if args.fresh:
         shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
     with Checkpointer(args.out / "checkpoints", keep=2, every=args.save_every) as checkpoints:
-        try:
-            state, curve, start = resume(state, checkpoints)
-        except ValueError as error:
-            raise SystemExit(
-                f"{error}\nThe run in {args.out} was another. Give its options, another --out, or --fresh."
-            ) from error
+        state, curve, start = resume(state, checkpoints)
         state, curve = train(
             tx,
             state,
-            loss,
+            next_byte_loss(model),
             corpus,
             args,
             steps=args.steps,
@@ -86,11 +84,12 @@ def main() -> None:
         return
 
     shapes = jax.eval_shape(init)
-    memory = [stage_memory(shard(stage), shapes, accumulate=args.accumulate) for stage in range(4)]
+    memory = [stage_memory(shard(stage), shapes, accumulate=args.accumulate) for stage in (0, 1, 2, 3)]
     memory[args.stage].found.update(report(state).bytes)
     show_memory(memory, trained=args.stage, devices=mesh.size, mixed=args.precision != "fp32")
     draw_memory(memory, args.out / "memory.png", devices=mesh.size)
     draw_loss(curve.train, curve.held_out, args.out / "loss.png")
+    print(f"It writes:\n{written(tx, model, state, 'def ', SAMPLE_BYTES)}\n")
     print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. Pictures: {args.out}/loss.png, memory.png")
 
 
@@ -98,19 +97,18 @@ def make_step() -> tuple:
     """What `zerojax plan` takes: the step, and the shapes of its state and its batch. Nothing is trained."""
     args = options()
     tx = transformation(args, mesh_of(args.devices), args.stage)  # first: it sets how many devices are simulated
-    init, loss = model_of(args)
+    model, init = model_of(args)
     batch = jax.ShapeDtypeStruct((args.batch, args.seq + 1), jnp.int32)
-    return tx.train_step(loss, accumulate=args.accumulate), tx.create(jax.eval_shape(init)), batch
+    return tx.train_step(next_byte_loss(model), accumulate=args.accumulate), tx.create(jax.eval_shape(init)), batch
 
 
-def model_of(args: argparse.Namespace) -> tuple[Callable, Callable]:
-    """What makes its parameters, and its loss."""
+def model_of(args: argparse.Namespace) -> tuple[GPT, Callable]:
+    """The model, and what makes its parameters."""
     model = GPT(args.width, args.layers, args.heads)
-    init = functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
-    return init, next_byte_loss(model)
+    return model, functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
 
-def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: int) -> ZeroTransformation:
+def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: Literal[0, 1, 2, 3]) -> ZeroTransformation:
     """The optimizer at a stage; stage 0 has nothing to offload."""
     optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
     offload = None
@@ -130,7 +128,13 @@ def resume(state: ZeroState, checkpoints: Checkpointer) -> tuple[ZeroState, Curv
     """The state to go on from, the curve so far, and the steps done."""
     if checkpoints.latest() is None:
         return state, Curve({}, {}), 0
-    found = checkpoints.restore(state, fallback=True)
+    try:
+        found = checkpoints.restore(state, fallback=True)
+    except ValueError as error:
+        run = checkpoints.directory.parent
+        raise SystemExit(
+            f"{error}\nThe run in {run} was another. Give its options, another --out, or --fresh."
+        ) from error
     print(f"Going on from step {found.step}, found in {checkpoints.directory}")
     return found.state, Curve(**found.data), found.step
 
@@ -183,6 +187,13 @@ def train(
     return state, curve
 
 
+def written(tx: ZeroTransformation, model: GPT, state: ZeroState, prompt: str, count: int, **options) -> str:
+    """The prompt, and `count` bytes that the model lets follow."""
+    given = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)[None]
+    drawn = generator(tx, model, count, **options)(state.params, given, jax.random.key(0))
+    return prompt + bytes(np.asarray(drawn, np.uint8)).decode(errors="replace")
+
+
 def mesh_of(count: int | None) -> jax.sharding.Mesh:
     """The first `count` devices on one axis: GPUs where there are any, else simulated on the CPU."""
     jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
@@ -202,8 +213,10 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """Read the options of a run, and those that `parser` has already."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = parser or argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
     parser.add_argument(
         "--devices", type=positive, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)"

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption
+from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params, importing, on_preemption
 from zerojax.checkpoint.saving import Save
 
 
@@ -56,6 +57,27 @@ def save_for_ever(directory):
                 warm = True
 
 
+def weights_through_a_mapping(tx, folder):
+    """Two processes export, and import: of what is sharded each reads the half that its devices hold."""
+    params = {"stack": np.arange(2 * 16 * 24.0).reshape(2, 16, 24), "odd": np.arange(45.0).reshape(5, 9)}
+    params = jax.tree.map(np.float32, params | {"scale": 3})
+    mapping = {"h.{i}.w": ("stack", "out in -> in out"), "odd": ("odd", "b a -> a b"), "scale": "scale"}
+    export(tx.shard(params), folder, mapping=mapping)
+    multihost_utils.sync_global_devices("exported")
+    read, view = {}, importing.view
+
+    def counting(files, name, section, index):
+        x = view(files, name, section, index)
+        read[section.leaf] = read.get(section.leaf, 0) + x.nbytes
+        return x
+
+    importing.view = counting
+    found = import_params(folder, tx.shard(jax.eval_shape(lambda: params)), mapping=mapping)
+    for name, x in tx.unshard(found).items():
+        np.testing.assert_array_equal(np.asarray(x), params[name])
+    assert read[sorted(params).index("stack")] == params["stack"].nbytes // 2
+
+
 def together(directory, index, port, dies):
     """Two processes save and restore; with `dies` the second one dies while saving."""
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
@@ -69,6 +91,7 @@ def together(directory, index, port, dies):
         assert steps_told(restored.state) == {2}
         assert restored.data == {"process": index}
         checkpoints.close()
+        weights_through_a_mapping(tx, Path(directory) / "weights")
         print("done", flush=True)
         return
     checkpoints.wait()

@@ -167,6 +167,67 @@ def cast_and_scaled_layers(p, x):
     return mean(lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ scaled[i]), x)) + mean(scaled)
 
 
+def masked_layers(p, x):
+    """Stacks that are changed before the loop by something else than parameters: per layer, per unit, and at random."""
+    stack, keep = p["stack"], jax.random.bernoulli(jax.random.key(7), 0.7, p["stack"].shape)
+    gained = jnp.where(keep, stack, 0) * (1 + THIRDS)[:, None, None] / x.std() + jnp.zeros((8, 1)) + p["b"]
+    x, ys = lax.scan(lambda x, w: (jnp.tanh(x @ w), mean(w)), x, gained)
+    halved = stack * jnp.full_like(stack, 0.5) + jnp.full((1, 8, 1), 0.1)
+    return mean(lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ halved[i]), x)) + mean(ys)
+
+
+def microbatches(p, x):
+    """Loops whose iterations do not depend on one another, over a stack and others, and parameters around them."""
+
+    def micro(carry, rows):
+        count, total = carry
+        y, _ = lax.scan(lambda y, w: (jnp.tanh(y @ w), None), rows @ p["w"], p["stack"])
+        return (count + 1, total + mean(y @ p["v"] + p["b"])), y.sum()
+
+    (count, total), sums = lax.scan(micro, (0, 0.0), jnp.stack([x, 2 * x]))
+    of_layers = lambda rows: lax.scan(lambda y, w: (jnp.sin(y @ w), None), rows, p["stack"][1:])[0] @ p["v"] + p["b"]
+    return total / count + mean(sums) / 64 + mean(lax.map(of_layers, jnp.stack([x, 2 * x]))) + mean(p["w"])
+
+
+def layers_in_another_order(p, x):
+    """Stacks that are read from behind, in strides, in groups, along another axis, and made of single layers."""
+    stack = p["stack"]
+    layer = lambda x, w: (jnp.tanh(x @ w), None)
+    x = lax.fori_loop(0, 3, lambda i, x: layer(x, stack[2 - i] + x[0, 0] * jnp.flip(stack, 0)[i])[0], x)
+    x = lax.fori_loop(0, 2, lambda i, x: layer(x, (2 * stack)[2 * i])[0], x)
+    x, _ = lax.scan(lambda x, i: layer(x, stack[i]), x, jnp.arange(3)[::-1])
+    x, _ = lax.scan(layer, x, jnp.stack([p["w"], jnp.sin(x[0, 0]) * p["w"], p["v"]]))
+    x, _ = lax.scan(lambda x, w: (x + layer(x, w)[0], None), x, 0.1 * jnp.stack([p["w"], p["w"]] * 9))
+    x, _ = lax.scan(lambda x, group: lax.scan(layer, x, group), x, (stack / 2).reshape(3, 1, 8, 8))
+    row = lambda x, w: (x + jnp.sin(x * w) / 4, None)
+    x, _ = lax.scan(lambda x, rows: lax.scan(row, x, rows), x, p["v"].reshape(2, 4, 8))
+    return 100 * mean(lax.scan(lambda x, ws: row(x, ws[0] * ws[1]), x, (p["v"].T, p["w"].T))[0])
+
+
+def changed_weights(p, x):
+    """Weights that are masked, normed, noisy, of a hypernetwork, and gained; some are read twice, or under remat."""
+    keep, noise = jax.random.split(jax.random.key(3))
+    w = jnp.where(jax.random.bernoulli(keep, 0.6, p["w"].shape), p["w"], 0)
+    v = p["v"] / jnp.linalg.norm(p["v"], axis=0) * (1 + p["b"])
+    made = jnp.outer(jnp.tanh(x.mean(0) @ p["w"]), p["b"]) + p["v"]
+    noisy = p["w"] + 0.1 * jax.random.normal(noise, p["w"].shape)
+    x = jnp.tanh(x @ w) @ v + jnp.sin(x @ made) @ w.T
+    x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, p["w"] * x.std() + noisy)
+    return mean(x @ (noisy * (1 + THIRDS[0])).T) + mean(p["w"] * x[:1] + p["v"])
+
+
+def product_in_many_places(p, x):
+    """Products of weights that several segments need: a polynomial of one, its transpose, and a loop's constant."""
+    w = p["w"] / jnp.linalg.norm(p["w"])
+    for _ in range(3):
+        w = 1.5 * w - 0.5 * w @ w.T @ w
+    merged = (p["v"] + p["w"] @ p["v"]) / 3
+    for i in range(3):
+        x = jnp.tanh(x @ w + p["b"][i]) @ merged
+    x, _ = lax.scan(lambda x, scale: (jnp.tanh(x @ merged) * scale, None), x, 1 + THIRDS)
+    return mean(x @ w.T) + mean(merged) + mean(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, merged))
+
+
 def cond(p, x):
     return mean(lax.cond(jnp.sum(x) > 0, lambda w, v, x: x @ w, lambda w, v, x: jnp.sin(x @ v), p["w"], p["v"], x))
 
@@ -372,7 +433,8 @@ TABLE = {
         custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
         cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, marked_block,
         gradient_inside, custom_vjp_of_a_constant, stateful, everything_saveable, no_parameters, sort_and_sum,
-        concatenated, indexed, cast_and_scaled_layers,
+        concatenated, indexed, cast_and_scaled_layers, masked_layers, layers_in_another_order, microbatches,
+        changed_weights, product_in_many_places,
     )
 }  # fmt: skip
 TABLE |= {

@@ -131,6 +131,8 @@ def _mean(each):
 def assert_same(fn, params, batch, dims, *, devices=DEVICES, has_aux=False, rounding=2e-5, **options):
     """The rewritten function's value, gradients and aux equal the plain one's, and padding stays zero.
 
+    Returns the largest of these numbers.
+
     Args:
         fn: `(params, batch) -> scalar`, or with `has_aux` `(scalar, aux)`.
         params: Full parameters.
@@ -147,10 +149,12 @@ def assert_same(fn, params, batch, dims, *, devices=DEVICES, has_aux=False, roun
     sharded = sharded_grad(fn, setup, has_aux=has_aux, **options)
     value, grads, aux = jax.jit(sharded, compiler_options=QUICK)(stored(params, setup), batch)
     found = (value, trimmed(grads, setup), aux)
-    scale = max([1.0, *[np.abs(g).max() for g in jax.tree.leaves(wanted) if g.size]])
+    largest = max((np.abs(x).max() for x in jax.tree.leaves(wanted) if x.size), default=1.0)
+    scale = max(1.0, largest)
     for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
         name = ("value", "gradient", "aux")[path[0].idx] + jax.tree_util.keystr(path[1:])
         np.testing.assert_allclose(
             np.asarray(have, np.float32), want, rtol=rounding, atol=rounding * scale, err_msg=name
         )
     assert not padding_of(grads, setup).any()
+    return largest

@@ -1,6 +1,9 @@
 """Stage 3 on the GPT yardstick, compiled for eight H200s that are not there."""
 
 import functools
+import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +21,16 @@ pytestmark = [
 ]
 
 
-@functools.cache
-def figures(style, prefetch, layers=24):
+def figures(style, prefetch, layers=24, way="stage3"):
+    """Compiled once for all processes that run tests, as far as they do not compile at once."""
     from aot_gpt import measure
 
-    return measure(style, prefetch=prefetch, layers=layers)
+    file = Path(os.environ["ZEROJAX_TESTS_CACHE"]) / f"aot-{style}-{prefetch}-{layers}-{way}.json"
+    if not file.exists():
+        begun = file.with_suffix(f".{os.getpid()}")
+        begun.write_text(json.dumps(measure(style, way, prefetch=prefetch, layers=layers)))
+        begun.rename(file)
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
@@ -31,9 +39,14 @@ def test_parameters_are_gathered_twice(style):
         assert figures(style, prefetch)["passes"] <= 2.02
 
 
+@pytest.mark.parametrize("way", ["stage3", "device"])
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
-def test_communication_hides_behind_products(style):
-    assert figures(style, 1)["hidden"] >= 0.95
+def test_communication_hides_behind_products(style, way):
+    """In bytes, and in time at peak rates; what is waited for has a name."""
+    found = figures(style, 1, way=way)
+    assert found["hidden"] >= 0.95
+    assert 0 < found["waiting"] <= 0.03
+    assert found["for"].startswith("['Embed_0']['embedding']")
 
 
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
@@ -42,13 +55,21 @@ def test_a_device_needs_little_beyond_shards_and_activations(style):
     assert figures(style, 0)["all-in"] <= 1.18
 
 
+def test_a_scheduler_with_less_memory_hides_as_much_in_a_scan():
+    """XLA's latency-hiding scheduler takes what it is given: a softmax waits for its product, in every iteration."""
+    tight = figures("scan", 1, way="stage3-tight")
+    assert tight["all-in"] <= 1.10
+    assert tight["hidden"] >= 0.95
+    assert tight["waiting"] <= 0.03
+
+
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
 def test_a_layer_more_costs_no_more_than_its_activation(style):
     """Peak beyond shards and activations does not grow with depth: a layer more costs at most its activation."""
-    at = {layers: figures(style, 1, layers)["temp MiB"] for layers in (4, 8, 12)}
-    activations = 4 * 8 * 1024 * 2048 * 2 / 2**20  # four layers, rows x tokens x width in bfloat16
+    at = {layers: figures(style, 1, layers)["temp MiB"] for layers in (4, 14, 24)}
+    activations = 10 * 8 * 1024 * 2048 * 2 / 2**20  # ten layers, rows x tokens x width in bfloat16
     # a shallow model may peak at its head, and grow by less than its activations at first
-    assert at[12] - at[8] <= 1.1 * max(at[8] - at[4], activations)
+    assert at[24] - at[14] <= 1.1 * max(at[14] - at[4], activations)
 
 
 WIDTH, DEPTH = 1024, 6

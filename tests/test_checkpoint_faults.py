@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -145,7 +147,7 @@ checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}),
     ("how", "error"),
     [
         ("works", ""),
-        ("fails", "ZeroDivisionError"),
+        pytest.param("fails", "ZeroDivisionError", marks=pytest.mark.slow),
         pytest.param("vanishes", "FileNotFoundError", marks=pytest.mark.slow),
     ],
 )
@@ -174,6 +176,23 @@ def test_a_disk_that_fails_for_good_is_no_success(tmp_path, state, monkeypatch):
         with pytest.raises(CheckpointError, match=r"(?s)Saving step 1 .*cannot be listed: Input/output error"):
             checkpoints.wait()
     assert not checkpoints.steps()
+    checkpoints.save(state, step=1)
+    checkpoints.close()
+    assert checkpoints.verify() == [1]
+
+
+def test_a_version_that_cannot_be_read_is_a_failed_save(tmp_path, state, monkeypatch):
+    """It is in a file of the installed package."""
+
+    def fail(name):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    checkpoints = Checkpointer(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.metadata, "version", fail)
+        checkpoints.save(state, step=1)
+        with pytest.raises(CheckpointError, match=r"Saving step 1 .*Too many open files"):
+            checkpoints.wait()
     checkpoints.save(state, step=1)
     checkpoints.close()
     assert checkpoints.verify() == [1]
@@ -462,6 +481,19 @@ def test_keys_that_are_none_are_named(copied, state):
     rewrite(copied, 2, leaves=tuple(leaves))
     with pytest.raises(ValueError, match=r"params\['b'\]: PRNG keys were saved, float32\[3\] is wanted"):
         Checkpointer(copied, read_only=True).restore(state)
+
+
+def test_keys_of_another_implementation_are_named(tmp_path):
+    state = TX.create({"w": jnp.ones((8, 4))}, mutable={"rng": jax.random.key(0)})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=2)
+    leaves = [
+        dataclasses.replace(one, key="rbg") if one.key else one
+        for one in read_manifest(tmp_path / "step_00000002").leaves
+    ]
+    rewrite(tmp_path, 2, leaves=tuple(leaves))
+    with pytest.raises(CheckpointError, match=r"mutable.rng is said to be PRNG keys of rbg, and is not"):
+        Checkpointer(tmp_path, read_only=True).restore(state)
 
 
 def test_an_array_that_cannot_be_opened_is_one_error(copied, state, caplog):

@@ -172,9 +172,9 @@ RING = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_sent_are_those_of_a_ring(kind):
-    c = Collective(kind, (Array("bf16", (64,)), Array("bf16", (0, 3))), 8, 1, 1, False, "main", "c", "", ())
+    c = Collective(kind, (Array("bf16", (64,)), Array("bf16", (0, 3))), (*range(8),), 1, 1, False, "main", "c", "", ())
     assert (c.sent, c.sent_elements) == (128 * RING[kind], 64 * RING[kind])
-    alone = Collective(kind, (Array("bf16", (64,)),), 1, 1, 1, False, "main", "c", "", ())
+    alone = Collective(kind, (Array("bf16", (64,)),), (0,), 1, 1, False, "main", "c", "", ())
     assert alone.sent == 0
 
 
@@ -280,25 +280,29 @@ def test_every_form_of_a_collective_is_read_once(form):
     assert [(c.kind, c.dtype, c.elements) for c in collectives(hlo(body, ADD))] == expected
 
 
+EIGHT = (0, 1, 2, 3, 4, 5, 6, 7)
 GROUPS = {
-    "replica_groups={{0,1},{2,3},{4,5},{6,7}}": 2,
-    "replica_groups={{0,2,4,6},{1,3,5,7}}": 4,
-    "replica_groups={}": 8,
-    "channel_id=1": 8,
-    "replica_groups=[1,8]<=[8]": 8,
-    "replica_groups=[4,2]<=[2,4]T(1,0)": 2,
-    "replica_groups=mesh['data'=8] {'data'}": 8,
-    "replica_groups=mesh['data'=4,'model'=2] {'model'}": 2,
-    "replica_groups=mesh['data'=4,'model'=2] {'data','model'}": 8,
-    "replica_groups=mesh['data'=4,'model'=2] {'data':(2)2,'model'}": 4,
-    "source_target_pairs={{0,1},{1,2},{2,0}}": 3,
+    "replica_groups={{0,1},{2,3},{4,5},{6,7}}": (0, 1),
+    "replica_groups={{0,2,4,6},{1,3,5,7}}": (0, 2, 4, 6),
+    "replica_groups={}": EIGHT,
+    "channel_id=1": EIGHT,
+    "replica_groups=[1,8]<=[8]": EIGHT,
+    "replica_groups=[4,2]<=[2,4]T(1,0)": (0, 4),
+    "replica_groups=[2,4]<=[2,2,2]T(0,2,1)": (0, 2, 1, 3),
+    "replica_groups=mesh['data'=8] {'data'}": EIGHT,
+    "replica_groups=mesh['data'=4,'model'=2] {'model'}": (0, 1),
+    "replica_groups=mesh['data'=4,'model'=2] {'data'}": (0, 2, 4, 6),
+    "replica_groups=mesh['data'=4,'model'=2] {'data','model'}": EIGHT,
+    "replica_groups=mesh['data'=4,'model'=2] {'data':(2)2,'model'}": (0, 1, 2, 3),
+    "replica_groups=mesh['data'=4,'model'=2] {'data':(1)2}": (0, 4),
+    "source_target_pairs={{0,1},{1,2},{2,0}}": (0, 1, 2),
 }
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_group_size_in_every_notation(groups):
+def test_the_first_group_in_every_notation(groups):
     (found,) = collectives(hlo(f"%c = f32[8]{{0}} all-reduce(%p), {groups}, to_apply=%add", ADD))
-    assert found.group_size == GROUPS[groups]
+    assert (found.group, found.group_size) == (GROUPS[groups], len(GROUPS[groups]))
 
 
 WRAPPED = f"""%inner (x: f32[8]) -> f32[8] {{

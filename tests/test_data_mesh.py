@@ -38,7 +38,7 @@ def trained(stage, several):
     return jax.device_get(tx.unshard(state.params)), losses, report(state), collectives(compiled)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_two_axes_equal_one(stage):
     params, losses, held, moved = trained(stage, several=False)
     params_2, losses_2, held_2, moved_2 = trained(stage, several=True)

@@ -87,6 +87,13 @@ def test_a_loss_of_the_wrong_form(tx, loss, options, error, message):
         tx.value_and_grad(loss, **options)(PARAMS, jnp.ones((8, 16)))
 
 
+@pytest.mark.parametrize(("mutable", "args"), [(False, ()), (True, ({"mean": 0.0},))])
+def test_a_loss_that_closes_over_its_batch(tx, mutable, args):
+    loss = lambda params, *args: mean_square(params, jnp.ones((8, 16)))
+    with pytest.raises(TypeError, match=r"without a batch.*closes over are not divided.*loss_fn\(params, batch\)"):
+        tx.value_and_grad(loss, mutable=mutable)(PARAMS, *args)
+
+
 PARTS = [("device", 1), ("global", 2)]
 
 
@@ -149,6 +156,7 @@ def test_a_checkpointer_given_a_state_of_another_loop_says_what_saves_it(tx, tmp
 def test_what_is_printed_fits_a_screen(tx):
     state = tx.create({f"layer{i}": PARAMS["w"] for i in range(8)})
     assert max(len(str(repr(x))) for x in (state, tx, jax.tree.structure(state))) < 1000
+    assert repr(tx.train_step(mean_square)) == "<training step of mean_square: stage=3, mesh={'data': 8}>"
     assert repr(state).splitlines() == [
         "ZeroState(stage 3 over axis 'data', 8 devices)",
         "  params: 8 leaves, 4.1 kB",
@@ -237,7 +245,10 @@ def decorated(params, batch, act, rate, *, train, name=None, key):
     return jnp.mean(act(x) ** 2)
 
 
-@pytest.mark.parametrize(("stage", "view", "accumulate"), [(1, "global", 1), (3, "global", 2), (3, "device", 1)])
+@pytest.mark.parametrize(
+    ("stage", "view", "accumulate"),
+    [(1, "global", 1), (3, "global", 2), pytest.param(3, "device", 1, marks=pytest.mark.slow)],
+)
 def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
     tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, view=view)
     batch, key = jnp.ones((16, 16)) / 32, jax.random.key(0)

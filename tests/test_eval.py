@@ -74,6 +74,8 @@ def test_a_padded_parameter_is_its_logical_array_to_code_of_a_model():
     v = zero().shard(PARAMS)["v"]
     for x in (jnp.asarray(v), np.asarray(v), jnp.eye(13) @ v, v @ jnp.eye(7)):
         assert_close(x, PARAMS["v"])
+    for f in (lambda v: v[2:, ...], lambda v: 1 - 2 * v / 3, lambda v: -abs(v), lambda v: v < 0, len, list):
+        assert_close(f(v), f(PARAMS["v"]))
     with pytest.raises(AttributeError, match=r"no 'T'.*\[13, 7\], padded to \[13, 8\].*eval_step\(fn\).*unshard"):
         v.T  # noqa: B018
 

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params
 
 from zerojax import zero_shard
@@ -28,7 +28,10 @@ WHOLE = ("adafactor", "muon")
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [(name, 3 if name in WHOLE else (1, 3)[i % 2]) for i, name in enumerate(OPTIMIZERS)],
+    quick_or_slow(
+        [(name, 3 if name in WHOLE else (1, 3)[i % 2]) for i, name in enumerate(OPTIMIZERS)],
+        [(name, 3) for name in WHOLE] + [("adamw", 1)],
+    ),
 )
 def test_every_optimizer_equals_plain_optax_on_eight_devices(name, stage):
     check(name, stage, 8)

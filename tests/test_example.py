@@ -37,6 +37,11 @@ def bits(printed):
     return float(re.search(r"Held out: ([\d.]+) bits per byte", printed).group(1))
 
 
+def written(printed):
+    """What the model wrote after "def "."""
+    return re.search(r"It writes:\ndef (.*)\n\nHeld out", printed, re.S).group(1)
+
+
 def parameters(printed):
     """kB of parameters at stage 2, from the table."""
     return float(re.search(r"│ 2 +│ +([\d,]+) \|", printed).group(1).replace(",", ""))
@@ -52,6 +57,7 @@ def stage_0(tmp_path_factory):
 def test_it_trains_a_little_and_draws_its_pictures(tmp_path):
     printed = train(tmp_path, "--stage", "3", "--devices", "2", *SMALL)
     assert 0 < bits(printed) < 9
+    assert len(written(printed)) >= 75  # of 150 bytes, several of which may be one character
     for part in ("parameters", "gradients", "optimizer"):
         assert part in printed
     for picture in ("loss.png", "memory.png"):
@@ -80,6 +86,8 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path):
     assert 5 <= after < 40
     again = run("train_gpt.py", *command[2:], "--stage", "1")
     assert f"Going on from step {after}" in again
+    sample = run("generate.py", *command[2:], "--stage", "2", "--bytes", "40")
+    assert sample.split("def ", 1)[1][:30] == written(again)[:30]
     assert bits(again) == pytest.approx(bits(train(tmp_path / "whole", *options)), abs=2e-3)  # printed to three digits
     once_more = subprocess.run([*command, "--width", "32"], capture_output=True, text=True, timeout=300, check=False)
     assert once_more.returncode == 1
@@ -156,7 +164,7 @@ def test_the_default_run_learns_the_standard_library(tmp_path):
 @pytest.mark.slow
 def test_bfloat16_ends_where_float32_does_at_every_stage(tmp_path):
     # The held-out loss is a mean over 64 kB, whose noise is far below 1%: nothing needs smoothing.
-    size = "--steps 200 --width 64 --layers 2 --heads 2 --batch 16 --seq 64".split()
+    size = "--steps 100 --width 64 --layers 2 --heads 2 --batch 16 --seq 64".split()
     wide = bits(train(tmp_path, "--stage", "0", *size))
     assert wide < 4  # it has learnt: 8 is knowing nothing
     for stage in "0123":

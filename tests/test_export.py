@@ -118,7 +118,7 @@ def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
         export({"key": jax.random.key(0)}, tmp_path / "no")
     with pytest.raises(ValueError, match=r"would have the name 'a\.b'"):
         export({"a.b": jnp.ones(1), "a": {"b": jnp.ones(2)}}, tmp_path / "no")
-    with pytest.raises(ValueError, match=r"has no 'v' \(1 of 2 missing\). It has w"):
+    with pytest.raises(ValueError, match=r"nothing was read:\n  v is missing$"):
         import_params(tmp_path / "out", {"w": jnp.ones((2, 3)), "v": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"w has the shape \[2, 3\] in the file, and \[3, 2\] is wanted"):
         import_params(tmp_path / "out", {"w": jnp.ones((3, 2))})
@@ -206,6 +206,25 @@ def test_a_signal_lets_the_loop_save_and_leave(number, tmp_path, caplog):
     assert signal.getsignal(number) is before
     assert f"{number.name}: saving after this step" in caplog.text
     assert Checkpointer(tmp_path, read_only=True).restore(state).data == {"i": 7}
+
+
+def test_a_signal_may_come_while_its_handler_is_set(monkeypatch):
+    real = signal.signal
+    before = real(signal.SIGUSR1, signal.SIG_IGN)
+
+    def interrupted(number, handler):
+        previous = real(number, handler)
+        if callable(handler) and handler.__module__.startswith("zerojax"):
+            signal.raise_signal(number)
+        return previous
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    try:
+        with on_preemption([signal.SIGUSR1]) as preemption:
+            assert preemption.reached(1)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        real(signal.SIGUSR1, before)
 
 
 def test_a_second_signal_stops_at_once():

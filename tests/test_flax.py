@@ -208,11 +208,6 @@ def test_nnx_random_streams_advance_and_statistics_are_written_back():
     assert not np.array_equal(before, model.norm.mean.get_value())
 
 
-def test_a_module_that_would_be_padded_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"kernel.*\[13, 7\].*persist_below above 91"):
-        zerojax.flax.shard_module(nnx.Linear(13, 7, rngs=nnx.Rngs(0)), zero(3))
-
-
 def test_predicates_know_nnx_parameters_by_one_path(mesh):
     """`nnx.Optimizer` and `shard_module` flatten a module's state to different depths."""
     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))

@@ -27,7 +27,7 @@ FLOORS = [
     {"checkpoint"},
     {"zero"},
     {"planning"},
-    {"data", "user_code", "doctor", "plot"},
+    {"data", "user_code", "doctor", "meter", "plot"},
     {"__init__", "flax", "testing"},
     {"cli"},
     {"__main__"},
@@ -85,14 +85,23 @@ def test_what_is_public_is_described(name, thing):
             assert f"{parameter}:" in inspect.getdoc(thing), f"{name} does not describe {parameter}"
 
 
-def test_the_readmes_example_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT.parent / "README.md").read_text(), re.S)
-    assert len(blocks) >= 3
+def test_the_readmes_program_prints_what_it_says(tmp_path, monkeypatch, capsys):
+    """And the loop before and after, which follows, is one."""
+    page = (ROOT.parent / "README.md").read_text()
+    blocks = lambda kind: re.findall(f"```{kind}\n(.*?)```", page, re.S)
+    [loop], [program], [printed] = blocks("diff"), blocks("python"), blocks("text")
+    monkeypatch.chdir(tmp_path)
     scope, losses = {}, []
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), scope)
-        losses.append(float(scope["metrics"]["loss"]))
-    assert losses[0] < scope["first"]
+    exec(compile(program, "README.md", "exec"), scope)
+    assert capsys.readouterr().out == printed
+    for way in "-+":
+        lines = [line[1:] for line in loop.splitlines() if line[:1] in ("", " ", way)]
+        exec(compile("\n".join(lines), "README.md", "exec"), scope)
+        params, opt_state, step = scope["params"], scope["opt_state"], scope["step"]
+        for seed in range(2):
+            params, opt_state, loss = step(params, opt_state, scope["rows"](seed))
+        losses.append(float(loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -135,6 +144,11 @@ def test_help_and_completion_show_the_surface():
         name for name in dir(zerojax) if not name.startswith("__") or name == "__version__"
     }
     assert all(getattr(zerojax, name) is not None for name in dir(zerojax))
+    for name in ("checkpoint", "data", "flax", "offload", "plot"):
+        module = importlib.import_module(f"zerojax.{name}")
+        public = [name for name in dir(module) if not name.startswith("__")]
+        assert sorted(module.__all__) == public
+        assert all(getattr(module, name).__doc__ for name in public)
     documentation = pydoc.render_doc(zerojax)
     assert "zero_shard" in documentation
     assert not re.search(r"\b(TYPE_CHECKING|import_module)\b", documentation)
@@ -153,3 +167,4 @@ def test_the_version_is_known_without_an_installation(monkeypatch):
 def test_no_file_says_too_much():
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
     assert not {path: count for path, count in long.items() if count > 400}
+    assert len((ROOT.parent / "README.md").read_text().splitlines()) <= 150

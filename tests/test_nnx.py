@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import zerojax.flax
-from zerojax import zero_shard
+from zerojax import Padded, zero_shard
 
 STAGES = [0, 3]
 BATCH = {"x": jax.random.normal(jax.random.key(0), (16, 8)), "y": jnp.arange(16) % 4}
@@ -190,6 +190,30 @@ def specs_of(layer, *nodes):
     """Of its kernel and the kernel's moments."""
     kernels = nnx.state(nodes, lambda path, _: layer in path and "kernel" in path)
     return {(*x.sharding.spec, None)[:2] for x in jax.tree.leaves(kernels)}
+
+
+class Odd(nnx.Module):
+    """None of its dims divides by 8 but one of 8 inputs."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 9, rngs=rngs)
+        self.outer = nnx.Param(jnp.ones((9, 3)))
+
+    def __call__(self, x):
+        return self.inner(x) @ self.outer
+
+
+def test_to_the_code_of_a_module_padded_parameters_are_logical():
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(8), persist_below=1)
+    plain, model = Odd(nnx.Rngs(0)), Odd(nnx.Rngs(0))
+    zerojax.flax.shard_module(model, tx)
+    expected = losses_of(
+        plain, nnx.Optimizer(plain, optax.adam(1e-2), wrt=nnx.Param), nnx.value_and_grad(annotated_loss)
+    )
+    found = losses_of(model, nnx.Optimizer(model, tx, wrt=nnx.Param), zerojax.flax.value_and_grad(tx, annotated_loss))
+    assert isinstance(model.outer.get_value(), Padded)
+    assert_close(found, expected)
+    assert_close(annotated_loss(model, BATCH["x"]), annotated_loss(plain, BATCH["x"]))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 python tests/test_notebooks.py      stores them anew; on the newest jax, with the extra `aot`, in some minutes
 """
 
+import base64
 import copy
 import os
 import pathlib
@@ -15,6 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ["01_zero_in_pictures", "02_fit_a_model"]
+PICTURE = ROOT / "docs" / "timeline.png"
 SET_BY_TESTS = ("XLA_FLAGS", "JAX_", "NPROC")
 PYTHON = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 
@@ -42,6 +44,13 @@ def shown(notebook):
     pictures = lambda o: "image/png" in o.get("data", {})
     text = lambda o: "" if pictures(o) else o.get("text") or o["data"]["text/plain"]
     return [("".join(map(text, of_cell)), sum(map(pictures, of_cell))) for of_cell in outputs]
+
+
+def last_timeline():
+    """Of stage 3, drawn in the first notebook."""
+    cells = nbformat.read(path_of(NAMES[0]), as_version=4).cells
+    drawn = [o for cell in cells if "plot.timeline(" in cell.source for o in cell.outputs if "data" in o]
+    return base64.b64decode(drawn[-1]["data"]["image/png"])
 
 
 @pytest.mark.slow
@@ -73,7 +82,12 @@ def test_it_stores_what_it_shows_and_nothing_else(name):
     assert path_of(name).stat().st_size < 500_000
 
 
+def test_the_readmes_picture_is_the_notebooks():
+    assert PICTURE.read_bytes() == last_timeline()
+
+
 if __name__ == "__main__":
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
             nbformat.write(executed(name, folder), path_of(name))
+    PICTURE.write_bytes(last_timeline())

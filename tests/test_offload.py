@@ -83,7 +83,8 @@ def test_every_mode_equals_plain_optax(name, stage, update, where, tmp_path):
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain(name))
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
 def test_other_numbers_of_devices(count):
     tx = zero(CLIPPED["adamw"](), 3, count, offload=offload())
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
@@ -96,8 +97,9 @@ def test_every_optimizer_equals_plain_optax(name):
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain(name))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_microbatches_and_master_weights_equal_those_without(stage, update):
     """The state of stage 2, whose master weights are in the optimizer's state too, is the reference."""
     batches, options = awkward_batches(3, 48), {"precision": Precision.bf16()}

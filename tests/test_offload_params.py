@@ -123,6 +123,7 @@ def assert_training_is_the_same(loss, steps=2, accumulate=1, offload=BOTH, **opt
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), on_host.unshard(have.params), first)))
 
 
+@pytest.mark.slow
 def test_a_model_trains_as_with_its_parameters_on_the_device():
     """Scanned, in bfloat16, on a device count that pads most leaves."""
     assert_training_is_the_same(scanned, devices=3, precision=Precision.bf16())
@@ -218,6 +219,7 @@ def test_a_skipped_step_leaves_parameters_bit_for_bit():
     assert_same(tx.unshard(state.params), model_params())
 
 
+@pytest.mark.slow
 def test_a_loop_written_by_hand():
     """`value_and_grad` and `update` take parameters in host memory; what they give is on the device."""
 

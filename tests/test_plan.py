@@ -236,10 +236,11 @@ def test_figures_are_those_of_the_data_sheets(kind, bf16, tf32, float32, memory,
 
 def test_a_ring_over_hosts_uses_all_their_adapters():
     one, eight = (Device.of(Topology.parse(text)) for text in ("h100:8", "h100:64"))
-    assert one.ring_bandwidth(8) == eight.ring_bandwidth(8) == 450e9
-    assert eight.ring_bandwidth(64) == 8 * 50e9
-    assert Device.of(Topology.parse("h100:8x1")).ring_bandwidth(8) == 50e9
-    assert Device.of(Topology.parse("h100:64"), link=1e9, network=1e9).ring_bandwidth(64) == 1e9
+    assert one.ring_bandwidth(range(8)) == eight.ring_bandwidth(range(8)) == 450e9
+    assert eight.ring_bandwidth(range(64)) == 8 * 50e9
+    assert eight.ring_bandwidth(range(0, 64, 8)) == 50e9  # the same GPU of every host
+    assert Device.of(Topology.parse("h100:8x1")).ring_bandwidth(range(8)) == 50e9
+    assert Device.of(Topology.parse("h100:64"), link=1e9, network=1e9).ring_bandwidth(range(64)) == 1e9
 
 
 @pytest.mark.parametrize(
@@ -356,6 +357,8 @@ def test_a_fused_collective_is_no_kernel(mesh):
     simulated = simulate(found.text, Device.of(Topology.parse("h200:8")))
     assert [span.lane for span in simulated.spans if span.kind in ("hidden", "exposed")] == ["other"]
     assert simulated.seconds == pytest.approx(found.seconds)
+    assert sum(found.waits.values()) == pytest.approx(simulated.seconds - found.roofline.kernels, rel=1e-3)
+    assert f"{found.waiting:.1%}: " in str(found)
 
 
 @aot

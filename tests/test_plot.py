@@ -166,6 +166,8 @@ def test_a_schedule_is_simulated_at_peak_rates():
     (loop,) = simulated.loops
     assert (loop.begin, loop.end, loop.trip_count, loop.depth) == (pytest.approx(MOVES), pytest.approx(2 * MOVES), 5, 0)
     assert simulated.hidden_share == pytest.approx(5 / 6)
+    waits = {collective.name: seconds for collective, seconds in simulated.waits.items()}
+    assert waits == {"first": pytest.approx(MOVES), "ag": pytest.approx(5 * (MOVES - MULTIPLIES))}
 
 
 def test_a_collective_in_flight_around_a_loop_progresses_during_all_iterations():

@@ -18,7 +18,9 @@ from models import awkward_batches, awkward_loss, awkward_params
 import zerojax.flax
 from zerojax import report, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
+from zerojax.optim import as_params
 from zerojax.testing import assert_parity
+from zerojax.train import eval_step
 from zerojax.train import step as train_step
 
 UNEVEN = {"w": jax.random.normal(jax.random.key(0), (13, 7)), "b": jnp.ones(5)}
@@ -170,6 +172,18 @@ def test_a_step_waits_for_the_one_before_on_simulated_devices_alone(mesh, monkey
     for _ in range(2):
         states.append(step(states[-1], X)[0])
     assert [id(state) for state in waited] == [id(state) for state in states[:2]]
+
+
+def test_what_reads_parameters_waits_for_the_step_before_on_simulated_devices(mesh, monkeypatch):
+    waited = []
+    for module in (eval_step, as_params):
+        monkeypatch.setattr(module, "wait_if_simulated", lambda mesh, arrays: waited.append(jax.tree.leaves(arrays)))
+    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh, persist_below=10)
+    state = tx.create(UNEVEN)
+    tx.eval_step(mean_square)(state.params, X)
+    tx.as_params(state.opt_state.trace, state.params)
+    assert all(any(x is y for y in given) for given in waited for x in jax.tree.leaves(state.params))
+    assert len(waited) == 2
 
 
 def test_a_batch_committed_to_one_device_is_spread(mesh):

@@ -76,11 +76,27 @@ def test_a_key_made_of_a_constant_is_refused_as_a_closed_over_one(make, stage):
         gradient(loss, "global", stage)
 
 
-def test_keys_that_nothing_draws_from_or_that_are_folded_by_device_are_let_pass():
+def test_a_key_that_nothing_draws_from_is_let_pass():
     unused = lambda p, b: (jax.random.normal(jax.random.key(0)), jnp.mean(b @ p["w"]))[1]
     gradient(unused, "device", 3)
-    folded = lambda: jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
-    gradient(lambda p, b: jnp.mean(b @ p["w"] * jax.random.uniform(folded())), "device", 3)
+
+
+def folded_by_device(p, b):
+    key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+    return jnp.mean(b @ p["w"] * jax.random.uniform(key))
+
+
+def drawn_into_a_ref(p, b):
+    ref = jax.new_ref(b @ p["w"])
+    ref[...] *= jax.random.uniform(jax.random.key(0), ref.shape)
+    return jnp.mean(ref[...])
+
+
+@pytest.mark.parametrize("loss", [folded_by_device, drawn_into_a_ref])
+def test_a_key_of_a_constant_is_refused_however_it_is_used(loss):
+    """One that is folded by device would still be the same in each microbatch."""
+    with pytest.raises(ValueError, match="makes a key of a constant"):
+        gradient(loss, "device", 3)
 
 
 @pytest.mark.parametrize("make", [closes_over, within_a_call])

@@ -11,6 +11,8 @@ if _TYPE_CHECKING:
     from zerojax.inspect.collectives import Collective, Collectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
+    from zerojax.meter import Log, Throughput
+    from zerojax.optim.weight_ema import averaged, weight_ema
     from zerojax.planning.check import check
     from zerojax.planning.compare import compare
     from zerojax.planning.comparison import Comparison
@@ -29,6 +31,8 @@ _MODULES = {
     "inspect.collectives": "Collective Collectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
+    "meter": "Log Throughput",
+    "optim.weight_ema": "averaged weight_ema",
     "planning.check": "check",
     "planning.compare": "compare",
     "planning.comparison": "Comparison",
@@ -47,6 +51,7 @@ __all__ = [
     "Comparison",
     "DynamicScale",
     "Estimate",
+    "Log",
     "Mean",
     "Offload",
     "Padded",
@@ -57,8 +62,10 @@ __all__ = [
     "Same",
     "Shardings",
     "Sum",
+    "Throughput",
     "ZeroState",
     "ZeroTransformation",
+    "averaged",
     "block",
     "check",
     "checkpoint",
@@ -70,6 +77,7 @@ __all__ = [
     "plan",
     "plot",
     "report",
+    "weight_ema",
     "zero_shard",
 ]
 

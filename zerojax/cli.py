@@ -52,14 +52,19 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating parameters, as to bfloat16.", show_default="as they are")
     ] = None,
+    mapping: Annotated[
+        str | None, typer.Option(help="FILE.py:NAME, a dict of names in other libraries.", show_default="as they are")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the parameters of a checkpoint in DIRECTORY to safetensors in OUT."""
 
     def write() -> list[Path]:
+        from zerojax import user_code
         from zerojax.checkpoint.export import export_checkpoint
 
-        return export_checkpoint(directory, out, step=step, dtype=dtype)
+        names = None if mapping is None else user_code.load_object(mapping)
+        return export_checkpoint(directory, out, step=step, dtype=dtype, mapping=names)
 
     written = [str(path) for path in run_or_exit(write, as_json=as_json)]
     print_result({"written": written} if as_json else "\n".join(written), as_json=as_json)

@@ -59,6 +59,11 @@ def opened(closed) -> tuple[Any, Sequence]:
     return closed, ()
 
 
+def is_jaxpr(x) -> bool:
+    """Whether an equation's parameter is a jaxpr, open or closed."""
+    return isinstance(x, _jex().Jaxpr | _jex().ClosedJaxpr)
+
+
 def constvars_of(jaxpr) -> Sequence:
     """The variables of a jaxpr's constants."""
     return tuple(getattr(jaxpr, "constvars", ()))

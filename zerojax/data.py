@@ -14,6 +14,13 @@ from zerojax.config import check_count, check_word
 from zerojax.train.batch import check_batch
 from zerojax.zero import ZeroTransformation
 
+__all__ = ["ShardedBatches", "shard_batches"]
+
+
+def __dir__() -> list[str]:
+    """The public surface."""
+    return sorted([*__all__, "__doc__", "__name__", "__file__"])
+
 
 def shard_batches(
     batches: Iterable,

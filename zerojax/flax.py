@@ -5,7 +5,6 @@ the transformation as it is, and batch statistics pass through `has_aux`.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +12,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.layout.padded import is_padded
 from zerojax.train.aux import Same
 from zerojax.zero import ZeroTransformation
 
 TAG = "zerojax"
+
+__all__ = ["init_module", "shard_module", "value_and_grad"]
+
+
+def __dir__() -> list[str]:
+    """The public surface."""
+    return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
 def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: Any, wrt: Any = nnx.Param) -> Any:
@@ -32,10 +37,8 @@ def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: 
         wrt: Filter of the variables that are parameters.
 
     Returns:
-        The module; its parameters in the types of the master weights, as from `tx.init_params`.
-
-    Raises:
-        ValueError: As `shard_module`.
+        The module; its parameters in the types of the master weights, as from `tx.init_params`. To its
+        code one that is padded in storage, a `Padded`, is the logical array.
     """
 
     def parts(*args):
@@ -44,7 +47,6 @@ def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: 
 
     graph, _, _ = jax.eval_shape(parts, *args)
     params = tx.init_params(lambda *args: parts(*args)[1], *args)
-    refuse_padding(tx, params)
     return nnx.merge(graph, params, jax.jit(lambda *args: parts(*args)[2])(*args))
 
 
@@ -52,16 +54,12 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
     """Shard a module's parameters for the stage, in place.
 
     Args:
-        module: The module; its parameters are logical arrays.
+        module: The module; its parameters are logical arrays. To its code they stay that: one that has to be
+            padded in storage becomes a `Padded`, which is indexed and computed with as the logical array.
         tx: From `zero_shard`.
         wrt: Filter of the variables that are parameters.
-
-    Raises:
-        ValueError: If a parameter has to be padded, which a module's own code could not read.
     """
-    stored = tx.shard(nnx.state(module, wrt))
-    refuse_padding(tx, stored)
-    nnx.update(module, stored)
+    nnx.update(module, tx.shard(nnx.state(module, wrt)))
 
 
 def value_and_grad(
@@ -187,22 +185,6 @@ def batch_index(nodes: Sequence) -> int:
         "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are divided "
         "over the devices as an argument of arrays alone."
     )
-
-
-def refuse_padding(tx: ZeroTransformation, params: Any) -> None:
-    """Refuse a parameter in `Padded` form.
-
-    Raises:
-        ValueError: Naming it, its shape and the remedies.
-    """
-    for path, x in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]:
-        if is_padded(x):
-            raise ValueError(
-                f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, and none of its dims divides by "
-                f"{tx.config.data.workers} devices, so it is padded in storage; a module's own code cannot read it. "
-                f"Raise persist_below above {math.prod(x.shape)} to replicate it, or train the module's state "
-                f"(nnx.split) with tx.create and tx.train_step."
-            )
 
 
 def check_assigned(before: Sequence[nnx.State], after: Sequence[nnx.State]) -> None:

@@ -8,8 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax import compat
+
+# Primitives that compute each element of their result from the same element of each operand.
+ELEMENTWISE = frozenset(
+    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
+    "sqrt square sub tanh".split()
+)
 
 Rule = Callable[[Any, list], Sequence | None]
 
@@ -66,6 +73,11 @@ def variables_in(atoms: Iterable) -> list:
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
+def nbytes(var: Any) -> int:
+    """Bytes of a variable's value."""
+    return var.aval.size * var.aval.dtype.itemsize
+
+
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
     """`(variable -> [(equation, which operand)], variables that are results)`."""
     uses: dict = {}
@@ -74,6 +86,49 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
             if not compat.is_literal(atom):
                 uses.setdefault(atom, []).append((eqn, index))
     return uses, frozenset(variables_in(jaxpr.outvars))
+
+
+def signature(jaxpr: Any) -> Any:
+    """What two jaxprs have in common that compute the same of their arguments, hashable; None if it has effects.
+
+    Variables count by their place, constants and functions by identity: jaxprs that are not told apart are the
+    same program, and some that are the same are told apart.
+    """
+    number = {var: i for i, var in enumerate([*compat.constvars_of(jaxpr), *jaxpr.invars])}
+    avals, eqns = [var.aval for var in number], []
+    for eqn in jaxpr.eqns:
+        if eqn.effects:
+            return None
+        params = tuple((name, _of_param(value)) for name, value in sorted(eqn.params.items()))
+        eqns.append((eqn.primitive, eqn.ctx, params, *(_of_operand(atom, number) for atom in eqn.invars)))
+        for var in eqn.outvars:
+            number[var] = len(avals)
+            avals.append(var.aval)
+    outs = tuple(_of_operand(atom, number) for atom in jaxpr.outvars)
+    return len(jaxpr.invars), tuple(avals), tuple(eqns), outs
+
+
+def _of_operand(atom: Any, number: dict) -> Any:
+    if not compat.is_literal(atom):
+        return number[atom]
+    return atom.aval, np.asarray(atom.val).tobytes()
+
+
+def _of_param(value: Any) -> Any:
+    if compat.is_jaxpr(value):
+        jaxpr, consts = compat.opened(value)
+        return signature(jaxpr), tuple(map(id, consts))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_of_param, value))
+    if isinstance(value, dict):
+        return tuple((key, _of_param(x)) for key, x in value.items())
+    if isinstance(value, float):
+        return value.hex()  # 0.0 is not -0.0
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
 
 
 def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
@@ -85,6 +140,14 @@ def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
             needed.append(eqn)
             reads.update(variables_in(eqn.invars))
     return needed[::-1], reads
+
+
+def alive(jaxpr: Any) -> list:
+    """The equations that have effects, or that those or the results need, in order."""
+    effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
+    needed, _ = needed_for(jaxpr.eqns, [*jaxpr.outvars, *(atom for eqn in effects for atom in eqn.invars)])
+    ids = {*map(id, needed), *map(id, effects)}
+    return [eqn for eqn in jaxpr.eqns if id(eqn) in ids]
 
 
 def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:

@@ -44,6 +44,13 @@ PALE = 0.3
 COLORS_SHOWN = 128  # which makes the PNGs in a notebook a third as large
 SHORTEST = 1 / 800  # of the width: shorter spans are merged with their neighbours
 
+__all__ = ["memory", "shards", "timeline"]
+
+
+def __dir__() -> list[str]:
+    """The public surface."""
+    return sorted([*__all__, "__doc__", "__name__", "__file__"])
+
 
 def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     """Bytes per device by stage, stacked by part; offloaded ones hatched.

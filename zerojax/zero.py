@@ -1,9 +1,8 @@
 """`zero_shard`: any optax transformation, sharded. Joins the packages below; has no logic of its own."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -18,20 +17,20 @@ from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
-from zerojax.optim.plan import choose_update, make_plan
+from zerojax.optim.as_params import as_params
+from zerojax.optim.plan import make_plan
 from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params, place_replicated
-from zerojax.placement.storage import in_storage, named_tree, padded_forms, storage_forms
+from zerojax.placement.storage import in_storage, named_tree, storage_forms
 from zerojax.streaming.init_state import init_opt_state, state_shapes
-from zerojax.train.arguments import packed
-from zerojax.train.batch import place_batch
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.optax_pair import init, init_shardings, update
+from zerojax.train.same_run import live_plan
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import returned_grads, value_and_grad_tree
+from zerojax.train.tree_api import returned_grads, value_and_grad
 
 
 class Shardings(NamedTuple):
@@ -53,9 +52,6 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
     It is an `optax.GradientTransformationExtraArgs`: `init` and `update` are optax's own
     pair, and it works wherever optax's transformations do.
-
-    Attributes:
-        config: The wrapped transformation, stage, mesh and axis.
     """
 
     @classmethod
@@ -138,6 +134,22 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         gather = functools.partial(on_auto_mesh, mesh, without_padding)
         return jax.jit(gather, out_shardings=replicated(mesh))(on_device)
 
+    def as_params(self, mirror: Any, params: Any) -> Any:
+        """Parts of the optimizer's state that mirror the parameters, such as an average of them, as parameters.
+
+        Args:
+            mirror: A tree of the state, in storage; of the structure of the trained parameters.
+            params: The parameters, in any form; taken in place of those that are not trained.
+
+        Returns:
+            A tree in storage, in the types of `mirror`: for `eval_step`, `unshard`, `export`, and functions of
+            it and `params`, such as `optax.contrib.schedule_free_eval_params`.
+
+        Raises:
+            ValueError: If `mirror` is of another structure or shape.
+        """
+        return as_params(self.config, mirror, params)
+
     def eval_step(self, fn: Callable) -> Callable:
         """A jitted function of full parameters, gathered where they are used as in training: evaluation, generation.
 
@@ -148,7 +160,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `step(params, batch, *args)`, which returns what `fn` does. `params` are in storage, such as
             `state.params`, or logical; types are those of training. Rows that the devices cannot
-            divide, such as the last of an epoch, are replicated.
+            divide, such as the last of an epoch, are replicated. Call it in a scan over tokens, and in a
+            loss (a teacher): a scan within `fn` keeps gathered what all of its iterations use.
         """
         return eval_step(self.config, fn)
 
@@ -191,18 +204,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
         """
         check_count("accumulate", accumulate, "microbatches", least=1)
-        loss = Loss(loss_fn, has_aux, weighted, mutable)
-        gradient = functools.partial(value_and_grad_tree, self.config, loss, accumulate=accumulate)
-        jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
-
-        @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-        def value_and_grad(params, *args, **keywords):
-            state, batch, *rest = args if mutable else (None, *args)
-            layout, rows = layout_of(self.config, params), place_batch(self.config, batch, accumulate)
-            rest = packed(tuple(rest), keywords)
-            return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
-
-        return value_and_grad
+        return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
 
     def create(self, params: Any, *, mutable: Any = None) -> ZeroState:
         """Begin a run: parameters in storage, a fresh optimizer state, step 0.
@@ -221,7 +223,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         config = self.config
         plan = make_plan(config, params)
         shapes = are_shapes(params)
-        plan = plan if shapes else dataclasses.replace(plan, choice=choose_update(config, plan))
+        plan = plan if shapes else live_plan(config, plan)
 
         def begin(params, mutable):
             others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
@@ -272,7 +274,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `step(state, batch, *args) -> (state, metrics)`, with `.lower(...)` as
             `jax.jit` has it; metrics has `loss`, `grad_norm` (of the unscaled, averaged
-            gradient) and `skipped`, with a loss scale `loss_scale`, the one it used.
+            gradient) and `skipped`, with a loss scale `loss_scale`, the one it used, under
+            `optax.inject_hyperparams` `learning_rate` (without it, optax keeps no rate).
 
         Raises:
             TypeError: If `accumulate` or `max_skips` is no integer.
@@ -304,9 +307,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 def zero_shard(
     tx: optax.GradientTransformation,
     *,
-    stage: int,
+    stage: Literal[0, 1, 2, 3],
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] = "data",
+    shard_axis: str | tuple[str, ...] | None = None,
     persist_below: int = PERSIST_BELOW,
     prefetch: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
@@ -314,7 +318,7 @@ def zero_shard(
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
-    view: str = "global",
+    view: Literal["global", "device"] = "global",
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -325,36 +329,35 @@ def zero_shard(
         mesh: A mesh of real or absent devices, whose axes are Auto or Explicit: arrays come
             back on it. Default: all devices on one axis. Axes other than `axis` are left to
             the compiler; inside of the loss all are Auto.
-        axis: The mesh axis, or axes such as `("host", "gpu")`, that rows of the batch, and the
-            parts above, are divided over.
-        persist_below: A leaf with fewer elements is not sharded by dim: its parameter is
-            persistent (replicated) at stage 3, its gradient and optimizer state are flat, each device
-            holding 1/N, if the transformation updates it element by element.
-        prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start;
-            0 is none. Each holds about one more layer's gathered parameters. A scan gathers
-            one iteration ahead, whatever the number.
+        axis: The mesh axis, or axes such as `("host", "gpu")`, that rows, and the parts above, are divided over.
+        shard_axis: Which of these the parts above are divided over, such as `"gpu"`; over the others they are
+            replicated (HSDP). None: all.
+        persist_below: A leaf with fewer elements is not sharded by dim: its parameter is persistent (replicated)
+            at stage 3, its gradient and optimizer state are flat, each device holding 1/N, if the transformation
+            updates it element by element.
+        prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start; 0 is none. Each holds
+            about one more layer's gathered parameters. A scan gathers one iteration ahead, whatever the number.
         bucket_bytes: Stage 3: the leaves of a layer are gathered together, and their
             gradients reduce-scattered together, up to this many logical bytes.
         reshard_after_forward: Stage 3: False keeps gathered parameters between the
-            forward and the backward pass; a step then moves two passes instead of three.
+            forward and the backward pass: two passes moved instead of three.
         precision: In which types a step computes, sums and keeps its parameters, such as
             `Precision.bf16()`. None: as the parameters and the loss function have it. Where
             there are master weights, put nothing behind it in an `optax.chain`: what would
             change the updates there cannot reach them. Chain inside, in `tx`.
-        trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where
-            `path` is like `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of
-            logical shape; or a tree of bools. The others get no
-            gradient, no optimizer state and no reduce-scatter; at stage 3 they are sharded
-            all the same. `tx` sees holes in their place, as under `optax.masked`.
+        trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where `path` is like
+            `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of logical shape; or a tree of bools. The
+            others get no gradient, no optimizer state and no reduce-scatter; at stage 3 they are sharded all the
+            same. `tx` sees holes in their place, as under `optax.masked`.
         offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`.
             `train_step` streams it chunk by chunk; `update`, which may be part of another
-            program, brings all of it to the device at once. JAX adds nothing to an array in
-            host memory: with `params="host"`, a loop of your own moves the parameters with
-            `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`,
-            and the result back with `jax.device_put(result, tx.shardings(params).params)`.
-        view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`, so that
-            everything is as on one device. `"device"`: the rows of its device, as under
-            `pmap`, and its mean is taken over the devices; it may use collectives over `axis`.
+            program, brings all of it to the device at once. JAX adds nothing to an array in host memory: with
+            `params="host"`, a loop of your own moves the parameters with
+            `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`, and the result back
+            with `jax.device_put(result, tx.shardings(params).params)`.
+        view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`: all is as on one device.
+            `"device"`: the rows of its device, as under `pmap`, and its mean is taken over the devices; it may use
+            collectives over `axis`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -384,6 +387,7 @@ def zero_shard(
         stage,
         mesh,
         axes,
+        () if shard_axis is None else resolve_axes(shard_axis, "shard_axis"),
         persist_below=persist_below,
         prefetch=prefetch,
         bucket_bytes=bucket_bytes,

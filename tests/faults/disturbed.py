@@ -1,7 +1,6 @@
-"""A run that is disturbed, in a process of its own: `disturbed.py FOLDER WAY SEED ROUNDS [INDEX PORT]`.
+"""A run that is disturbed until it is ended: each round arms one fault, trains and saves for some steps.
 
-Each round arms one fault, trains and saves for some steps, and holds what was reported, and what can be restored,
-against the uninterrupted run. Faults and their instants are drawn from the seed. With 0 rounds it is to be killed.
+What was reported, and what can be restored, are compared with the uninterrupted run. Faults are drawn from a seed.
 """
 
 import contextlib
@@ -16,11 +15,9 @@ import random
 import resource
 import shutil  # before its functions are watched  # noqa: F401
 import signal
-import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +33,14 @@ from zerojax.offload import close
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
 
-STEPS = 60
+STEPS = 40
 WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".split()
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EMFILE", "EACCES")}
-OF_SEVERAL = [*ERRORS, "slow", "clock", "none"]  # processes: their saves fail together, other faults end the run
-FAULTS = [*OF_SEVERAL, "RLIMIT_FSIZE", "RLIMIT_NOFILE", "second writer", "lock lost", "reader", "SIGINT", "SIGTERM"]
+LIMITS = ["RLIMIT_FSIZE", "permission"]  # of the system: of the libraries' own calls, too
+OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "second writer", "lock lost"]  # processes, whose saves fail
+FAULTS = [*OF_SEVERAL, "RLIMIT_NOFILE", "reader", "SIGINT", "SIGTERM"]  # without handles gloo ends the process
+NOBODY, HANGS_S = 65534, 600
+PARENT = os.getpid()  # imports this, and forks
 FOREIGN = ["notes.txt", ".tmp-mywork/x", ".old-mine/x", "step_notes/x", "step_00000001.bak/x"]
 
 
@@ -48,7 +48,7 @@ class Disk:
     """The calls of Python on files whose paths begin so, of which some fail or are slow."""
 
     def __init__(self, folder):
-        self.folder, self.calls, self.bad, self.error = str(folder), 0, range(0), None
+        self.folder, self.calls, self.bad, self.error, self.delay = str(folder), 0, range(0), None, 0.0
         for module, name in [(io, "open"), *((os, name) for name in WATCHED)]:
             setattr(module, name, self.watched(getattr(module, name)))
 
@@ -59,7 +59,7 @@ class Disk:
                 if self.calls in self.bad:
                     if self.error is not None:
                         raise OSError(self.error, os.strerror(self.error), str(target))
-                    time.sleep(0.02)
+                    time.sleep(self.delay)
             return call(target, *args, **options)
 
         return watching
@@ -83,15 +83,24 @@ def batch(step):
     return np.random.default_rng(step).standard_normal((4, 16), np.float32)
 
 
-def digest(state):
-    """Of all bits of a state: of logical arrays, or, of several processes, this one's shards."""
+def digest(state, devices=()):
+    """Of all bits of a state: of logical arrays, or of the shards of some devices."""
     sha256 = hashlib.sha256()
     for one in state_leaves(state).values():
         x = joined(one.array) if is_chunked(one.array) else one.array
-        shards = [logical(x, one.leaf)] if jax.process_count() == 1 else [s.data for s in x.addressable_shards]
+        shards = [s.data for s in x.addressable_shards if s.device.id in devices] if devices else [logical(x, one.leaf)]
         for shard in shards:
             sha256.update(np.asarray(shard).tobytes())
     return sha256.hexdigest()
+
+
+def sharded(offload=None, mesh=None):
+    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=4, offload=offload)
+
+
+def newest_epoch(folder):
+    """A run trains the same steps again and again, each time in a new folder."""
+    return max((int(path.name[6:]) for path in folder.glob("epoch_*")), default=0)
 
 
 class Run:
@@ -99,77 +108,91 @@ class Run:
 
     def __init__(self, folder, way, seed):
         self.folder, self.rng, self.one = folder, random.Random(seed), jax.process_count() == 1
-        self.index, self.epoch, self.calls = jax.process_index(), 0, 100
+        self.index, self.epoch, self.calls, self.synced = jax.process_index(), newest_epoch(folder), 100, 0
+        self.preempted, self.devices = False, () if self.one else [device.id for device in jax.local_devices()]
+        self.faults = FAULTS if self.one else OF_SEVERAL
+        if way == "disk" and not self.one:  # a process whose state is lost ends alone
+            self.faults = [fault for fault in OF_SEVERAL if fault not in LIMITS]
         offload = None
         if way != "device":
             path = folder / "state" if way == "disk" else None
             offload = Offload(optimizer=way, path=path, chunk_bytes=64, update="device")
-        make = lambda offload, mesh=None: zero_shard(
-            optax.adam(1e-2), stage=3, mesh=mesh, persist_below=4, offload=offload
-        )
-        self.tx = make(offload)
+        self.tx = sharded(offload)
         alone = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
-        self.like = make(None, alone if self.one else None).create(jax.eval_shape(parameters))
+        self.like = sharded(mesh=alone if self.one else None).create(jax.eval_shape(parameters))
         self.step = self.tx.train_step(loss)
         known = folder / f"reference.{self.index}.json"
         if not known.exists():
             known.write_text(json.dumps(self.uninterrupted()))
         self.reference = json.loads(known.read_text())
-        self.disk = Disk(folder if self.one else folder / "epoch")  # a process whose state is lost ends alone
+        self.disk = Disk(folder if self.one else folder / "epoch")
 
     def uninterrupted(self):
         state = self.tx.create(parameters())
-        digests = [digest(state)]
+        digests = [self.digest(state)]
         for i in range(1, STEPS + 1):
             state, _ = self.step(state, batch(i))
-            digests.append(digest(state))
+            digests.append(self.digest(state))
         close(state)
         return digests
+
+    def digest(self, state):
+        return digest(state, self.devices)
 
     # --- what is done -------------------------------------------------------------------------------------------
 
     def open(self):
         """Begin, or go on from what is there."""
         self.path = self.folder / f"epoch_{self.epoch}"
-        if self.index == 0:
+        if self.index == 0 and not list(self.path.glob("step_*[0-9]")):
             for name in FOREIGN:
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).write_text(name)
-        self.checkpoints = Checkpointer(self.path, keep=2, timeout=60)
+        self.checkpoints = Checkpointer(self.path, keep=2, timeout=HANGS_S)
         if self.checkpoints.latest() is None:
             self.state, self.i = self.tx.create(parameters()), 0
-            self.checkpoints.save(self.state, {"step": 0}, step=0)
-            self.checkpoints.wait()
+            self.save()
         else:
             self.restore()
-        self.confirmed = self.i
 
     def restore(self):
         """Go back to the newest checkpoint."""
         like = self.tx.create(jax.eval_shape(parameters))
         self.state, data, self.i, *_ = self.checkpoints.restore(like)
         assert data == {"step": self.i}
-        assert digest(self.state) == self.reference[self.i]
+        assert self.digest(self.state) == self.reference[self.i]
+        self.report()
 
-    def train(self, steps, between=lambda: None, stop=lambda step: False):
+    def save(self):
+        self.checkpoints.save(self.state, {"step": self.i}, step=self.i)
+        self.checkpoints.wait()
+        self.report()
+
+    def report(self):
+        """From here on this step must be there, or a later one."""
+        self.confirmed = self.i
+        print("saved", self.epoch, self.i, flush=True)
+
+    def train(self, steps, between, stop):
         for _ in range(steps):
             self.state, _ = self.step(self.state, batch(self.i + 1))
             self.i += 1
             self.checkpoints.save(self.state, {"step": self.i}, step=self.i)
             between()
-            if stop(self.i):
+            if stop():
                 break
         self.checkpoints.wait()
-        self.confirmed = self.i
+        self.report()
 
     def check(self):
         """What was reported is there, what is there is of the uninterrupted run, and others' files are as they were."""
         steps = self.checkpoints.steps()
         assert max(steps) >= self.confirmed, f"step {self.confirmed} was reported, and there are {steps}"
-        assert self.checkpoints.verify() == steps
+        for step in steps[:-1]:  # the newest is verified as it is restored
+            self.checkpoints.verify(step)
         restored = self.checkpoints.restore(self.like)
         assert restored.step == max(steps) == restored.data["step"]
-        assert digest(restored.state) == self.reference[restored.step], f"step {restored.step} is another"
+        assert self.digest(restored.state) == self.reference[restored.step], f"step {restored.step} is another"
         for name in FOREIGN:
             assert (self.path / name).read_text() == name
 
@@ -178,43 +201,63 @@ class Run:
     def disturbed(self, fault):
         """Train for some steps with a fault; whether the state was lost."""
         steps, delay = self.rng.randint(1, 3), self.rng.uniform(0, 0.3)
-        first, lasts, room = self.rng.randint(1, self.calls), self.rng.choice([1, 10**9]), self.rng.randint(0, 12)
+        # of which processes draw equally many, though they do not call equally often
+        first, lasts, room = self.rng.random() * self.calls, self.rng.choice([1, 10**9]), self.rng.randint(0, 12)
         here = self.one or self.rng.randrange(jax.process_count()) == self.index
         between, lost, before = (lambda: None), False, self.disk.calls
         with contextlib.ExitStack() as stack:
             if here and (fault in ERRORS or fault == "slow"):
-                first += self.disk.calls
-                self.disk.error, self.disk.bad = ERRORS.get(fault), range(first, first + lasts)
+                first = self.disk.calls + 1 + int(first)
+                self.disk.error = ERRORS.get(fault)
+                if fault == "slow":  # one call very, or many
+                    self.disk.delay, lasts = (0.5, 1) if lasts == 1 else (0.01, 50)
+                self.disk.bad = range(first, first + lasts)
                 stack.callback(setattr, self.disk, "bad", range(0))
             if fault == "clock":
                 stack.callback(setattr, time, "time", real := time.time)
                 time.time = lambda: real() - 86400.0
-            if fault.startswith("RLIMIT"):
+            if here and fault.startswith("RLIMIT"):
                 kind = getattr(resource, fault)
                 stack.callback(resource.setrlimit, kind, limits := resource.getrlimit(kind))
                 handles = max(map(int, os.listdir("/proc/self/fd")))
                 resource.setrlimit(kind, (handles + room if fault == "RLIMIT_NOFILE" else 40 * room, limits[1]))
+            if here and fault == "permission" and os.geteuid() == 0:  # else the folder is made read-only
+                between = lambda: os.seteuid(NOBODY)
+                stack.callback(os.seteuid, 0)
+            elif here and fault == "permission":
+                between = lambda: self.path.chmod(0o555)
+                stack.callback(self.path.chmod, 0o755)
             if fault in ("second writer", "lock lost"):
                 between = lambda: self.write_beside(fault == "lock lost")
             if fault == "reader":
                 stack.enter_context(self.read_beside())
-            stop = stack.enter_context(on_preemption([signal.SIGTERM])).reached if self.one else lambda step: False
+            preemption = stack.enter_context(on_preemption([signal.SIGTERM]))
             if fault.startswith("SIG"):
                 timer = threading.Timer(delay, os.kill, (os.getpid(), getattr(signal, fault)))
                 stack.callback(timer.join)
                 timer.start()
             try:
-                self.train(steps, between, stop)
+                self.train(steps, between, lambda: self.reached(preemption))
                 self.calls = max(self.disk.calls - before, 10)
             except CheckpointError:
                 pass
-            except (DiskError, KeyboardInterrupt):
+            except DiskError:
                 lost = True
+            except KeyboardInterrupt:
+                if fault != "SIGINT":
+                    raise
+                lost = True
+            self.preempted |= preemption.signal is not None and fault != "SIGTERM"
         return lost
+
+    def reached(self, preemption):
+        self.synced += 1  # of several processes it is asked with numbers that grow
+        return preemption.reached(self.synced)
 
     def write_beside(self, unlocked):
         if unlocked:
-            (self.path / ".lock").unlink(missing_ok=True)
+            if self.index == 0:
+                (self.path / ".lock").unlink(missing_ok=True)
             Checkpointer(self.path).close()
             return
         try:
@@ -231,7 +274,7 @@ class Run:
             while not done.is_set():
                 with contextlib.suppress(CheckpointError):
                     restored = Checkpointer(self.path, read_only=True).restore(self.like)
-                    if digest(restored.state) != self.reference[restored.step]:
+                    if self.digest(restored.state) != self.reference[restored.step]:
                         wrong.append(restored.step)
 
         reader = threading.Thread(target=lambda: wrong.append(error) if (error := raised(read)) else None)
@@ -247,57 +290,80 @@ class Run:
             close(self.state)
             self.epoch += 1
             self.open()
-        fault, lost = self.rng.choice(FAULTS if self.one else OF_SEVERAL), True
+        fault, lost = self.rng.choice(self.faults), True
         reopened = fault == "lock lost" or self.rng.random() < 0.3
         print(f"round {number}: {fault} after step {self.i}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):  # as late as where the fault is disarmed
-            lost = self.disturbed(fault)
+        with contextlib.suppress(KeyboardInterrupt) if fault == "SIGINT" else contextlib.nullcontext():
+            lost = self.disturbed(fault)  # an interrupt may come as late as where the fault is disarmed
         failed = raised(self.checkpoints.wait)
         assert failed is None or isinstance(failed, CheckpointError), failed
         self.check()
-        if lost or isinstance(raised(lambda: digest(self.state)), DiskError):  # a write that was behind
+        if lost or isinstance(raised(lambda: self.digest(self.state)), DiskError):  # a write that was behind
             close(self.state)
             self.restore()
-        assert digest(self.state) == self.reference[self.i]
-        self.checkpoints.save(self.state, {"step": self.i}, step=self.i)  # which works again
-        self.checkpoints.wait()
-        self.confirmed = self.i
+        assert self.digest(self.state) == self.reference[self.i]
+        self.save()  # which works again
         if reopened:
             self.checkpoints.close()
-            self.checkpoints = Checkpointer(self.path, keep=2, timeout=60)
+            self.checkpoints = Checkpointer(self.path, keep=2, timeout=HANGS_S)
             assert not [name for name in os.listdir(self.path) if name.startswith((".tmp-step", ".old-step"))]
+
+    def live(self):
+        """Disturb it until it is ended."""
+        signal.signal(signal.SIGTERM, self.end) if self.one else None  # else jax's handler is there
+        print("ready", flush=True)
+        self.open()
+        for number in itertools.count():
+            if self.preempted or not has_parent():
+                break
+            faulthandler.dump_traceback_later(HANGS_S, exit=True)
+            self.round(number)
+        self.checkpoints.close()
+        print("preempted", flush=True)
+
+    def end(self, number, frame):
+        self.preempted = True
 
 
 def raised(work):
-    """What a function raises; None if nothing."""
+    """What a function raises, but for a request to end; None if nothing."""
     try:
         work()
-    except BaseException as error:
+    except Exception as error:
         return error
 
 
-def main(folder, way, seed, rounds, index=None, port=None):
+def live(folder, way, seed, index=None, port=None):
+    """A process of a run."""
+    begin(2)
     if index is not None:
-        jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(index))
-    faulthandler.dump_traceback_later(120 + 10 * int(rounds), exit=True)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # one that comes after the steps
+        jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
+    Run(folder, way, seed).live()
+
+
+def read(folder, processes):
+    """A process that is none of the run restores what the run saves."""
+    begin(2 * processes)
+    references = [json.loads((folder / f"reference.{i}.json").read_text()) for i in range(processes)]
+    like = sharded().create(jax.eval_shape(parameters))
+    while has_parent():
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        with contextlib.suppress(CheckpointError):
+            restored = Checkpointer(folder / f"epoch_{newest_epoch(folder)}", read_only=True).restore(like)
+            for i, reference in enumerate(references):
+                devices = () if processes == 1 else [2 * i, 2 * i + 1]
+                assert digest(restored.state, devices) == reference[restored.step], f"step {restored.step} is another"
+            print("read", restored.step, flush=True)
+
+
+def has_parent():
+    """Whether what began this process is there, which would end it."""
+    return os.getppid() == PARENT
+
+
+def begin(devices):
+    """What must be set before devices are used."""
+    faulthandler.dump_traceback_later(HANGS_S, exit=True)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.simplefilter("ignore")
-    run = Run(Path(folder), way, int(seed))
-    run.open()
-    print("begun", run.i, flush=True)
-    if int(rounds):
-        for number in range(int(rounds)):
-            run.round(number)
-    else:
-        for i in itertools.count(run.i + 1):
-            if i > STEPS:
-                time.sleep(100)
-            run.train(1)
-            print("saved", i, flush=True)
-    run.checkpoints.close()
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -15,11 +15,22 @@ from zerojax.checkpoint import Checkpointer
 
 
 def resources():
-    """Descriptors, threads of Python, threads, and resident bytes."""
+    """Descriptors, threads of Python, threads, and resident bytes.
+
+    Not counted are those of TensorStore's pool, which has a limit and starts them when several wait at once.
+    """
     gc.collect()
     resident = re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[1]
-    threads = threading.active_count(), len(os.listdir("/proc/self/task"))
+    threads = threading.active_count(), sum(not in_pool(task) for task in Path("/proc/self/task").iterdir())
     return len(os.listdir("/proc/self/fd")), *threads, int(resident) << 10
+
+
+def in_pool(task):
+    """Whether a thread is of TensorStore's pool, or has ended since it was listed."""
+    try:
+        return (task / "comm").read_text().startswith("ts_pool_worker")
+    except OSError:
+        return True
 
 
 def main(folder, count):

@@ -18,3 +18,8 @@ __all__ = [
     "import_params",
     "on_preemption",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public surface."""
+    return sorted([*__all__, "__doc__", "__name__", "__file__"])

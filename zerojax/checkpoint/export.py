@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
+from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
 from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.safetensors import NAMES, Tensor, write
-from zerojax.checkpoint.state_leaves import dotted, key_paths, state_leaves
+from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
@@ -32,7 +33,7 @@ from zerojax.placement.chunking import joined
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, PyTree, Shaped
 
 FILE_BYTES = 5_000_000_000
 
@@ -41,13 +42,14 @@ def export(
     state: ZeroState | PyTree,
     path: str | Path,
     *,
+    mapping: Names | None = None,
     dtype: Any = None,
     tied: Mapping[str, str] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> list[Path]:
     """Write the parameters of a state to safetensors.
 
-    One leaf at a time is gathered, so that host memory has room for one. With several
+    One tensor at a time is gathered, so that host memory has room for one. With several
     processes all call it, and the first one writes.
 
     Args:
@@ -55,8 +57,10 @@ def export(
             parameters.
         path: The folder to write, which must not exist, or be empty. It appears when it is
             complete.
+        mapping: That with which `import_params` would read what is written. None writes every
+            leaf as it is, its keys joined by dots as its name.
         dtype: Floating type that floating leaves are cast to; None leaves them.
-        tied: Leaves that are tied to another one and not written again, as `{"head.kernel":
+        tied: Tensors that are tied to another one and not written again, as `{"head.kernel":
             "embed.embedding"}`; the two must be equal. In a tree of parameters, leaves that
             are the same array need no mention.
         file_bytes: Size from which a second file is begun, and an index written.
@@ -67,22 +71,18 @@ def export(
     Raises:
         CheckpointError: If the folder is not empty.
         TypeError: If a leaf has a type that safetensors does not know.
-        ValueError: If leaves said to be tied are not equal, two have the same name, or `dtype`
-            is no floating type.
+        ValueError: If leaves said to be tied are not equal, two have the same name, `dtype` is no
+            floating type, or the mapping does not fit, with all that does not.
     """
     check_dtype(dtype)
     leaves = list(leaves_of_state(state) if isinstance(state, ZeroState) else leaves_of_params(state))
-    ties = dict(tied or {})
-    first: dict[int, str] = {}
-    for name, x, _ in leaves:
-        other = first.setdefault(id(x), name)
-        if other != name:
-            ties.setdefault(name, other)
-    tensors = [
-        tensor_of(name, tuple(leaf.shape), x.dtype, dtype, functools.partial(gather_to_host, x, leaf))
-        for name, x, leaf in leaves
+    sources = [
+        Source(path, tuple(leaf.shape), x.dtype, id(x), functools.partial(gather_to_host, x, leaf))
+        for path, x, leaf in leaves
     ]
-    return write_folder(Path(path), tensors, ties, file_bytes)
+    tensors, ties = tensors_of(sources, mapping, dtype)
+    form = "flax" if mapping is None else "pt"
+    return write_folder(Path(path).expanduser(), tensors, ties | dict(tied or {}), file_bytes, form)
 
 
 def export_checkpoint(
@@ -90,6 +90,7 @@ def export_checkpoint(
     path: str | Path,
     *,
     step: int | None = None,
+    mapping: Names | None = None,
     dtype: Any = None,
     tied: Mapping[str, str] | None = None,
     file_bytes: int = FILE_BYTES,
@@ -100,6 +101,7 @@ def export_checkpoint(
         directory: Where a `Checkpointer` saved.
         path: As for `export`.
         step: Which checkpoint; None is the newest.
+        mapping: As for `export`.
         dtype: As for `export`.
         tied: As for `export`.
         file_bytes: As for `export`.
@@ -112,23 +114,46 @@ def export_checkpoint(
         DamagedError: If it is damaged.
     """
     check_dtype(dtype)
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     manifest = verified(directory, existing_step(directory, step))
     folder = directory / step_name(manifest.step) / ARRAYS
 
-    def read(saved: SavedLeaf) -> np.ndarray:
+    def read(saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
+        shape = saved.shape[len(index) :]
         if not saved.folder:
-            return np.zeros(saved.shape, jnp.dtype(saved.dtype))
-        shape = (math.prod(saved.shape),) if saved.kind == "flat" else saved.shape
-        return arrays.read_on_host(folder, saved.folder, shape).reshape(saved.shape)
+            return np.zeros(shape, jnp.dtype(saved.dtype))
+        if saved.kind == "flat":
+            start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
+            return arrays.read_slice(folder, saved.folder, (slice(start, start + math.prod(shape)),)).reshape(shape)
+        return arrays.read_slice(folder, saved.folder, (*index, *(slice(0, n) for n in shape)))
 
-    tensors = [
-        tensor_of(".".join(saved.path[1:]), saved.shape, saved.dtype, dtype, functools.partial(read, saved))
-        for saved in manifest.leaves
+    sources = [
+        Source(saved.path[1:], tuple(saved.shape), saved.dtype, i, functools.partial(read, saved))
+        for i, saved in enumerate(manifest.leaves)
         if saved.path[0] == "params"
     ]
+    tensors, ties = tensors_of(sources, mapping, dtype)
+    form = "flax" if mapping is None else "pt"
     with reading(directory, manifest):
-        return write_folder(Path(path), tensors, dict(tied or {}), file_bytes)
+        return write_folder(Path(path).expanduser(), tensors, ties | dict(tied or {}), file_bytes, form)
+
+
+class Source(NamedTuple):
+    """A leaf to write.
+
+    Attributes:
+        path: Its keys.
+        shape: Logical shape.
+        dtype: Its type.
+        array: What two sources have in common that are the same array.
+        fetch: Returns what is at an index of its leading dims, in host memory.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    array: int
+    fetch: Callable[[tuple[int, ...]], np.ndarray]
 
 
 def check_dtype(dtype: Any) -> None:
@@ -137,53 +162,100 @@ def check_dtype(dtype: Any) -> None:
         raise ValueError(f"dtype= is {dtype}, which would destroy weights. Give a floating type, such as bfloat16.")
 
 
-def leaves_of_state(state: ZeroState) -> Iterator[tuple[str, Any, Leaf]]:
-    """Name, stored array and layout of each parameter, or of its master weights."""
+def leaves_of_state(state: ZeroState) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
+    """Keys, stored array and layout of each parameter, or of its master weights."""
     for one in state_leaves(state).values():
         if one.path[0] == "params":
-            yield ".".join(one.path[1:]), one.array, one.leaf
+            yield one.path[1:], one.array, one.leaf
 
 
-def leaves_of_params(params: PyTree) -> Iterator[tuple[str, Any, Leaf]]:
+def leaves_of_params(params: PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
     """As `leaves_of_state`, of a tree of arrays or `Padded`."""
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     for path, x in zip(key_paths(jax.tree.unflatten(structure, range(len(leaves)))), leaves, strict=True):
         padded = is_padded(x)
         kind, dim = ("sharded", x.dim) if padded else ("replicated", None)
-        yield dotted(path), x.storage if padded else x, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
+        layout = Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
+        yield keys_of(path), x.storage if padded else x, layout
 
 
-def tensor_of(name: str, shape: tuple[int, ...], dtype: Any, wanted: Any, fetch: Callable[[], np.ndarray]) -> Tensor:
-    """What to write of a leaf: floating ones in the type wanted."""
-    target = dtype
-    if str(dtype) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
+    """What to write of leaves, and which tensors are tied to which since their leaves are the same array.
+
+    Raises:
+        TypeError: If a leaf has a type that safetensors does not know.
+        ValueError: If two have the same name, or the mapping does not fit.
+    """
+    if mapping is None:
+        resolved = unchanged([".".join(one.path) for one in sources], [one.shape for one in sources])
+    else:
+        resolved = resolve(mapping, [("/".join(one.path), one.shape) for one in sources])
+    if resolved.problems:
+        raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
+    ties, first = {}, {}
+    for name, sections in resolved.tensors.items():
+        made_of = tuple((sources[one.leaf].array, one.index, one.pattern) for one in sections)
+        other = first.setdefault(made_of, name)
+        if other != name:
+            ties[name] = other
+    tensors = [
+        tensor_of(name, resolved.shape(name), sections, sources, dtype) for name, sections in resolved.tensors.items()
+    ]
+    return tensors, ties
+
+
+def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
+    """What to write of a tensor: floating ones in the type wanted."""
+    target, *others = [sources[one.leaf].dtype for one in sections]
+    target = jnp.result_type(target, *others) if others else target
+    if str(target) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(target), jnp.floating):
         target = jnp.dtype(wanted)
     if str(target) not in NAMES:
         raise TypeError(f"params {name!r} is {target}, which safetensors cannot store. Leave it out, or give dtype=.")
     target = jnp.dtype(target)
-    return Tensor(name, tuple(shape), target, lambda: fetch().astype(target))
+
+    def fetch() -> np.ndarray:
+        leaves = [sources[one.leaf].fetch(one.index) for one in sections]
+        copies = tensors_from(sections, leaves)
+        if any(copy.tobytes() != copies[0].tobytes() for copy in copies[1:]):
+            names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
+            raise ValueError(f"{names} are both {name!r} by the mapping, but they are not equal.")
+        return copies[0].astype(target)
+
+    return Tensor(name, shape, target, fetch)
 
 
-def gather_to_host(x: Any, leaf: Leaf) -> np.ndarray:
-    """All of a leaf in host memory, in logical shape; all processes take part."""
+def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
+    """What is at an index of a leaf's leading dims, in host memory, in logical shape; all processes take part."""
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x
         if not isinstance(x, jax.Array):
-            return np.asarray(x)
+            return np.asarray(x)[index]
         mesh = getattr(x.sharding, "mesh", None)
         replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        program = jax.jit(logical, static_argnums=1, out_shardings=replicated)
-        return np.asarray(program(to_device(x), leaf).addressable_data(0))
+        program = jax.jit(logical_at, static_argnums=1, out_shardings=replicated)
+        return np.asarray(program(to_device(x), leaf, index).addressable_data(0))
 
     return on_auto_mesh(None, gather, x)
 
 
-def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit: int) -> list[Path]:
-    """Write all but the tied tensors into a folder that appears when it is complete."""
-    names = [tensor.name for tensor in tensors]
-    if doubled := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
+def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
+    """What is at an index of a stored array's leading dims; the index is traced, so that all share a program."""
+    x = logical(x, leaf)
+    return x[index] if index else x
+
+
+def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit: int, form: str) -> list[Path]:
+    """Write all but the tied tensors into a folder that appears when it is complete.
+
+    Args:
+        path: The folder.
+        tensors: All of them.
+        tied: Names of tensors that are not written, and of those that they are equal to.
+        limit: Size from which a second file is begun, in bytes.
+        form: Whose names they are, as transformers asks of a file: `"flax"`, or `"pt"`, PyTorch's.
+    """
     by_name = {tensor.name: tensor for tensor in tensors}
     for name, other in tied.items():
         check_tie(by_name, name, other)
@@ -198,7 +270,7 @@ def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
-        written = write(temporary, kept, {"format": "flax", **tied}, limit)
+        written = write(temporary, kept, {"format": form, **tied}, limit)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

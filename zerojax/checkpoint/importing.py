@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
-from zerojax.checkpoint.safetensors import Files
-from zerojax.checkpoint.state_leaves import dotted, key_paths
+from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve, unchanged
+from zerojax.checkpoint.safetensors import DTYPES, Files
+from zerojax.checkpoint.state_leaves import key_paths, keys_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
 from zerojax.train.state import ZeroState
@@ -19,14 +24,23 @@ from zerojax.train.state import ZeroState
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
+BLOCK_BYTES = 1 << 20
 
-def import_params(path: str | Path, like: ZeroState | PyTree) -> PyTree:
+Tensors = dict[tuple[int, ...], tuple[str, Section]]
+
+
+def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names | None = None) -> PyTree:
     """Read parameters from safetensors, each device its own shard.
+
+    Names, shapes and types are checked before anything is read. Host memory has room for one
+    shard; of a leaf that is replicated, for one leaf.
 
     Args:
         path: A folder, or one file.
         like: A state, or a tree of parameters: live arrays, or shapes. Says names, shapes,
             types and shardings; floating leaves are cast to its types.
+        mapping: Names in the file, and what leaves their tensors are, as `zerojax.checkpoint.mapping`
+            describes. None where names are keys joined by dots, as `export` writes them.
 
     Returns:
         Parameters in the layout of `like`. Of a state they have the types of its master
@@ -35,48 +49,129 @@ def import_params(path: str | Path, like: ZeroState | PyTree) -> PyTree:
 
     Raises:
         FileNotFoundError: If there is nothing to read.
-        ValueError: If a file is damaged, a leaf is missing, or has another shape or kind of type.
+        TypeError: If `mapping` is none.
+        ValueError: If a file is damaged; or, all of them listed, for tensors that are missing or
+            have another shape or kind of type, and what does not fit of a mapping, tensors
+            included that it does not name. Without one such tensors are a warning.
     """
-    files = Files(Path(path))
+    files = Files(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
-    names = [dotted(keys) for keys in key_paths(jax.tree.unflatten(structure, range(len(leaves))))]
-    if missing := [name for name in names if name not in files]:
-        have = ", ".join(sorted(files.names())[:5])
-        raise ValueError(f"{path} has no {missing[0]!r} ({len(missing)} of {len(names)} missing). It has {have}, ...")
-    if surplus := sorted(files.names() - set(names)):
-        warnings.warn(f"{len(surplus)} tensors of {path} are not wanted: {', '.join(surplus[:5])}.", stacklevel=2)
-    loaded: dict[str, Any] = {}
-    for name, x in zip(names, leaves, strict=True):
-        stored = files.tied.get(name, name)
-        if stored not in loaded:
-            loaded[stored] = read_leaf(files, name, x)
-        loaded[name] = loaded[stored]
-    return jax.tree.unflatten(structure, [loaded[name] for name in names])
-
-
-def read_leaf(files: Files, name: str, like: Any) -> Any:
-    """One leaf, read into the layout of `like`."""
-    shape, stored = tuple(like.shape), like.storage if is_padded(like) else like
-    if files.shape(name) != shape:
-        raise ValueError(f"{name} has the shape {list(files.shape(name))} in the file, and {list(shape)} is wanted.")
-    dtype = jnp.dtype(like.dtype)
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        spans = [range(*s.indices(n)) for s, n in zip(index or (), stored.shape, strict=True)]
-        inside = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(spans, shape, strict=True))
-        x = files.read(name, inside)
-        if x.dtype != dtype and not all(jnp.issubdtype(one, jnp.floating) for one in (x.dtype, dtype)):
-            raise ValueError(f"{name} is {x.dtype} in the file, and {dtype} is wanted.")
-        padding = [(0, len(s) - n) for s, n in zip(spans, x.shape, strict=True)]
-        return np.pad(x.astype(dtype), padding) if padding else x.astype(dtype)
-
-    sharding = getattr(stored, "sharding", None)
-    if sharding is None:
-        array = jnp.asarray(shard(tuple(slice(0, n) for n in shape)))
+    keys = [keys_of(one) for one in key_paths(jax.tree.unflatten(structure, range(len(leaves))))]
+    shapes = [tuple(x.shape) for x in leaves]
+    if mapping is None:
+        resolved = unchanged([".".join(one) for one in keys], shapes)
     else:
-        array = jax.make_array_from_callback(tuple(stored.shape), sharding, shard)
+        resolved = resolve(mapping, [("/".join(one), shape) for one, shape in zip(keys, shapes, strict=True)])
+    unread = sorted(files.names() - {files.tied.get(name, name) for name in resolved.tensors})
+    unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
+    problems = [*resolved.problems, *differences(files, resolved, leaves)]
+    if mapping is not None or problems:
+        problems += [f"{name} is in the file alone: map it to a parameter, or to None" for name in unread]
+    elif unread:
+        warnings.warn(f"{len(unread)} tensors of {path} are not wanted: {', '.join(unread[:5])}.", stacklevel=2)
+    if problems:
+        raise ValueError(f"{path} does not have these parameters, and nothing was read:{listed(problems)}")
+    tensors: list[Tensors] = [{} for _ in leaves]
+    for name, sections in resolved.tensors.items():
+        for section in sections:
+            tensors[section.leaf][section.index] = files.tied.get(name, name), section
+    loaded: dict[Any, Any] = {}
+    arrays = []
+    for x, of_leaf in zip(leaves, tensors, strict=True):
+        stored = x.storage if is_padded(x) else x
+        sources = tuple((name, one.pattern, one.start) for name, one in of_leaf.values())
+        same = sources, tuple(x.shape), tuple(stored.shape), x.dtype, getattr(stored, "sharding", None)
+        if not sources or same not in loaded:
+            loaded[same] = read_leaf(files, of_leaf, x)
+        arrays.append(loaded[same])
+    return jax.tree.unflatten(structure, arrays)
+
+
+def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
+    """What the files' headers say otherwise than the leaves, a line each."""
+    for name, sections in resolved.tensors.items():
+        if name not in files:
+            yield f"{name} is missing"
+            continue
+        found, shape = files.header(name), resolved.shape(name)
+        if found.shape != shape:
+            yield f"{name} has the shape {list(found.shape)} in the file, and {list(shape)} is wanted"
+        for dtype in {jnp.dtype(leaves[one.leaf].dtype) for one in sections}:
+            known = jnp.dtype(DTYPES[found.dtype]) if found.dtype in DTYPES else None
+            floating = known is not None and all(jnp.issubdtype(one, jnp.floating) for one in (known, dtype))
+            if known != dtype and not floating:
+                yield f"{name} is {known or found.dtype} in the file, and {dtype} is wanted"
+
+
+def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
+    """One leaf, read into the layout of `like`, a shard at a time."""
+    stored = like.storage if is_padded(like) else like
+    sharding: Sharding | None = getattr(stored, "sharding", None)
+    read = functools.partial(read_shard, files, tensors, like)
+    if sharding is None:
+        array = jnp.asarray(read((slice(None),) * len(stored.shape)))
+    else:
+        array = shard_by_shard(tuple(stored.shape), sharding, read)
     return Padded(array, like.shape, like.dim) if is_padded(like) else array
+
+
+def shard_by_shard(
+    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """An array of which host memory has one shard at a time; devices with the same one share its reading."""
+    alike: dict[str, list[jax.Device]] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        alike.setdefault(str(index), []).append(device)
+    on_device = {}
+    for devices in alike.values():
+        shard = read(indices[devices[0]] or ())
+        for device in devices:
+            memory = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            on_device[device] = jax.device_put(shard, memory)
+        jax.block_until_ready([on_device[device] for device in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [on_device[device] for device in indices])
+
+
+def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """A shard of a leaf, with zeros where it is padded.
+
+    Args:
+        files: Where it is read from.
+        tensors: Of the leaf, by the index in its stacked dims.
+        like: The leaf's shapes and type.
+        index: The shard's index in storage.
+    """
+    storage = like.storage.shape if is_padded(like) else like.shape
+    spans = [range(*one.indices(n)) for one, n in zip(index, storage, strict=True)]
+    inside = [slice(min(span.start, n), min(span.stop, n)) for span, n in zip(spans, like.shape, strict=True)]
+    shard = np.zeros([len(span) for span in spans], like.dtype)
+    if not tensors:  # a stack of none
+        return shard
+    stacked = len(next(iter(tensors)))
+    for at in itertools.product(*(range(one.start, one.stop) for one in inside[:stacked])):
+        x = view(files, *tensors[at], tuple(inside[stacked:]))
+        position = (i - span.start for i, span in zip(at, spans, strict=False))
+        copy_by_blocks(shard[(*position, *(slice(n) for n in x.shape), ...)], x)
+    return shard
+
+
+def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
+    """Copy and cast, a range of the file after the other: a transposed copy of all of it would miss every cache."""
+    if not x.ndim:
+        out[...] = x
+        return
+    dim = int(np.argmax(x.strides))
+    rows = max(1, BLOCK_BYTES // max(x.strides[dim], 1))
+    for start in range(0, x.shape[dim], rows):
+        block = (slice(None),) * dim + (slice(start, start + rows),)
+        out[block] = x[block]
+
+
+def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a section, mapped into memory; it is read when it is copied."""
+    return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 
 def master_shapes(state: ZeroState) -> PyTree:

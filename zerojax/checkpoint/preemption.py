@@ -68,18 +68,20 @@ def on_preemption(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SI
         ...         if stop:
         ...             break
     """
-    preemption, before = Preemption(), {}
+    preemption = Preemption()
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("on_preemption must be called in the main thread: no other receives signals.")
 
     def note(number, frame):
         preemption.signal = signal.Signals(number).name
-        signal.signal(number, before.pop(number))
+        signal.signal(number, before[number])
         log.warning("%s: saving after this step, then leaving. Once more stops at once.", preemption.signal)
 
-    for one in signals if jax.process_count() == 1 else ():
-        before[one] = signal.signal(one, note)
+    # a signal may come as soon as its handler is set
+    before = {one: signal.getsignal(one) for one in signals if jax.process_count() == 1}
     try:
+        for one in before:
+            signal.signal(one, note)
         yield preemption
     finally:
         for one, handler in before.items():

@@ -1,7 +1,8 @@
 """Files of safetensors: written leaf by leaf, read slice by slice.
 
 The library writes only arrays that are all in memory at once, so the writing is done here: a
-length, a JSON header, the arrays one after the other. Reading is the library's.
+length, a JSON header, the arrays one after the other. The library checks what is read; it maps a
+file for as long as it is open, all of which counts as resident, so mapping is done here, too.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -115,15 +116,33 @@ def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) 
         os.fsync(file.fileno())
 
 
+class Header(NamedTuple):
+    """What a file says of one of its arrays.
+
+    Attributes:
+        file: Where the array is.
+        dtype: Its type, as safetensors names it.
+        shape: Its shape.
+        start: Where its bytes begin in the file.
+        bytes: Their number.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
 class Files:
-    """The tensors of a folder or a file of safetensors, read slice by slice."""
+    """The tensors of a folder or a file of safetensors, mapped into memory one by one."""
 
     def __init__(self, path: Path):
         """Read the headers.
 
         Raises:
-            FileNotFoundError: If there is no such file or folder, or none in it.
-            ValueError: If a file is damaged, or the index names one outside the folder.
+            FileNotFoundError: If there is no such file or folder, none in it, or not all that the index names.
+            ValueError: If a file is damaged, two have the same tensor, or the index names one outside the folder.
         """
         folder, index = path if path.is_dir() else path.parent, path / INDEX
         if path.is_file():
@@ -134,40 +153,46 @@ class Files:
             names = {file.name for file in path.glob("*.safetensors")}
         if not names:
             raise FileNotFoundError(f"There are no files of safetensors at {path}.")
-        opened = [open_file(folder / name) for name in sorted(names)]
-        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        missing = [str(folder / name) for name in sorted(names) if not os.path.exists(folder / name)]
+        if missing:  # os.path, unlike pathlib, takes a name of any length
+            raise FileNotFoundError(f"{', '.join(missing)} is not there, though the index beside it names it.")
+        self._headers: dict[str, Header] = {}
+        metadata: dict[str, str] = {}
+        for name in sorted(names):
+            headers, said = read_headers(folder / name)
+            if doubled := min(headers.keys() & self._headers.keys(), default=None):
+                first = self._headers[doubled].file.name
+                raise ValueError(f"{doubled} is in {first} and in {name} of {folder}. Give one of the files alone.")
+            self._headers |= headers
+            metadata |= said
         self.tied = {
-            name: other
-            for file in opened
-            for name, other in (file.metadata() or {}).items()
-            if name not in self._files and other in self._files
+            name: other for name, other in metadata.items() if name not in self._headers and other in self._headers
         }
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a tensor, tied to another or not."""
-        return name in self._files or name in self.tied
+        return name in self._headers or name in self.tied
 
     def names(self) -> set[str]:
-        """All names, tied ones included."""
-        return set(self._files) | set(self.tied)
+        """The names of all tensors, but those that are tied to another."""
+        return set(self._headers)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return tuple(self._slices(name).get_shape())
+    def header(self, name: str) -> Header:
+        """What the file says of a tensor."""
+        return self._headers[self.tied.get(name, name)]
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor, without reading the rest."""
-        if not index:
-            name = self.tied.get(name, name)
-            return self._files[name].get_tensor(name)
-        tensor = self._slices(name)
-        if any(one.start >= one.stop for one in index):  # the library refuses empty slices
-            return np.zeros([one.stop - one.start for one in index], jnp.dtype(DTYPES[tensor.get_dtype()]))
-        return tensor[index]
+    def map(self, name: str) -> np.ndarray:
+        """A tensor, mapped into memory as long as it or a view of it is referenced: what is not looked at is not read.
 
-    def _slices(self, name: str):
-        name = self.tied.get(name, name)
-        return self._files[name].get_slice(name)
+        Raises:
+            ValueError: If the file has become shorter.
+        """
+        one = self.header(name)
+        dtype = jnp.dtype(DTYPES[one.dtype])
+        if not one.bytes:
+            return np.zeros(one.shape, dtype)
+        raw = np.memmap(one.file, np.uint8, "r", one.start, (one.bytes,))
+        return raw.view(np.ndarray).view(dtype).reshape(one.shape)
 
 
 def names_in_index(index: Path) -> set[str]:
@@ -182,15 +207,20 @@ def names_in_index(index: Path) -> set[str]:
     return names
 
 
-def open_file(path: Path) -> Any:
-    """A file of safetensors, its header read."""
+def read_headers(path: Path) -> tuple[dict[str, Header], dict[str, str]]:
+    """The header of each tensor of a file, which the library has checked, and the file's metadata."""
     from safetensors import SafetensorError, safe_open
 
-    if not os.path.exists(path):  # unlike pathlib's, of a name of any length
-        raise FileNotFoundError(f"{path} is not there, though the index beside it names it.")
     if not path.is_file():
         raise ValueError(f"{path} is no plain file.")
     try:
-        return safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
     except SafetensorError as error:
         raise ValueError(f"{path} is no intact file of safetensors: {error}. Export or download it again.") from error
+    metadata, tensors = header.pop("__metadata__", None) or {}, {}
+    for name, one in header.items():
+        start, end = one["data_offsets"]
+        tensors[name] = Header(path, one["dtype"], tuple(one["shape"]), 8 + length + start, end - start)
+    return tensors, metadata

@@ -62,7 +62,7 @@ class Save:
 
     def _begin(self, state: ZeroState, data: str) -> None:
         leaves = state_leaves(state)
-        manifest = Manifest(self.step, saved_leaves(leaves), {}, made_by(self._processes.count))
+        manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={})
         failure = attempt(self._make_folders, leaves.values()) if self._processes.is_first else ""
         name = self._processes.agree("begin", failure, self._temporary.name)
         self._temporary = self._temporary.with_name(name)
@@ -127,7 +127,8 @@ class Save:
             path = self._temporary / f"{DIGESTS}{i}.json"
             files |= json.loads(path.read_text())
             path.unlink()
-        manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())))
+        made = made_by(self._processes.count)  # which reads files, and may fail
+        manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())), made_by=made)
         if lacking := incomplete(self._temporary, manifest, manifest.leaves):
             raise CheckpointError(in_words(lacking))
         manifest.write(self._temporary)

@@ -149,7 +149,7 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
     """One leaf, named."""
-    return StateLeaf(name_of(field, path), (field, *(path_of((key,)) for key in path)), leaf, array, narrow)
+    return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 
 def name_of(field: str, path: tuple) -> str:
@@ -162,6 +162,6 @@ def key_paths(tree: PyTree) -> list[tuple]:
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_chunked)[0]]
 
 
-def dotted(path: tuple) -> str:
-    """A parameter's name in files that others read."""
-    return ".".join(path_of((key,)) for key in path)
+def keys_of(path: tuple) -> tuple[str, ...]:
+    """The keys of a path as they are written."""
+    return tuple(path_of((key,)) for key in path)

@@ -67,8 +67,8 @@ def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Arra
 def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
     """Divide the last dim of a bucket's rows into its leaves'.
 
-    Where a leaf begins is behind a barrier: what reads leaves of one shape is then one kernel and not one for each
-    offset, of which most of the time went that XLA compiled for.
+    Where a leaf begins is behind a barrier, so that XLA cannot see it: all leaves of one shape are then read by one
+    kernel, and not each by its own, which took most of the time to compile.
     """
     if len(leaves) == 1:
         return [rows]

@@ -100,6 +100,19 @@ class Collectives(Protocol):
         """
         ...
 
+    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
+        """Run a linear function of cotangents that may not be summed over the workers yet.
+
+        Args:
+            fn: `fn(collectives, cotangents)`, which is given those of one worker.
+            cotangents: Its argument, of which some may have a dim before their own: one summand a worker.
+            shapes: Their shapes without it.
+
+        Returns:
+            What `fn` does, with one summand a worker where a cotangent has.
+        """
+        ...
+
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """The gradient to add gradients of a shape to, before they are reduced."""
         ...
@@ -210,6 +223,10 @@ class ManualCollectives:
             return jax.tree.leaves(fn(cotangents))
         closed = jax.make_jaxpr(fn)(cotangents)
         return jaxprs.evaluate(*compat.opened(closed), cotangents, rule)
+
+    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
+        """See `Collectives`."""
+        return fn(self, cotangents)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """See `Collectives`."""

@@ -110,6 +110,16 @@ class GlobalCollectives:
         how = {"workers": self._workers, "island": self._summands, "rule": rule}
         return partial_sums.evaluate(*compat.opened(closed), cotangents, grads=grads, **how)
 
+    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
+        """See `Collectives`."""
+        if all(x.ndim == len(shape) for x, shape in zip(cotangents, shapes, strict=True)):
+            return fn(self, cotangents)
+        rows = [
+            x if x.ndim > len(shape) else partial_sums.as_rows(x, self._workers)
+            for x, shape in zip(cotangents, shapes, strict=True)
+        ]
+        return jax.vmap(lambda row: fn(self.manual, row))(rows)
+
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """See `Collectives`; one summand a worker."""
         rows = jnp.zeros((self._workers, *shape), dtype)

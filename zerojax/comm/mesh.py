@@ -12,8 +12,8 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
 
 
-def resolve_axes(axis: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The axes the caller named, one or several, as a tuple.
+def resolve_axes(axis: str | tuple[str, ...], argument: str = "axis") -> tuple[str, ...]:
+    """The axes the caller named in an argument, one or several, as a tuple.
 
     Raises:
         TypeError: If they are no names.
@@ -21,9 +21,9 @@ def resolve_axes(axis: str | tuple[str, ...]) -> tuple[str, ...]:
     """
     axes = (axis,) if isinstance(axis, str) else axis
     if not isinstance(axes, tuple | list) or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f'axis= names one mesh axis, or several, such as "data" or ("host", "gpu"), not {axis!r}.')
+        raise TypeError(f'{argument}= names one mesh axis, or several, such as "gpu" or ("host", "gpu"), not {axis!r}.')
     if not axes or len(set(axes)) < len(axes):
-        raise ValueError(f"axis={axis!r} must name at least one mesh axis, and each only once.")
+        raise ValueError(f"{argument}={axis!r} must name at least one mesh axis, and each only once.")
     return tuple(axes)
 
 

@@ -99,7 +99,7 @@ def evaluate(
     """
     closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), list(args))
     flat, more = compat.opened(closed)
-    only_grads = _only_of(flat, [flat.outvars[i] for i in grads])
+    only_grads = _only_of(flat, grads)
     zeros: set = set()
     again = functools.partial(evaluate, workers=workers, island=island)
 
@@ -154,11 +154,11 @@ def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable) -> li
     return results
 
 
-def _only_of(jaxpr: Any, grads: Sequence) -> set:
-    """Variables of which nothing but results in `grads` is made, linearly."""
+def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
+    """Variables of which nothing but the results `grads` is made, linearly."""
     uses, _ = jaxprs.uses_of(jaxpr)
-    wanted = set(jaxprs.variables_in(grads))
-    refused = set(jaxprs.variables_in(jaxpr.outvars)) - wanted
+    wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
+    refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
     found: set = set()
     is_found = lambda var: var in found or compat.is_dropped(var)
     for eqn in reversed(jaxpr.eqns):

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config.checks import check_count
-from zerojax.config.data_mesh import DataMesh, LayoutPolicy
+from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
 from zerojax.config.offload import Offload
 from zerojax.config.precision import Precision
 
@@ -39,7 +39,8 @@ class Config:
         tx: The optax transformation that is wrapped.
         stage: ZeRO stage, 0 to 3.
         user_mesh: The mesh as the caller gave it.
-        axis: The mesh axes that rows of the batch, and what the stage shards, are divided over.
+        axis: The mesh axes that rows of the batch are divided over.
+        shard_axis: Which of them the stage shards over; empty: all.
         persist_below: A leaf with fewer elements is not sharded by dim: at stage 3 its
             parameter is persistent (replicated), and its gradient and optimizer state are flat.
         prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
@@ -59,6 +60,7 @@ class Config:
     stage: int
     user_mesh: Mesh
     axis: tuple[str, ...] = ("data",)
+    shard_axis: tuple[str, ...] = ()
     persist_below: int = PERSIST_BELOW
     prefetch: int = 1
     bucket_bytes: int = BUCKET_BYTES
@@ -80,6 +82,11 @@ class Config:
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
         if self.view not in VIEWS:
             raise ValueError(f'Unknown view of the loss {self.view!r}. Give "global" or "device".')
+        if missing := [name for name in self.shard_axis if name not in self.axis]:
+            raise ValueError(
+                f"shard_axis names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
+                f"Shards are over all of these axes, or some."
+            )
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
         if not isinstance(self.precision, Precision | None):
@@ -121,7 +128,7 @@ class Config:
     @functools.cached_property
     def data(self) -> DataMesh:
         """Which axes divide the batch, and over which each part of the model states is sharded."""
-        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage)
+        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis)
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:

@@ -33,15 +33,18 @@ class DataMesh:
     opt_state: tuple[str, ...] = ()
 
     @classmethod
-    def for_stage(cls, sizes: Mapping[str, int], axes: tuple[str, ...], stage: int) -> DataMesh:
-        """The preset of a ZeRO stage: what it shards, it shards over all axes of the batch.
+    def for_stage(
+        cls, sizes: Mapping[str, int], axes: tuple[str, ...], stage: int, shard_axes: tuple[str, ...] = ()
+    ) -> DataMesh:
+        """The preset of a ZeRO stage.
 
         Args:
             sizes: Name and size of every axis of the mesh.
             axes: Axes the rows of the batch are divided over.
             stage: ZeRO stage, 0 to 3.
+            shard_axes: Which of them the stage shards over; empty: all. Over the others what it shards is replicated.
         """
-        sharded = lambda first_stage: axes if stage >= first_stage else ()
+        sharded = lambda first_stage: (shard_axes or axes) if stage >= first_stage else ()
         return cls(tuple(sizes.items()), axes, params=sharded(3), grads=sharded(2), opt_state=sharded(1))
 
     def size(self, axes: tuple[str, ...]) -> int:
@@ -53,6 +56,21 @@ class DataMesh:
     def workers(self) -> int:
         """Data-parallel workers: into how many parts the rows of the batch are divided."""
         return self.size(self.batch)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the stage divides what it shards; all workers at stage 0, which shards nothing."""
+        return self.size(self.opt_state or self.batch)
+
+    @property
+    def replicas(self) -> int:
+        """How many workers hold the same shards (hybrid sharding)."""
+        return self.workers // self.shards
+
+    def in_words(self) -> str:
+        """The axes that the stage shards over, and those it replicates over."""
+        rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)
+        return in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
 
     @property
     def compiler_axes(self) -> tuple[str, ...]:

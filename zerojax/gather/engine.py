@@ -1,16 +1,15 @@
 """`gather_on_use`: a loss function of full parameters, rewritten to take shards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.passes import run_backward, run_forward
-from zerojax.gather.program import BLOCK_NAME, Program, inlined, plan
-from zerojax.gather.residuals import Fixed, StandIn, Static
+from zerojax.gather.passes import as_function
+from zerojax.gather.program import BLOCK_NAME, Program, planned
+from zerojax.gather.residuals import StandIn
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 
@@ -67,7 +66,7 @@ def gather_on_use(
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
         program, arrays, consts, structure = traced(fn, tree, leaves, full, args)
-        run = _differentiable(program, options, zeros)
+        run = as_function(program, options, zeros)
         results = run(*shards, *arrays, *consts, *zeros.values())
         return jax.tree.unflatten(structure, results)
 
@@ -106,7 +105,7 @@ def traced(fn: Callable, tree: Any, leaves: Sequence[Leaf], full: Sequence, args
         return fn(tree.unflatten(full), *put_back(arrays))
 
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
-    program, consts = _planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves])
+    program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves])
     return Traced(program, arrays, consts, jax.tree.structure(shape))
 
 
@@ -157,53 +156,3 @@ def _split_arrays(args: Sequence) -> tuple[list, Callable]:
         return tree.unflatten([next(rest) if on else x for x, on in zip(leaves, is_array, strict=True)])
 
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
-
-
-def _planned(closed, leaves: Sequence[Leaf | None]) -> tuple[Program, list]:
-    """The program of a traced function, and the constants that are its last arguments.
-
-    `leaves` are the layouts of its first arguments, None for those that are not sharded.
-    """
-    jaxpr, consts = compat.opened(closed)
-    missing = [None] * (len(jaxpr.invars) - len(leaves))
-    sharded = [leaf is not None for leaf in [*leaves, *missing]]
-
-    def flat(args, consts):
-        return inlined(jaxpr, consts, args, sharded)
-
-    again = jax.make_jaxpr(flat)([var.aval for var in jaxpr.invars], list(consts))
-    jaxpr, more = compat.opened(again)
-    bare = compat.part_of(jaxpr, jaxpr.eqns, [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
-    missing = [None] * (len(bare.invars) - len(leaves))
-    return plan(bare, [*leaves, *missing]), jaxprs.as_jax_values([*consts, *more])
-
-
-def _differentiable(program: Program, options: Options, zeros: Mapping[int, jax.Array]) -> Callable:
-    """The program as a function of its arguments, and of what stands in for some, with its own backward pass."""
-    count = len(program.invars)
-
-    @jax.custom_vjp
-    def run(*args):
-        return run_forward(program, args[:count], None, options)[0]
-
-    def forward(*args):
-        active = [arg.perturbed for arg in args[:count]]
-        for place, stand_in in zip(zeros, args[count:], strict=True):
-            active[place] = stand_in.perturbed
-        values = [arg.value for arg in args[:count]]
-        results, kept = run_forward(program, values, active, options)
-        return results, (values, kept, Fixed(Static(active)))
-
-    def backward(residuals, cotangents):
-        args, kept, fixed = residuals
-        active = fixed.static.value
-        given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
-        grads = run_backward(program, args, active, kept, given, options)
-        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)  # of one summand a worker
-        pairs = enumerate(zip(grads, program.invars, strict=True))
-        own = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
-        for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]
-        return (*own, *for_zeros)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run

@@ -2,79 +2,96 @@
 
 `fori_loop` with `stack[i]`, and a scan over `jnp.arange`, have the stack as a constant, which would
 be gathered before the loop: what the index is in each iteration is computed here with NumPy. What
-is done to the stack before the loop, layer by layer (scaled, transposed, `tanh`), is done in it.
+is done to the stack before the loop, layer by layer (scaled, masked, transposed, `tanh`), is done in it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.sharded_param import narrower
+from zerojax.gather.sharded_param import OF_STACKS, narrower
 
 _ARITHMETIC: Mapping[str, Callable] = MappingProxyType(
     {
         "add": lambda eqn, a, b: a + b,
         "sub": lambda eqn, a, b: a - b,
+        "mul": lambda eqn, a, b: a * b,
         "lt": lambda eqn, a, b: a < b,
         "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
         "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
+        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
     }
 )
-_ELEMENTWISE = frozenset(
-    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt sign sin sqrt square "
-    "sub tanh".split()
-)
+_LONGEST_LOOP = 2**16  # what NumPy computes at trace time is small
 _OF_SHARDS = frozenset({"slice", "dynamic_slice", "squeeze"})  # what `sharded_param` applies before the gather
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derived:
-    """A sharded parameter, or a value computed from such alone.
+    """A sharded parameter, what is computed of one, or what is broadcast to be combined with one.
 
     Attributes:
         value: The array.
-        eqn: What computed it; None for a parameter.
-        operands: The equation's: `Derived`, or literals.
+        eqn: What computed it; None for a parameter, or an array that is taken as it is.
+        operands: The equation's: `Derived`, or scalars.
+        of_params: Whether there is a sharded parameter in it.
     """
 
     value: Any
     eqn: Any = None
     operands: tuple = ()
+    of_params: bool = True
 
     @functools.cached_property
     def leaves(self) -> "tuple[Derived, ...] | None":
         """What to scan over so that an iteration can compute its row of this; None if it needs other rows."""
-        if self.eqn is None or self.eqn.primitive.name in _OF_SHARDS or self._is_narrow_cast:
+        if self._is_leaf:
             return (self,)
-        operands = [x.leaves for x in self.operands if isinstance(x, Derived)]
-        if not self._is_by_row or None in operands:
+        if not self._is_by_row:
             return None
-        return tuple(dict.fromkeys(leaf for leaves in operands for leaf in leaves or ()))
+        leaves = [x.leaves for x in self._by_row]
+        return None if None in leaves else tuple(dict.fromkeys(leaf for some in leaves for leaf in some or ()))
 
-    @property
-    def _is_narrow_cast(self) -> bool:
-        """Whether it is a parameter, cast before it is gathered."""
-        of = self.operands[0]
-        is_cast = self.eqn.primitive.name == "convert_element_type" and isinstance(of, Derived) and of.eqn is None
+    @functools.cached_property
+    def _is_leaf(self) -> bool:
+        """Whether it can be scanned over while it is sharded, or is no parameter."""
+        if self.eqn is None or self.eqn.primitive.name in _OF_SHARDS:
+            return True
+        of, name = self.operands[0], self.eqn.primitive.name
+        if name in ("concatenate", "stack"):
+            return all(isinstance(x, Derived) for x in self.operands)
+        if name in OF_STACKS:
+            return isinstance(of, Derived) and of._is_leaf and not self._is_by_row
+        is_cast = name == "convert_element_type" and isinstance(of, Derived) and of.eqn is None
         return is_cast and narrower(self.value.dtype, of.value.dtype)
 
-    @property
+    @functools.cached_property
     def _is_by_row(self) -> bool:
         """Whether the equation leaves dim 0 alone."""
-        name, shape = self.eqn.primitive.name, self.eqn.outvars[0].aval.shape
+        name, shape = self.eqn.primitive.name, self.value.shape
+        shapes = [np.shape(x.value if isinstance(x, Derived) else x) for x in self.operands]
         if name == "transpose":
             return self.eqn.params["permutation"][0] == 0
-        shapes = [atom.aval.shape for atom in self.eqn.invars]
         if name == "reshape":
             return len(shapes) == 1 and shape[:1] == shapes[0][:1]
-        return name in _ELEMENTWISE and all(x in ((), shape) for x in shapes)
+        return name == "broadcast_in_dim" or (
+            name in jaxprs.ELEMENTWISE and all(len(x) in (0, len(shape)) for x in shapes)
+        )
+
+    @functools.cached_property
+    def _by_row(self) -> "tuple[Derived, ...]":
+        """Operands of which a row of this needs the same row."""
+        if self.eqn.primitive.name == "broadcast_in_dim" and self.eqn.params["broadcast_dimensions"][:1] != (0,):
+            return ()
+        arrays = [x for x in self.operands if isinstance(x, Derived)]
+        return tuple(x for x in arrays if x.value.shape[:1] == self.value.shape[:1])
 
     def row(self, rows: dict) -> Any:
         """One row of this; `rows` has those of its leaves, and takes what is computed."""
@@ -83,12 +100,44 @@ class Derived:
         return rows[self]
 
     def _computed(self, rows: dict) -> Any:
-        values = [x.row(rows) if isinstance(x, Derived) else x for x in self.operands]
+        def of_operand(x):
+            if not isinstance(x, Derived):
+                return x
+            if x in self._by_row:
+                return x.row(rows)
+            has_dim_0 = x.value.ndim and (dims is None or dims[0] == 0)
+            return lax.squeeze(x.value, [0]) if has_dim_0 else x.value
+
+        params, shape = self.eqn.params, self.value.shape[1:]
+        dims = params.get("broadcast_dimensions")
+        values = [of_operand(x) for x in self.operands]
+        if self.eqn.primitive.name == "broadcast_in_dim":
+            return lax.broadcast_in_dim(values[0], shape, [dim - 1 for dim in dims if dim])
         if self.eqn.primitive.name == "transpose":
-            return lax.transpose(values[0], [dim - 1 for dim in self.eqn.params["permutation"][1:]])
+            return lax.transpose(values[0], [dim - 1 for dim in params["permutation"][1:]])
         if self.eqn.primitive.name == "reshape":
-            return lax.reshape(values[0], self.eqn.outvars[0].aval.shape[1:])
+            return lax.reshape(values[0], shape)
         return compat.evaluate_one(self.eqn, values)[0]
+
+
+def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
+    """The results of an equation on a parameter and on what is none, element by element, as `Derived`.
+
+    Args:
+        eqn: The equation.
+        values: Of its operands.
+        results: The arrays.
+
+    Returns:
+        None if the equation does something else.
+    """
+    name, stacks = eqn.primitive.name, [x for x in values if isinstance(x, Derived) and x.of_params and x.leaves]
+    of_params = name in jaxprs.ELEMENTWISE and any(x.value.shape == results[0].shape for x in stacks)
+    if not of_params and not (name == "broadcast_in_dim" and results[0].ndim > 1):
+        return None
+    is_bare = lambda x: not isinstance(x, Derived) and np.ndim(x) > 0
+    operands = tuple(Derived(x, of_params=False) if is_bare(x) else x for x in values)
+    return [Derived(results[0], eqn, operands, of_params)]
 
 
 @jax.tree_util.register_dataclass
@@ -103,89 +152,139 @@ class _Row:
     value: Any
 
 
-def over_stacks(eqn: Any, values: Sequence, counts: Collection) -> list | None:
+class _Rows(NamedTuple):
+    """Which rows the iterations of a loop read, in the order of the loop's own rows."""
+
+    start: int
+    step: int
+    count: int
+
+    def of(self, stack: Any) -> Any:
+        """These rows."""
+        last = self.start + self.step * (self.count - 1)
+        if self == (0, 1, stack.shape[0]):
+            return stack
+        rows = lax.slice_in_dim(stack, min(self.start, last), max(self.start, last) + 1, abs(self.step))
+        return rows if self.step > 0 else lax.rev(rows, [0])
+
+
+def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
     """Evaluate a scan over the parameters that the stacks it uses are made of.
 
     Args:
         eqn: The scan.
         values: Of its operands; `Derived` if they are made of sharded parameters.
-        counts: Variables outside of the loop that are 0, 1, 2, ...
+        known: Values, as NumPy arrays, of variables outside of the loop.
 
     Returns:
         Its results; None if it scans over parameters already.
     """
     scan = compat.scan_params(eqn)
     body, body_consts = compat.opened(scan.body)
-    known, split = _counters(eqn, scan, body, counts), scan.consts + scan.carry
+    split = scan.consts + scan.carry
+    counters = _counters(eqn, scan, body, known)
 
-    def is_chosen(i, x) -> bool:
-        if not isinstance(x, Derived) or not x.leaves:
-            return False
-        if any(array.value.shape[:1] != (scan.length,) for array in (x, *x.leaves)):
-            return False
-        return x.leaves != (x,) if i >= split else i < scan.consts and _only_row(body, body.invars[i], known)
+    def rows_read(i, x) -> _Rows | None:
+        if not isinstance(x, Derived) or not x.leaves or not any(leaf.of_params for leaf in x.leaves):
+            return None
+        if any(leaf.value.shape[:1] != x.value.shape[:1] for leaf in x.leaves):
+            return None
+        if i >= split:
+            return None if x.leaves == (x,) else _Rows(0, 1, scan.length)
+        indices = _indices(body, body.invars[i], counters) if i < scan.consts and scan.length else None
+        return _progression(indices) if indices else None
 
-    chosen = {i: x for i, x in enumerate(values) if is_chosen(i, x)}
+    chosen = {i: rows for i, x in enumerate(values) if (rows := rows_read(i, x)) is not None}
     if not chosen:
         return None
     bare = [x.value if isinstance(x, Derived) else x for x in values]
-    leaves = tuple(dict.fromkeys(leaf for x in chosen.values() for leaf in x.leaves or ()))
+    leaves = tuple(dict.fromkeys((leaf, rows) for i, rows in chosen.items() for leaf in values[i].leaves))
     sliced = [i for i in range(split, len(values)) if i not in chosen]
 
     def iteration(carry, slices):
-        rows, rest = dict(zip(leaves, slices[0], strict=True)), slices[1]
+        rest = slices[1]
+        computed: dict[_Rows, dict] = {rows: {} for rows in chosen.values()}
+        for (leaf, rows), row in zip(leaves, slices[0], strict=True):
+            computed[rows][leaf] = row
         given = dict(enumerate(bare[: scan.consts])) | dict(enumerate(carry, scan.consts))
         given |= dict(zip(sliced, rest, strict=True))
-        given |= {i: _Row(x.row(rows)) if i < scan.consts else x.row(rows) for i, x in chosen.items()}
+        for i, rows in chosen.items():
+            row = values[i].row(computed[rows])
+            given[i] = _Row(row) if i < scan.consts else row
         results = _with_rows(body, body_consts, [given[i] for i in range(len(values))])
         return results[: scan.carry], results[scan.carry :]
 
-    scanned = [leaf.value for leaf in leaves], [bare[i] for i in sliced]
+    scanned = [rows.of(leaf.value) for leaf, rows in leaves], [bare[i] for i in sliced]
     options = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
     with compat.at_line_of(eqn):
         carry, stacked = lax.scan(iteration, bare[scan.consts : split], scanned, **options)
     return [*carry, *stacked]
 
 
-def _counters(eqn, scan: compat.ScanParams, body, counts: Collection) -> dict:
-    """Variables of the body that count the iterations: for each its value where row 0, 1, 2, ... is read."""
+def _progression(indices: Sequence[np.ndarray]) -> _Rows | None:
+    """The rows that are read, if all reads are of the same, and each as far from the one before."""
+    index = indices[0].astype(int)
+    step = int(index[1] - index[0]) if index.size > 1 else 1
+    rows = _Rows(int(index[0]), step, index.size)
+    same = all(np.array_equal(index, other) for other in indices[1:])
+    return rows if same and step and np.array_equal(index, rows.start + step * np.arange(index.size)) else None
+
+
+def evaluated(eqn: Any, known: Mapping) -> np.ndarray | None:
+    """What an equation computes of small integers, if these are known."""
+    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.size > _LONGEST_LOOP:
+        return None
+    compute, operands = _ARITHMETIC.get(eqn.primitive.name), _known_operands(eqn, known)
+    if eqn.primitive.name == "iota" and len(eqn.params["shape"]) == 1:
+        return np.arange(eqn.params["shape"][0], dtype=eqn.params["dtype"])
+    return None if compute is None or any(x is None for x in operands) else compute(eqn, *operands)
+
+
+def _known_operands(eqn: Any, known: Mapping) -> list:
+    return [np.asarray(a.val) if compat.is_literal(a) else known.get(a) for a in eqn.invars]
+
+
+def _counters(eqn, scan: compat.ScanParams, body, known: Mapping) -> dict:
+    """Variables of the body that depend on the iteration alone: for each its value where row 0, 1, 2, ... is read."""
     made = {var: inner for inner in body.eqns for var in inner.outvars}
-    step, known = np.arange(scan.length), {}
+    step, found = np.arange(scan.length), {}
     for k in range(scan.consts, len(body.invars)):
         var, start = body.invars[k], eqn.invars[k]
         if k >= scan.consts + scan.carry:
-            if not compat.is_literal(start) and start in counts:
-                known[var] = step
+            if not compat.is_literal(start) and start in known:
+                found[var] = known[start]
         elif compat.is_literal(start) and np.shape(start.val) == () and np.dtype(var.aval.dtype).kind in "iu":
             adds = made.get(body.outvars[k - scan.consts])
             if adds is not None and adds.primitive.name == "add" and adds.invars[0] is var and _is_one(adds.invars[1]):
-                known[var] = np.asarray(start.val) + (step[::-1] if scan.reverse else step)
-    return known
+                found[var] = np.asarray(start.val) + (step[::-1] if scan.reverse else step)
+    return found
 
 
 def _is_one(atom) -> bool:
     return compat.is_literal(atom) and np.shape(atom.val) == () and atom.val == 1
 
 
-def _only_row(body, stack, known: Mapping) -> bool:
-    """Whether all that a loop's body does with a stack is to read the row of its iteration."""
-    known = dict(known)
+def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
+    """The index of each row that a loop's body reads of a stack; None if it does anything else with it."""
+    known, found = dict(known), []
     for eqn in body.eqns:
         at = [i for i, atom in enumerate(eqn.invars) if atom is stack]
-        values = [np.asarray(a.val) if compat.is_literal(a) else known.get(a) for a in eqn.invars]
+        values = _known_operands(eqn, known)
         if at and (inner := compat.inlined_body(eqn)) is not None:
             inside = {var: x for var, x in zip(inner.invars, values, strict=True) if x is not None}
-            if not all(_only_row(inner, inner.invars[i], inside) for i in at):
-                return False
+            reads = [_indices(inner, inner.invars[i], inside) for i in at]
+            if None in reads:
+                return None
+            found += [index for some in reads for index in some or ()]
         elif at:
             if eqn.primitive.name != "dynamic_slice" or eqn.params["slice_sizes"] != (1, *stack.aval.shape[1:]):
-                return False
-            index = values[1]  # the other dims are read in full, wherever a clamped index begins
-            if at != [0] or index is None or not np.array_equal(index, np.arange(stack.aval.shape[0])):
-                return False
-        elif (compute := _ARITHMETIC.get(eqn.primitive.name)) and all(x is not None for x in values):
-            known[eqn.outvars[0]] = compute(eqn, *values)
-    return stack not in jaxprs.variables_in(body.outvars)
+                return None
+            if at != [0] or values[1] is None:  # the other dims are read in full, wherever a clamped index begins
+                return None
+            found.append(np.clip(values[1], 0, stack.aval.shape[0] - 1))
+        elif (value := evaluated(eqn, known)) is not None:
+            known[eqn.outvars[0]] = value
+    return None if stack in jaxprs.variables_in(body.outvars) else found
 
 
 def _with_rows(jaxpr, consts: Sequence, args: Sequence) -> list:

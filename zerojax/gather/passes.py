@@ -1,15 +1,20 @@
 """Run a program forward, and backward over the residuals of the forward pass."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.comm.barriers import barrier
+from zerojax.gather.alike import Alike
 from zerojax.gather.program import Program
+from zerojax.gather.residuals import Fixed, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
 from zerojax.gather.segments import Gathered
 from zerojax.gather.vjp import differentiable
+from zerojax.offload.host import to_device
 
 
 def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:
@@ -24,11 +29,13 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     Returns:
         `(results, residuals)`, one residual a segment, None where there is nothing to pull back.
     """
-    env: dict = dict(zip(program.invars, args, strict=True))
+    env = _env(program, args)
     live = {v for v, on in zip(program.invars, active or (), strict=False) if on and differentiable(v.aval.dtype)}
+    live.update(var for var, params in program.joined.items() if not live.isdisjoint(p.root for p in params))
     gathering = [segment for segment in program.segments if segment.params]
     order = [segment.first_gather for segment in gathering]
-    gathers = GatherScheduler(env, program.invars, order, [segment.computes for segment in gathering], options)
+    computes, alike = [segment.computes for segment in gathering], Alike(program.segments)
+    gathers = GatherScheduler(env, program.invars, order, computes, options, alike, _nested(options))
     residuals: list = []
     for segment in program.segments:
         moving = live.intersection(segment.sources)
@@ -42,6 +49,18 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
         env.update(zip(segment.results, results, strict=True))
         residuals.append(new)
     return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
+
+
+def _nested(options: Options) -> Callable:
+    return functools.partial(as_function, options=options, zeros={})
+
+
+def _env(program: Program, args: Sequence) -> dict:
+    """Values of the variables that a pass begins with."""
+    env = dict(zip(program.invars, args, strict=True))
+    for var, params in program.joined.items():
+        env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
+    return env
 
 
 def _after_offload(results: Sequence, residuals) -> tuple:
@@ -78,19 +97,55 @@ def run_backward(
     Returns:
         One cotangent for each argument; None where it is zero.
     """
-    env: dict = dict(zip(program.invars, args, strict=True))
-    grads = GradScheduler(env, program.invars, options)
+    env = _env(program, args)
+    grads = GradScheduler(env, [*program.invars, *program.held], options)
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
             grads.add(atom, cotangent)
     pairs = [(s, r) for s, r in zip(program.segments, residuals, strict=True) if r is not None][::-1]
     gathering = [(s, r) for s, r in pairs if s.params]
     for segment, kept in gathering:
-        env.update(zip(segment.operands, kept.operands, strict=True))
+        if segment.operands:
+            env.update(zip(segment.operands, kept.operands, strict=True))
     order = [segment.last_gather(kept) for segment, kept in gathering]
-    gathers = GatherScheduler(env, program.invars, order, [segment.computes for segment, _ in gathering], options)
+    computes = [segment.computes for segment, _ in gathering]
+    gathers = GatherScheduler(env, program.invars, order, computes, options, Alike(()), _nested(options))
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)
     grads.finish()
+    for var, params in program.joined.items():
+        for i, param in enumerate(params if var in grads.cotangents else ()):
+            grads.add(param.root, param.root_grad(grads.cotangents[var][i], env))
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
+
+
+def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Array]) -> Callable:
+    """The program as a function of its arguments, and of what stands in for some, with its own backward pass."""
+    count = len(program.invars)
+
+    @jax.custom_vjp
+    def run(*args):
+        return run_forward(program, args[:count], None, options)[0]
+
+    def forward(*args):
+        active = [arg.perturbed for arg in args[:count]]
+        for place, stand_in in zip(zeros, args[count:], strict=True):
+            active[place] = stand_in.perturbed
+        values = [arg.value for arg in args[:count]]
+        results, kept = run_forward(program, values, active, options)
+        return results, (values, kept, Fixed(Static(active)))
+
+    def backward(residuals, cotangents):
+        args, kept, fixed = residuals
+        active = fixed.static.value
+        given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
+        grads = run_backward(program, args, active, kept, given, options)
+        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)  # of one summand a worker
+        pairs = enumerate(zip(grads, program.invars, strict=True))
+        own = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
+        for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]
+        return (*own, *for_zeros)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run

@@ -2,26 +2,42 @@
 
 Equations on parameters alone (a transpose, a reshape, a merged LoRA) are not run in place but
 repeated in every segment that reads their result, so that nothing of a gathered parameter's
-size outlives a segment.
+size outlives a segment. Matrix products among them that would cost more than `REPEATED` of all
+products are computed once, and kept like an activation.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from zerojax import compat, jaxprs
 from zerojax.gather import evaluate
 from zerojax.gather.grad_dims import orders
-from zerojax.gather.layer_stacks import Derived, over_stacks
+from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
+from zerojax.gather.nested import MOST_ITERATIONS, NestedSegment, iterations_are_independent
 from zerojax.gather.scan import ScanSegment
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Segment
-from zerojax.gather.sharded_param import ShardedParam, extended, root_param
+from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment, Segment
+from zerojax.gather.sharded_param import (
+    OF_STACKS,
+    ShardedParam,
+    can_be_stacked,
+    extended,
+    root_param,
+    scanned_over,
+    stack_of,
+)
 from zerojax.layout.leaf import Leaf
 
 # The name, in a jaxpr, of the jit that `zerojax.block` puts around a function.
 BLOCK_NAME = "zerojax_block"
 
+REPEATED = 0.05  # of all FLOPs: what is worth holding
+MOST_HELD = 4  # of the largest use's bytes: what may be held
 _CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
 _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
 
@@ -34,11 +50,34 @@ class Program:
         invars: Variables of the arguments: parameters' shards, other arguments, constants.
         segments: In the order in which they run.
         outs: What the function returns: variables, `Gathered` parameters, or literals.
+        joined: Stacks that are made of parameters of one layout (`jnp.stack`), by their variable.
+        held: What is computed of parameters alone, once for all segments that read it.
     """
 
     invars: tuple
     segments: tuple[Segment, ...]
     outs: tuple
+    joined: Mapping[Any, tuple[ShardedParam, ...]]
+    held: frozenset
+
+
+def planned(closed, leaves: Sequence[Leaf | None]) -> tuple[Program, list]:
+    """The program of a traced function, and the constants that are its last arguments.
+
+    `leaves` are the layouts of its first arguments, None for those that are not sharded.
+    """
+    jaxpr, consts = compat.opened(closed)
+    missing = [None] * (len(jaxpr.invars) - len(leaves))
+    sharded = [leaf is not None for leaf in [*leaves, *missing]]
+
+    def flat(args, consts):
+        return inlined(jaxpr, consts, args, sharded)
+
+    again = jax.make_jaxpr(flat)([var.aval for var in jaxpr.invars], list(consts))
+    jaxpr, more = compat.opened(again)
+    bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
+    missing = [None] * (len(bare.invars) - len(leaves))
+    return plan(bare, [*leaves, *missing]), jaxprs.as_jax_values([*consts, *more])
 
 
 def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) -> list:
@@ -52,15 +91,15 @@ def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) ->
         args: Its arguments.
         sharded: For each argument, whether it is a sharded parameter.
     """
-    counts: set = set()
+    known: dict = {}
 
     def rule(eqn, values):
-        derived = [isinstance(value, Derived) for value in values]
+        derived = [isinstance(value, Derived) and value.of_params for value in values]
         body = compat.called(eqn)
-        if eqn.primitive.name == "iota" and len(eqn.params["shape"]) == 1:
-            counts.update(eqn.outvars)
+        if (value := evaluated(eqn, known)) is not None:
+            known[eqn.outvars[0]] = value
         if any(derived) and eqn.primitive.name == "scan":
-            scanned = over_stacks(eqn, values, counts)
+            scanned = over_stacks(eqn, values, known)
             if scanned is not None:
                 return scanned
         if any(derived) and body is not None and eqn.params.get("name") != BLOCK_NAME:
@@ -68,7 +107,7 @@ def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) ->
         results = compat.evaluate_one(eqn, [_bare(value) for value in values])
         if any(derived) and _repeatable(eqn, derived):
             return [Derived(x, eqn, tuple(values)) for x in results]
-        return results
+        return combined(eqn, values, results) or results
 
     marked = [Derived(arg) if on else arg for arg, on in zip(args, sharded, strict=True)]
     return [_bare(value) for value in jaxprs.evaluate(jaxpr, consts, marked, rule)]
@@ -96,13 +135,13 @@ class _Draft:
     """A segment before its inputs and outputs are known.
 
     Attributes:
-        make: Its class.
+        make: Its class, or what makes one of it.
         eqns: Its equations.
         gathers: Variables that it gathers for later segments, in place of equations.
         reads: Which variables it reads as another segment gathered them.
     """
 
-    make: type[Segment]
+    make: Callable[..., Segment]
     eqns: list
     gathers: tuple = ()
     reads: Mapping = dataclasses.field(default_factory=dict)
@@ -115,11 +154,22 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
         jaxpr: Without constants.
         leaves: For each argument, its layout if it is a sharded parameter, else None.
     """
+    program, params, repeated = _plan(jaxpr, leaves, frozenset())
+    held = _costly(jaxpr, program, params, repeated)
+    return _plan(jaxpr, leaves, held)[0] if held else program
+
+
+def _plan(jaxpr, leaves: Sequence[Leaf | None], held: frozenset) -> tuple[Program, Mapping, Mapping]:
+    """The program, its parameters by variable, and the equations that segments repeat, by their results."""
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
+    joined: dict = {}
     repeated: dict = {}
     uniform: set = set()
+    scanned = scanned_over(jaxpr)
+    uses, final = jaxprs.uses_of(jaxpr)
     drafts = [_Draft(PlainSegment, [])]
     stateful = _between_refs(jaxpr)
+    of_params = lambda eqn: [not compat.is_literal(a) and (a in params or a in repeated) for a in eqn.invars]
     for index, eqn in enumerate(jaxpr.eqns):
         if index in stateful:
             drafts += [_Draft(BlockSegment, [])] * (index == stateful.start)
@@ -137,11 +187,22 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
         first = eqn.invars[0]
         # Slicing shards gives one slice only if every device slices at the same index.
         alone = touched == [first] and first in params and uniform.issuperset(reads[1:])
+        alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in scanned
         if alone and (param := extended(params[first], eqn)) is not None:
             params[eqn.outvars[0]] = param
-        elif _repeatable(eqn, [not compat.is_literal(a) and (a in params or a in repeated) for a in eqn.invars]):
+        elif not scanned.isdisjoint(eqn.outvars) and (members := _joined(eqn.outvars[0], eqn, params, repeated)):
+            joined[eqn.outvars[0]] = members
+            params[eqn.outvars[0]] = stack_of(eqn.outvars[0], members)
+        elif not held.isdisjoint(eqn.outvars):
+            drafts.append(_Draft(HeldSegment, [eqn]))
+        elif _repeatable(eqn, of_params(eqn)) or (all(of_params(eqn)) and _scales_a_weight(eqn, uses)):
             repeated |= dict.fromkeys(eqn.outvars, eqn)
+        elif _changes_a_weight(eqn, params, repeated) and _has_one_reader(eqn.outvars[0], uses, final):
+            repeated[eqn.outvars[0]] = eqn
         elif eqn.primitive.name == "scan":
+            if (body := _nested(eqn, touched, params)) is not None:
+                drafts.append(_Draft(functools.partial(NestedSegment, program=body[0], consts=body[1]), [eqn]))
+                continue
             early = [v for i, v in enumerate(eqn.invars) if v in touched and not _by_iteration(eqn, i, params)]
             early = tuple(dict.fromkeys(early))
             drafts += [_Draft(BlockSegment, [], early)] * bool(early)
@@ -152,7 +213,106 @@ def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
     if returned:
         drafts.append(_Draft(BlockSegment, [], returned))
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
-    return Program(tuple(jaxpr.invars), _assembled(jaxpr, drafts, params, repeated), outs)
+    segments = _assembled(jaxpr, drafts, params, repeated)
+    return Program(tuple(jaxpr.invars), segments, outs, joined, held), params, repeated
+
+
+def _nested(eqn, touched: Collection, params: Mapping[Any, ShardedParam]) -> tuple[Program, list] | None:
+    """The program of a loop's body and its constants, if the parameters had better stay sharded until it uses them."""
+    scan = compat.scan_params(eqn)
+    constants = set(jaxprs.variables_in(eqn.invars[: scan.consts]))
+    is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
+    if scan.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(scan):
+        return None
+    found = [None if compat.is_literal(a) else params.get(a) for a in eqn.invars]
+    leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in found]
+    program, consts = planned(scan.body, leaves)
+    largest = max((size for segment in program.segments for size in segment.gathered_bytes), default=0)
+    return (program, consts) if 2 * largest < sum(leaf.bytes for leaf in leaves if leaf) else None
+
+
+def _costly(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
+    """What to compute once: of what segments repeat, that which they read themselves and which needs a product."""
+    counts = Counter(id(eqn) for segment in program.segments for eqn in segment.jaxpr.eqns)
+    again = {id(eqn): (counts[id(eqn)] - 1) * _flops(eqn) for eqn in repeated.values()}
+    if sum(again.values()) <= REPEATED * sum(map(_flops, jaxpr.eqns)):
+        return frozenset()
+    costly: dict = {}  # of parameters alone
+    for var, eqn in repeated.items():
+        reads = jaxprs.variables_in(eqn.invars)
+        if all(v in params or v in costly for v in reads):
+            costly[var] = again[id(eqn)] > 0 or any(costly.get(v) for v in reads)
+    uses, _ = jaxprs.uses_of(jaxpr)
+    held: dict = {}  # for each costly value, whether it is of one that is held
+    for var, on in costly.items():
+        of_held = any(held.get(v) is not None for v in jaxprs.variables_in(repeated[var].invars))
+        is_read = any(eqn.outvars[0] not in costly for eqn, _ in uses.get(var, ()) if eqn.outvars)
+        if of_held or (on and is_read):
+            held[var] = of_held
+    room, chosen = MOST_HELD * max(max(segment.gathered_bytes) for segment in program.segments), set()
+    for var in (var for var, of_held in held.items() if not of_held):
+        room -= jaxprs.nbytes(var)
+        if room >= 0:
+            chosen.add(var)
+    return frozenset(chosen)
+
+
+def _flops(eqn) -> int:
+    """Floating-point operations of an equation's matrix products."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracted)
+    times = compat.scan_params(eqn).length if eqn.primitive.name == "scan" else 1
+    return times * sum(_flops(inner) for body in compat.inner_jaxprs(eqn) for inner in body.eqns)
+
+
+def _changes_a_weight(eqn, params: Mapping, repeated: Mapping) -> bool:
+    """Whether an equation combines a parameter, element by element, with something else (a mask, noise, a gain)."""
+
+    def is_weight(atom) -> bool:
+        if compat.is_literal(atom) or atom.aval.shape != eqn.outvars[0].aval.shape:
+            return False
+        return atom in params or (atom in repeated and repeated[atom].primitive.name != "broadcast_in_dim")
+
+    return eqn.primitive.name in jaxprs.ELEMENTWISE and eqn.outvars[0].aval.ndim > 1 and any(map(is_weight, eqn.invars))
+
+
+def _scales_a_weight(eqn, uses: Mapping) -> bool:
+    """Whether an equation sums a weight for nothing but to scale it (a norm)."""
+    if eqn.primitive.name not in ("reduce_sum", "reduce_max"):
+        return False
+    readers, shape = uses.get(eqn.outvars[0], ()), eqn.invars[0].aval.shape
+    while len(readers) == 1 and readers[0][0].primitive.name in jaxprs.ELEMENTWISE | {"broadcast_in_dim", "reshape"}:
+        (out,) = readers[0][0].outvars
+        if out.aval.shape == shape:
+            return True
+        readers = uses.get(out, ())
+    return False
+
+
+def _has_one_reader(var, uses: Mapping, final: Collection) -> bool:
+    """Whether a variable is read once, and not by a loop: then it may be computed where it is read."""
+    readers = uses.get(var, ())
+    return len(readers) == 1 and var not in final and readers[0][0].primitive.name not in _CONTROL
+
+
+def _joined(var, eqn, params: Mapping, repeated: Mapping) -> tuple[ShardedParam, ...]:
+    """The parameters that `jnp.stack` makes a variable of; none if the equation does something else, or cannot."""
+    if eqn is None:
+        return ()
+    if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
+        parts = [(params[v],) if v in params else () for v in eqn.invars]
+    elif eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0:
+        parts = [_joined(v, repeated.get(v), params, repeated) for v in eqn.invars]
+    else:
+        parts = []
+    if parts:
+        members = tuple(param for part in parts for param in part)
+        return members if all(parts) and can_be_stacked(members) else ()
+    of = eqn.invars[0]
+    is_layer = eqn.primitive.name in ("broadcast_in_dim", "reshape") and var.aval.shape == (1, *of.aval.shape)
+    return (params[of],) if is_layer and of in params else ()
 
 
 def _between_refs(jaxpr) -> range:

@@ -10,7 +10,7 @@ computed when the next block's backward pass starts, and be reduce-scattered whe
 import dataclasses
 import enum
 import functools
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax import lax
 
 from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
+from zerojax.gather.alike import Alike
 from zerojax.gather.sharded_param import ShardedParam
 
 
@@ -75,6 +76,8 @@ class GatherScheduler:
         order: What each segment that gathers has to have gathered when it starts, in the order of the pass.
         computes: For each of these segments, whether it has work to hide communication behind.
         options: How to gather.
+        alike: The passes of the program's segments.
+        nested: Makes a differentiable function of a program within the program.
         position: The index in `order` of the segment that runs now.
     """
 
@@ -85,8 +88,12 @@ class GatherScheduler:
         order: Sequence[Sequence[ShardedParam]],
         computes: Sequence[bool],
         options: Options,
+        alike: Alike,
+        nested: Callable[[Any], Callable],
     ):
         self.env = env
+        self.alike = alike
+        self.nested = nested
         self.arguments = frozenset(arguments)
         self.order = order
         self.computes = computes
@@ -251,10 +258,14 @@ class GradScheduler:
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 
-    def finish(self) -> None:
-        """Accumulate the last gradients."""
+    def drain(self) -> None:
+        """Accumulate all gradients but those of stacks."""
         while self._queue:
             self.settle(self.due)
+
+    def finish(self) -> None:
+        """Accumulate the last gradients."""
+        self.drain()
         for param, stack in self._stacks:
             self.add(param.root, param.root_grad(stack, self.env))
 

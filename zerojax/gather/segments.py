@@ -18,11 +18,12 @@ import jax
 import jax.core
 
 from zerojax import compat, jaxprs
+from zerojax.comm.collectives import Collectives
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, PlainResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, cotangents_of
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.gather.vjp import Passes, differentiable, passes
+from zerojax.gather.vjp import Passes, differentiable
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
 
@@ -177,7 +178,7 @@ class BlockSegment(Segment):
         if not moving:
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
-        two = passes(self.run, gathered, others, trained=trained, active=active)
+        two = gathers.alike.passes(self, gathered, others, trained=trained, active=active)
         results, saved = two.run(gathered, others)
         others = [x if i in two.needed_others else None for i, x in enumerate(others)]
         # Between the last use and its backward pass there is only the loss: resharding would save nothing.
@@ -200,12 +201,26 @@ class BlockSegment(Segment):
         comm = gathers.options.comm
         zero = None if self.computes else comm.zero_after(cotangents)
         later = [i for i, v in enumerate(self.others) if v in grads.arguments]
-        to_params, to_others = two.pull(
-            comm, gathered, residuals.others, residuals.saved, cotangents, zero, reduced_later=later
-        )
+
+        def pull(comm: Collectives, cotangents: Sequence) -> tuple[list, list]:
+            others, saved = residuals.others, residuals.saved
+            return two.pull(comm, gathered, others, saved, cotangents, zero, reduced_later=later)
+
+        shapes = [self.jaxpr.outvars[i].aval.shape for i in two.active_results]
+        to_params, to_others = comm.each_worker(pull, cotangents, shapes)
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in two.active_others], to_others)
         grads.add_params([self.params[i] for i in two.active_params], to_params, exposed=not gathers.is_hidden_after)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldSegment(BlockSegment):
+    """Something computed of parameters alone, which is kept for all that reads it."""
+
+    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+        """See `Segment`."""
+        grads.drain()  # the cotangents of its readers
+        super().backward(residuals, gathers, grads)
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:

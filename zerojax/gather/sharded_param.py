@@ -6,7 +6,7 @@ else happens after the gather.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -124,6 +124,22 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
     return ShardedParam(var, dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype), dtype)
 
 
+def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
+    """Whether the shards of some parameters can be stacked: all are laid out alike, and known from the start."""
+    alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
+    return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
+
+
+def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
+    """Parameters stacked on a new dim 0; the stack of their shards is the shard of the variable."""
+    leaf = params[0].leaf
+    assert leaf.dim is not None
+    others = (None, *leaf.others) if leaf.others else ()
+    path = f"{leaf.path} and {len(params) - 1} more"
+    leaf = dataclasses.replace(leaf, path=path, shape=tuple(var.aval.shape), dim=leaf.dim + 1, others=others)
+    return ShardedParam(var, leaf, params[0].wide)
+
+
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
     """The parameter after one more equation on its shard, or None if that needs the gathered value."""
     if not eqn.outvars:
@@ -138,7 +154,20 @@ def extended(param: ShardedParam, eqn) -> ShardedParam | None:
         return dataclasses.replace(param, leaf=dataclasses.replace(leaf, dtype=dtype), wide=dtype)
     if name not in _SHARDWISE:
         return None
-    if name in ("slice", "dynamic_slice"):
+    if name == "transpose":
+        leaf = _with_dims(leaf, eqn.params["permutation"])
+    elif name == "rev":
+        if leaf.dim in eqn.params["dimensions"]:
+            return None
+    elif name == "reshape":
+        kept = _dims_kept(leaf.shape, out.shape)
+        first = len(leaf.shape) - kept
+        if leaf.dim < first or any(leaf.others[:first]):
+            return None
+        missing = len(out.shape) - kept
+        others = (*[None] * missing, *leaf.others[first:]) if leaf.others else ()
+        leaf = dataclasses.replace(leaf, shape=tuple(out.shape), dim=leaf.dim - first + missing, others=others)
+    elif name in ("slice", "dynamic_slice"):
         strides = eqn.params.get("strides")
         if out.shape[leaf.dim] != leaf.shape[leaf.dim] or (strides is not None and strides[leaf.dim] != 1):
             return None
@@ -149,6 +178,12 @@ def extended(param: ShardedParam, eqn) -> ShardedParam | None:
             return None
         leaf = _with_dims(leaf, [d for d in range(len(leaf.shape)) if d not in dropped])
     return dataclasses.replace(param, leaf=leaf, slices=(*param.slices, eqn))
+
+
+def _dims_kept(before: Sequence[int], after: Sequence[int]) -> int:
+    """How many of the last dims a reshape leaves alone."""
+    pairs = zip(reversed(before), reversed(after), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
 
 
 def _with_dims(leaf: Leaf, dims) -> Leaf:
@@ -197,6 +232,43 @@ def _squeeze(value, eqn, indices):
     return lax.squeeze(value, eqn.params["dimensions"])
 
 
+def _transpose(value, eqn, indices):
+    return lax.transpose(to_device(value), eqn.params["permutation"])
+
+
+def _rev(value, eqn, indices):
+    return lax.rev(to_device(value), eqn.params["dimensions"])
+
+
+def _reshape(value, eqn, indices):
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    kept = _dims_kept(before, after)
+    return lax.reshape(to_device(value), (*after[: len(after) - kept], *value.shape[len(before) - kept :]))
+
+
 _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
-    {"slice": _slice, "dynamic_slice": _dynamic_slice, "squeeze": _squeeze}
+    {
+        "slice": _slice,
+        "dynamic_slice": _dynamic_slice,
+        "squeeze": _squeeze,
+        "transpose": _transpose,
+        "rev": _rev,
+        "reshape": _reshape,
+    }
 )
+
+
+# These copy a shard, which is worth it for what a loop scans over alone.
+OF_STACKS = frozenset({"transpose", "rev", "reshape"})
+
+
+def scanned_over(jaxpr: Any) -> set:
+    """Variables that loops scan over, or over what is computed of their shards."""
+    found: set = set()
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name == "scan":
+            scan = compat.scan_params(eqn)
+            found.update(v for v in eqn.invars[scan.consts + scan.carry :] if not compat.is_literal(v))
+        elif eqn.primitive.name in {*_SHARDWISE, "convert_element_type"} and not found.isdisjoint(eqn.outvars):
+            found.update(v for v in eqn.invars[:1] if not compat.is_literal(v))
+    return found

@@ -4,12 +4,14 @@ Plain autodiff keeps gathered parameters for the backward pass, under many names
 transposed, reshaped, named by `checkpoint_name`, passed through a remat's policy. So the
 forward pass is traced together with its residuals, and each residual is classified by
 what it depends on. One that is an argument is not stored again; one that depends on
-gathered parameters alone is dropped, and recomputed when they are gathered again.
+gathered parameters alone is dropped, and recomputed when they are gathered again. So is one that combines a
+parameter with something smaller, or with something that is kept anyway (a mask, a gain per unit).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Literal
 
 import jax
@@ -55,10 +57,11 @@ class Passes:
         active_others: Indices of the others that get cotangents.
         active_results: Indices of the results that have cotangents.
         sources: Where each residual of the backward pass comes from.
-        derive: From the parameters in `derive_reads` to the residuals that depend on them alone.
-        derive_reads: Indices of parameters.
+        derive: From what is in `derive_reads` to the residuals that are recomputed from gathered parameters.
+        derive_reads: Its arguments.
         tree: Tree structure of the backward function, whose leaves are the residuals.
         other_shapes: Shapes of the others.
+        is_shared: Whether several segments run it; then either pass is traced once.
     """
 
     forward: Traced
@@ -68,14 +71,15 @@ class Passes:
     active_results: tuple[int, ...]
     sources: tuple[Source, ...]
     derive: Traced
-    derive_reads: tuple[int, ...]
+    derive_reads: tuple[Source, ...]
     tree: Any
     other_shapes: tuple
+    is_shared: bool = False
 
     @functools.cached_property
     def needed(self) -> frozenset[int]:
         """Indices of the parameters that the backward pass reads."""
-        return self._read("param").union(self.derive_reads)
+        return self._read("param")
 
     @functools.cached_property
     def needed_others(self) -> frozenset[int]:
@@ -83,10 +87,13 @@ class Passes:
         return self._read("other")
 
     def _read(self, pool: str) -> frozenset[int]:
-        return frozenset(i for source, i in self.sources if source == pool)
+        return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == pool)
 
     def run(self, params: Sequence, others: Sequence) -> tuple[list, list]:
         """`(results, saved)`."""
+        return (self._jitted_run if self.is_shared else self._run)(params, others)
+
+    def _run(self, params, others) -> tuple[list, list]:
         values = self.forward(*params, *others)
         return values[: self.results], values[self.results :]
 
@@ -113,8 +120,20 @@ class Passes:
                 XLA cannot allocate them early.
             reduced_later: Others whose cotangents need not be reduced yet, either.
         """
-        derived = self.derive(*[params[i] for i in self.derive_reads])
-        pools = {"param": params, "other": others, "saved": saved, "derived": derived}
+        pull = self._jitted_pull if self.is_shared else self._pull
+        return pull(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
+
+    @functools.cached_property
+    def _jitted_run(self) -> Callable:
+        return jax.jit(self._run)
+
+    @functools.cached_property
+    def _jitted_pull(self) -> Callable:
+        return jax.jit(self._pull, static_argnums=(0, 1))
+
+    def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
+        pools = {"param": params, "other": others, "saved": saved}
+        pools["derived"] = self.derive(*[pools[pool][i] for pool, i in self.derive_reads])
         backward = jax.tree.unflatten(self.tree, [pools[pool][index] for pool, index in self.sources])
 
         def zeros_from_seed(eqn, values):
@@ -178,25 +197,75 @@ def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
 def _classified(jaxpr, consts, params: int, results: int):
     """Sort the residuals, which follow the first `results` outputs of `jaxpr`."""
     constvars = compat.constvars_of(jaxpr)
-    arguments = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
+    arguments: dict[Any, Source] = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
     arguments |= {var: ("other", i) for i, var in enumerate(jaxpr.invars[params:])}
     # Variables that depend on anything but parameters and constants, or come out of an effect.
     mixed = jaxprs.dependent_on(
         jaxpr.invars[params:], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads or eqn.effects else ()
     )
-    sources, saved, derived = [], {}, {}
-    for atom in jaxpr.outvars[results:]:
-        if not compat.is_literal(atom) and atom in arguments:
-            sources.append(arguments[atom])
-        elif not compat.is_literal(atom) and atom in mixed:
-            sources.append(("saved", saved.setdefault(atom, len(saved))))
+    atoms = jaxpr.outvars[results:]
+    # In order, since every process has to make the same program.
+    kept = dict.fromkeys(atom for atom in jaxprs.variables_in(atoms) if atom in mixed)
+    again = _recomputed(jaxpr, [*kept, *arguments], params, mixed)
+    saved: dict[Any, int] = {}
+    for atom in itertools.chain(kept, *again.values()):
+        if atom in mixed and atom not in arguments and atom not in again:
+            saved.setdefault(atom, len(saved))
+    known = arguments.copy()
+    known.update((atom, ("saved", i)) for atom, i in saved.items())
+    derived: dict[Any, tuple[int, Any]] = {}
+    sources = []
+    for atom in atoms:
+        if not compat.is_literal(atom) and atom in known:
+            sources.append(known[atom])
         else:
             key = id(atom) if compat.is_literal(atom) else atom
             sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
     forward = Traced(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
     wanted = [atom for _, atom in derived.values()]
-    eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
-    read = [i for i, var in enumerate(jaxpr.invars[:params]) if var in reads]
-    derive = compat.part_of(jaxpr, eqns, [*constvars, *[jaxpr.invars[i] for i in read]], wanted)
-    return forward, tuple(sources), Traced(derive, consts), tuple(read)
+    eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
+    eqns, reads = jaxprs.needed_for(eqns, wanted)
+    read = [var for var in known if var in reads]
+    derive = compat.part_of(jaxpr, eqns, [*constvars, *read], wanted)
+    return forward, tuple(sources), Traced(derive, consts), tuple(known[var] for var in read)
+
+
+def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
+    """Residuals not to keep, though they depend on more than parameters: for each, what it is computed of beside them.
+
+    Each is computed element by element from a parameter of its size, and what else that reads is kept already,
+    or smaller.
+    """
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    of_params = set(jaxpr.invars[:params])
+    for eqn in filter(_is_cheap, jaxpr.eqns):
+        (out,) = eqn.outvars
+        if any(v in of_params and v.aval.size == out.aval.size for v in jaxprs.variables_in(eqn.invars)):
+            of_params.add(out)
+    kept = dict.fromkeys(kept)
+    found: dict[Any, dict] = {}
+    for atom in kept:
+        if atom not in of_params or atom not in made:
+            continue
+        reads: dict = {}
+        pending, seen = [atom], set()
+        while pending:
+            var = pending.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            grown = var in made and made[var].primitive.name in ("broadcast_in_dim", "convert_element_type")
+            if var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown):
+                pending += jaxprs.variables_in(made[var].invars)
+            elif var in mixed or var not in made:
+                reads[var] = None
+        more = sum(jaxprs.nbytes(var) for var in reads if var in mixed and var not in kept)
+        if more < jaxprs.nbytes(atom):
+            found[atom] = reads
+    return found
+
+
+def _is_cheap(eqn) -> bool:
+    """Whether an equation computes each element of a parameter by itself."""
+    return eqn.primitive.name in jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"} and not eqn.effects

@@ -1,16 +1,15 @@
 """Parameters that are gathered whole though a loop needs one layer of them at a time, and why."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
+from zerojax.gather.nested import NestedSegment
 from zerojax.gather.program import Program
 from zerojax.gather.segments import BlockSegment, Gathered, Segment, bytes_of
 from zerojax.gather.sharded_param import ShardedParam
 
 _IN_THE_BODY = "Do it in the loop's body, to one layer"
-_ELEMENTWISE = frozenset({"add", "div", "max", "min", "mul", "pow", "select_n", "sub"})
 _SCAN = "Scan over it (jax.lax.scan, nn.scan), or index it with a loop's counter"
 
 
@@ -42,6 +41,10 @@ def wholes(program: Program) -> list[list[Whole]]:
 
 
 def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
+    if isinstance(segment, NestedSegment):
+        for inner in segment.program.segments:
+            yield from _of_segment(segment.program, inner)
+        return
     early = [result for result in segment.results if isinstance(result, Gathered)]
     if early:
         reader = next((s for s in program.segments if not set(early).isdisjoint(s.others)), None)
@@ -57,7 +60,9 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
             yield Whole(param.leaf.path, param.leaf.bytes, var.aval.shape[0], *_why_row_by_row(reads))
         elif isinstance(segment, BlockSegment) and (eqn := _kept(segment, param, var)) is not None:
             why = f"{_named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
-            yield Whole(param.leaf.path, _bytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again")
+            yield Whole(
+                param.leaf.path, jaxprs.nbytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again"
+            )
 
 
 def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
@@ -105,16 +110,13 @@ def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
     name, shape = eqn.primitive.name, eqn.invars[place].aval.shape
     if name == "dynamic_slice":
         return "index" if in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and len(shape) > 1 else ""
+    body = compat.inlined_body(eqn)
     if name == "scan":
         scan = compat.scan_params(eqn)
         if place >= scan.consts + scan.carry:
             return "loop" if in_loop else ""  # the outermost loop gathers them a layer at a time
-        body, at = compat.opened(scan.body)[0], place if place < scan.consts else -1
-    elif (body := compat.inlined_body(eqn)) is not None:
-        return next(iter(row_reads(body, body.invars[place], in_loop=in_loop)), "")
-    else:
-        return ""
-    return "" if at < 0 else max(row_reads(body, body.invars[at], in_loop=True), default="")
+        body, in_loop = compat.opened(scan.body)[0] if place < scan.consts else None, True
+    return "" if body is None else max(row_reads(body, body.invars[place], in_loop=in_loop), default="")
 
 
 def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
@@ -126,17 +128,13 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         reads = jaxprs.variables_in(eqn.invars)
         if params.issuperset(reads):
             params.update(eqn.outvars)
-        elif var in reads and eqn.primitive.name in _ELEMENTWISE and eqn.outvars[0] in segment.results:
+        elif var in reads and eqn.primitive.name in jaxprs.ELEMENTWISE and eqn.outvars[0] in segment.results:
             return eqn
     return None
 
 
 def _named(eqn: Any) -> str:
     return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))
-
-
-def _bytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def recomputed(program: Program) -> list[str]:

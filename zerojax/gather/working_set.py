@@ -1,12 +1,15 @@
 """How much is gathered at a time: read off the segments of a loss, before anything is compiled."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from zerojax.gather.engine import traced
+from zerojax.gather.nested import NestedSegment
 from zerojax.gather.segments import Gathered, Segment, bytes_of
 from zerojax.gather.whole import Whole, recomputed, wholes
 from zerojax.layout.leaf import Leaf
@@ -20,6 +23,7 @@ class WorkingSet(NamedTuple):
             scan), of the uses that are prefetched, and whatever is gathered for several segments.
         stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
         layer: Bytes of the largest use, where of a stack that is gathered whole one layer counts.
+        repeats: For parameters that a loop over microbatches gathers once more in each iteration, by index, how often.
         whole: What is gathered whole, and why.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
     """
@@ -27,6 +31,7 @@ class WorkingSet(NamedTuple):
     bytes: int = 0
     stacks: frozenset[int] = frozenset()
     layer: int = 0
+    repeats: Mapping[int, int] = MappingProxyType({})
     whole: tuple[Whole, ...] = ()
     recomputed: tuple[str, ...] = ()
 
@@ -48,11 +53,14 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
     stacks = {param.root for segment in passing for param in segment.stacks}
+    nested = [s for s in program.segments if isinstance(s, NestedSegment)]
+    repeats = Counter({param.root: s.iterations for s in nested for param in s.params})
     whole = wholes(program)
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
         max(map(_layer_bytes, program.segments, whole), default=0),
+        {i: repeats[var] for i, var in enumerate(program.invars) if var in repeats},
         tuple(itertools.chain.from_iterable(whole)),
         tuple(recomputed(program)),
     )

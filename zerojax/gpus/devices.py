@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zerojax.gpus.topology import Topology, target_config
@@ -87,12 +89,16 @@ class Device:
         """FLOP/s of a product of operands of an HLO type; that of float32 for a type without matrix units."""
         return self.rates.get(dtype, self.scalar)
 
-    def ring_bandwidth(self, group: int) -> float:
+    def ring_bandwidth(self, group: Sequence[int]) -> float:
         """Bytes per second that each device of a group sends over a ring.
 
-        The ring enters and leaves each host once for every network adapter, so that all
-        adapters are used. A group no larger than a host is taken to be within one.
+        The ring enters and leaves each host once for every device that the group has there, each by its own
+        network adapter.
+
+        Args:
+            group: Devices, by their number in the mesh, host by host.
         """
-        if group <= self.per_host:
+        in_host = Counter(device // self.per_host for device in group)
+        if len(in_host) <= 1:
             return self.links.link
-        return min(self.links.link, self.links.network * self.per_host)
+        return min(self.links.link, self.links.network * min(in_host.values()))

@@ -2,11 +2,15 @@
 
 import math
 import re
+import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from zerojax import compat
 from zerojax.inspect.hlo import Computation, Instruction, Module, read
 
 KINDS = (
@@ -19,6 +23,7 @@ KINDS = (
     "collective-broadcast",
 )
 
+_LABEL = re.compile(r"zerojax_(?:gather|reduce_scatter)\[(.*?)\][/)]")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 
@@ -55,7 +60,8 @@ class Collective:
     Attributes:
         kind: One of `KINDS`; a start and its done are one collective.
         arrays: What it moves, several where XLA combined several tensors into one launch.
-        group_size: Devices that take part together (for a permute: devices named in its pairs).
+        group: Devices that take part together (for a permute: devices named in its pairs), by their number in the
+            mesh; of several groups the first.
         times: Executions in one run of the program, or None where the program does not fix the
             trip count of a loop around it.
         times_if_once: The same, with each such loop taken as one iteration.
@@ -68,7 +74,7 @@ class Collective:
 
     kind: str
     arrays: tuple[Array, ...]
-    group_size: int
+    group: tuple[int, ...]
     times: int | None
     times_if_once: int
     conditional: bool
@@ -76,6 +82,11 @@ class Collective:
     name: str
     op_name: str
     frames: tuple[str, ...]
+
+    @property
+    def group_size(self) -> int:
+        """How many devices take part together."""
+        return len(self.group)
 
     @property
     def dtype(self) -> str:
@@ -224,7 +235,7 @@ def collectives_of(module: Module) -> Collectives:
                 Collective(
                     kind=kind,
                     arrays=_full_arrays(kind, computation, i),
-                    group_size=_group_size(module, i),
+                    group=_group(module, i),
                     times=count.times_if_once if count.known else None,
                     times_if_once=count.times_if_once,
                     conditional=count.conditional,
@@ -235,6 +246,16 @@ def collectives_of(module: Module) -> Collectives:
                 )
             )
     return Collectives(listed)
+
+
+def cause_of(c: Collective) -> str:
+    """The leaf and line that the engine noted, else the innermost line of the model, else the operation."""
+    if label := _LABEL.search(c.op_name):
+        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
+        return label.group(1).replace("\\", "") + f" and {more} combined with it" * bool(more)
+    callers = {f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()}
+    own = [frame for frame in c.frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
+    return own[0] if own else c.op_name or c.name
 
 
 def arrays_of(shape: str) -> list[Array]:
@@ -259,20 +280,33 @@ def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[A
     return tuple(array for name in operands for array in arrays_of(computation.by_name[name].shape))
 
 
-def _group_size(module: Module, i: Instruction) -> int:
+def _group(module: Module, i: Instruction) -> tuple[int, ...]:
+    """The devices, by their number in the mesh, of the first of an instruction's groups."""
     text = i.attributes
     if pairs := re.search(r"source_target_pairs=\{([\d{},\s]*)\}", text):
-        return len(set(re.findall(r"\d+", pairs[1])))
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
-        return int(iota[1])
+        return tuple(sorted({int(n) for n in re.findall(r"\d+", pairs[1])}))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, order = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups()[1:])
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        return tuple(numbers.transpose(order or None).reshape(-1, int(iota[1]))[0].tolist())
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        strides = dict(zip(sizes, _strides([*sizes.values()]), strict=True))
+        numbers = np.zeros((), int)
         # A sub-axis is written 'name':(size before)size.
-        return math.prod(int(own or sizes[axis]) for axis, own in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
+        for name, before, own in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[2]):
+            size, outer = int(own or sizes[name]), int(before or 1)
+            numbers = numbers[..., None] + np.arange(size) * strides[name] * (sizes[name] // (outer * size))
+        return tuple(numbers.ravel().tolist())
     if listed := re.search(r"replica_groups=\{\{([^}]*)\}", text):
-        return len(listed[1].split(","))
+        return tuple(int(n) for n in listed[1].split(","))
     header = module.text.partition("\n")[0]  # no groups: all devices
-    return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+    return tuple(range(math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))))
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    """How far apart neighbours along each axis of a mesh are numbered."""
+    return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
 
 
 def _frame_reader(text: str) -> Callable[[Instruction], tuple[str, ...]]:

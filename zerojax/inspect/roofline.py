@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zerojax.gpus.devices import Device
@@ -103,12 +103,10 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
         device: The GPU to run it on.
     """
     launched = list(kernels(module))
-    operations = Counter[str]()
-    for kernel in launched:
-        operations.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
+    operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
     return Roofline(
-        operations=dict(operations),
+        operations=operations,
         traffic=traffic,
         products=product_seconds(operations, device),
         memory=traffic / device.bandwidth,
@@ -119,6 +117,14 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
     )
 
 
+def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
+    """FLOPs of the matrix products of one run on one device, by type of the operands."""
+    found = Counter[str]()
+    for kernel in launched:
+        found.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
+    return dict(found)
+
+
 def product_seconds(operations: dict[str, int], device: Device) -> float:
     """Time of matrix products at the device's peak rates."""
     return sum(count / device.rate(dtype) for dtype, count in operations.items())
@@ -126,7 +132,7 @@ def product_seconds(operations: dict[str, int], device: Device) -> float:
 
 def collective_seconds(c: Collective, device: Device) -> float:
     """Time of all executions of a collective, on a ring at the links' peak bandwidth."""
-    return c.sent * c.times_if_once / device.ring_bandwidth(c.group_size)
+    return c.sent * c.times_if_once / device.ring_bandwidth(c.group)
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:

@@ -5,12 +5,14 @@ streams, one of kernels and one of collectives, each in order. The compute strea
 program takes the result of a collective that is not complete.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerojax.gpus.devices import Device
+from zerojax.inspect.collectives import Collective
 from zerojax.inspect.hlo import Call, Instruction, Module, read
 from zerojax.inspect.overlap import InFlight, overlap
 from zerojax.inspect.roofline import FUSIONS, Kernel, collective_seconds, is_kernel, kernels
@@ -31,6 +33,7 @@ class Span:
         end: When it ends.
         done: Of a collective, when the program takes its result; not before `end`.
         name: Its HLO instruction.
+        collective: What moves, or is waited for; None for a kernel.
     """
 
     lane: str
@@ -39,6 +42,7 @@ class Span:
     end: float
     done: float
     name: str
+    collective: Collective | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,20 @@ class Timeline:
     def seconds(self) -> float:
         """When the last span is done, with one iteration of each loop."""
         return max((span.done for span in self.spans), default=0.0)
+
+    @property
+    def waits(self) -> dict[Collective, float]:
+        """Seconds that kernels wait for each collective, in all iterations of its loops."""
+        found = dict[Collective, float]()
+        for span in self.spans:
+            if span.kind == "waiting" and span.collective:
+                found[span.collective] = found.get(span.collective, 0) + (span.end - span.begin) * self._times(span)
+        return found
+
+    def _times(self, span: Span) -> int:
+        """How often a span runs; loops of unknown trip count run once."""
+        around = (loop for loop in self.loops if loop.begin <= span.begin and span.end <= loop.end)
+        return math.prod(loop.trip_count or 1 for loop in around)
 
 
 def simulate(compiled: Any, device: Device) -> Timeline:
@@ -184,13 +202,13 @@ class _Streams:
         begin, c = max(self.now, self.link_free), started.collective
         self.link_free = begin + collective_seconds(replace(c, times_if_once=1), self.device)
         kind = "hidden" if started.products else "exposed"
-        self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.link_free, self.link_free, name))
+        self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.link_free, self.link_free, name, c))
         return self.spans[-1]
 
     def wait(self, span: Span) -> None:
         """Stall the compute stream until a collective is complete."""
         if span.end > self.now:
-            self.compute("waiting", span.end - self.now, span.name)
+            self.compute("waiting", span.end - self.now, span.name, span.collective)
         span.done = self.now
 
     def run(self, i: Instruction) -> None:
@@ -200,10 +218,10 @@ class _Streams:
         kind = "kernel" if not kernel.operations else "backward" if backward else "forward"
         self.compute(kind, kernel.seconds(self.device), i.name)
 
-    def compute(self, kind: str, seconds: float, name: str) -> None:
+    def compute(self, kind: str, seconds: float, name: str, collective: Collective | None = None) -> None:
         """Append a span to the compute stream."""
         begin, self.now = self.now, self.now + seconds
-        self.spans.append(Span("compute", kind, begin, self.now, self.now, name))
+        self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective))
 
     def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
         """Run one iteration; collectives in flight around the loop progress during the others, too."""

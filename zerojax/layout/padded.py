@@ -1,6 +1,6 @@
 """A leaf whose storage is longer than the array the user gave.
 
-To code that asks for an array a `Padded` is the logical one; nothing else of an array is imitated.
+To code that asks for an array, indexes or computes a `Padded` is the logical one; it has no methods of an array.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,8 +25,8 @@ class Padded:
     """An array padded at the end of one dim, so that the devices can share it evenly.
 
     A pytree node: optax and `jax.tree.map` act on the storage array inside. The padding
-    never reaches a loss function or an optimizer. Outside of them `jax.numpy`, NumPy and Flax's
-    modules take it for its logical array.
+    never reaches a loss function or an optimizer. Outside of them `jax.numpy`, NumPy, operators
+    and Flax's modules, NNX's too, take it for its logical array.
 
     Attributes:
         storage: The array as stored; storage shape.
@@ -54,6 +55,18 @@ class Padded:
         """The logical array, for NumPy."""
         return np.array(self.logical(), dtype, copy=copy)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Of the logical array; NNX's modules read their parameters as `kernel[...]`."""
+        return self.logical()[index]
+
+    def __len__(self) -> int:
+        """Rows of the logical array."""
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Rows of the logical array."""
+        return iter(self.logical())
+
     def unbox(self) -> Shaped[Array, "*logical"]:
         """The logical array, for Flax, whose modules unbox their parameters."""
         return self.logical()
@@ -68,6 +81,18 @@ class Padded:
             f"logical parameters: call it in tx.eval_step(fn), which gathers them as training does, or on "
             f"tx.unshard(params); for this one, x.logical()."
         )
+
+
+def of_logical(name: str) -> Callable:
+    """An operator of `Padded`; an NNX variable asks its value for them."""
+    return lambda self, *other: getattr(self.logical(), name)(*other)
+
+
+for _name in "add sub mul truediv floordiv mod pow matmul".split():
+    for _operator in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Padded, _operator, of_logical(_operator))
+for _operator in "neg abs lt le gt ge".split():
+    setattr(Padded, f"__{_operator}__", of_logical(f"__{_operator}__"))
 
 
 def known_to_flax() -> None:

@@ -129,7 +129,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
     """How one leaf is divided over the data axes: by dim, flat because it is small, or not at all."""
     axes = policy.data.opt_state or policy.data.batch
-    leaf = Leaf(path, shape, dtype, axes, policy.data.size(axes), others=others)
+    leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
     with_changes = functools.partial(dataclasses.replace, leaf)
     if policy.stage == 0:
         return with_changes(reason="stage 0 shards nothing")

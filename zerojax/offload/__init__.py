@@ -16,3 +16,8 @@ def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(MODULES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    """The public surface."""
+    return sorted([*__all__, "__doc__", "__name__", "__file__"])

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import Config, LayoutPolicy
-from zerojax.config.data_mesh import in_words
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -95,7 +94,7 @@ def policy_in_words(policy: LayoutPolicy) -> str:
     host = ", parameters on the host" * policy.params_on_host
     data = policy.data
     return (
-        f"stage {policy.stage} on {data.workers} devices over {in_words(data.batch)} of a mesh {dict(data.sizes)} "
+        f"stage {policy.stage} on {data.workers} devices over {data.in_words()} of a mesh {dict(data.sizes)} "
         f"(persist_below={policy.persist_below}{host})"
     )
 

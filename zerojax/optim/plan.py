@@ -13,7 +13,6 @@ import jax
 
 from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.config import Config
-from zerojax.config.data_mesh import in_words
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
@@ -68,7 +67,7 @@ class ShardingPlan(CachedHash):
         rows = [("params", leaf, None) for leaf in self.layout.params]
         rows += [("grads", leaf, None) for leaf in self.grads]
         rows += [("opt_state", leaf, self.offloaded.get(k)) for k, leaf in enumerate(self.state)]
-        title = f"stage {policy.stage} over {in_words(policy.data.batch)}, {policy.data.workers} workers"
+        title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
         return "\n".join([title, *(f"{part}{leaf.path}  {leaf}{_offloaded(c)}" for part, leaf, c in rows)])
 
 

@@ -203,7 +203,7 @@ def step_seconds(row: StageEstimate, kernels: float, space: SearchSpace) -> floa
         space: GPU and links.
     """
     device = space.device(row.devices)
-    communication = row.sent / device.ring_bandwidth(row.devices)
+    communication = row.sent / device.ring_bandwidth(range(row.devices))
     passes = max(kernels, communication) if row.stage == 3 else kernels + communication
     update = 2 * row.resident / device.bandwidth
     link = space.host_link or HOST_LINKS[space.gpu]

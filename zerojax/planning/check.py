@@ -6,8 +6,6 @@ the model and not of the program, and what exceeds it is traced back to leaves a
 """
 
 import dataclasses
-import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,16 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat
 from zerojax.comm.explicit import auto_context, to_auto
 from zerojax.config import Config
 from zerojax.gather import WorkingSet
 from zerojax.gpus.topology import absent_mesh
-from zerojax.inspect.collectives import Collective, Collectives, collectives
+from zerojax.inspect.collectives import Collective, Collectives, cause_of, collectives
 from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.overlap import Overlap, overlap
-from zerojax.inspect.roofline import kernels
+from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.placement.storage import padded_forms
@@ -38,7 +35,6 @@ from zerojax.zero import ZeroTransformation
 
 MIB = 2**20
 MOST_CAUSES = 5
-LABEL = re.compile(r"zerojax_(?:gather|reduce_scatter)\[(.*?)\][/)]")
 # Tolerances of the contract: what is within them is no finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 
@@ -175,13 +171,19 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     gathers, reductions = listed.of("all-gather"), listed.of("reduce-scatter", "all-reduce")
     peak = resident + memory.temp_size_in_bytes
     floor = resident + memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
-    flops, flops_formula = product_flops(compiled), sum(product_flops(plain).values())
+    flops, formula = (product_flops(kernels(read(one))) for one in (compiled, plain))
+    flops_formula = sum(formula.values())
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
+    sizes = {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
     sharded = [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
     gathered = gathers.moved(unknown_once=True).elements
     reduced = reductions.moved(unknown_once=True).elements
-    gathered_formula = (2 if config.reshard_after_forward else 1) * sum(leaf.size for leaf in sharded)
-    reduced_formula = sum(leaf.size for leaf in layout.trained_only().params if is_float(leaf))
+    gathered_formula = (2 if config.reshard_after_forward else 1) * sum(sizes[leaf.path] for leaf in sharded)
+    trained = layout.trained_only()
+    # Of hybrid sharding's replicas, each shard is all-reduced, too.
+    again = lambda leaf: (config.data.replicas > 1 and leaf.kind != "replicated") / leaf.shards
+    parts = zip(trained.params, trained.grads, strict=True)
+    reduced_formula = sum(int(sizes[leaf.path] * (1 + again(grad))) for leaf, grad in parts if is_float(leaf))
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
         *_memory_findings(peak, floor, program, sharded, gathers),
@@ -204,14 +206,6 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
         hidden=None if on_cpu else hiding.hidden_share,
         findings=tuple(findings),
     )
-
-
-def product_flops(compiled: Any) -> dict[str, int]:
-    """FLOPs of a device's matrix products in a compiled program, by the type of the operands."""
-    found: Counter[str] = Counter()
-    for kernel in kernels(read(compiled)):
-        found.update({kind: kernel.times * flops for kind, flops in kernel.operations.items()})
-    return dict(found)
 
 
 def _memory_findings(
@@ -253,15 +247,5 @@ def _causes(which: Sequence[Collective]) -> str:
     """The leaves and lines that cause some collectives, most bytes first."""
     sizes: Counter[str] = Counter()
     for c in which:
-        sizes[_cause(c)] += c.bytes * c.times_if_once
+        sizes[cause_of(c)] += c.bytes * c.times_if_once
     return "; ".join(f"{name} ({size / MIB:,.1f} MiB)" for name, size in sizes.most_common(MOST_CAUSES))
-
-
-def _cause(c: Collective) -> str:
-    """The leaf and line that the engine noted, else the innermost line of the model, else the operation."""
-    if label := LABEL.search(c.op_name):
-        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
-        return label.group(1).replace("\\", "") + f" and {more} combined with it" * bool(more)
-    callers = {f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()}
-    own = [frame for frame in c.frames if compat.is_users(frame) and frame.split(" ")[0] not in callers]
-    return own[0] if own else c.op_name or c.name

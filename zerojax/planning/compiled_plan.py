@@ -1,12 +1,17 @@
 """`Plan`, what a compiled step would do on absent GPUs: memory by part, collectives, the least time; and its tables."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from zerojax.inspect.collectives import Collectives
+from zerojax.gpus.topology import Topology
+from zerojax.inspect.collectives import Collective, Collectives
 from zerojax.inspect.overlap import Overlap
 from zerojax.inspect.roofline import Roofline
 from zerojax.units import format_bytes, format_seconds
+
+DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds")
+MOST_WAITS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Plan:
         usable: Of these, bytes that the program may take.
         overlap: Every collective, with the matrix products that hide it.
         roofline: The least time of a step, by its parts.
+        waits: Seconds that kernels wait for collectives in a step, by the leaf and line that cause these; the longest
+            first. They are simulated at the same rates, and count what products hide in part.
         sent_formula: Bytes a device sends in a step by the stage's formula; None if it is
             no step of zerojax, or the mesh has other axes.
         host: Bytes per device that are offloaded to host memory, by the estimate.
@@ -41,6 +48,7 @@ class Plan:
     usable: int
     overlap: Overlap
     roofline: Roofline
+    waits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     sent_formula: float | None = None
     host: int = 0
     disk: int = 0
@@ -74,9 +82,21 @@ class Plan:
         return Collectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
 
     @property
+    def across_hosts(self) -> int:
+        """Of these, bytes of collectives whose groups have devices of several hosts."""
+        per_host = Topology.parse(self.topology).per_host
+        return Collectives(c for c in self.collectives if _spans_hosts(c, per_host)).moved(unknown_once=True).sent
+
+    @property
     def hidden(self) -> float:
         """Share of the collectives' bytes that matrix products hide."""
         return self.overlap.hidden_share
+
+    @property
+    def waiting(self) -> float:
+        """Share of the simulated step in which kernels wait for collectives."""
+        waits = sum(self.waits.values())
+        return waits / (self.roofline.kernels + waits) if waits else 0.0
 
     @property
     def seconds(self) -> float:
@@ -86,7 +106,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON; without the program's text."""
         fields = dataclasses.asdict(dataclasses.replace(self, text="", overlap=Overlap(())))
-        derived = {name: getattr(self, name) for name in ("peak", "fits", "sent", "exposed", "hidden", "seconds")}
+        derived = {name: getattr(self, name) for name in DERIVED}
         columns = ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name")
         listed = [
             {**{name: getattr(f.collective, name) for name in columns}, "products": f.products}
@@ -113,16 +133,24 @@ class Plan:
             lines += [line(*row) for row in self._kinds()]
             lines.append(line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
         lines += ["time, at least", *(line(name, format_seconds(time)) for name, time in self._times().items())]
+        if self.waits:
+            most = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in list(self.waits.items())[:MOST_WAITS])
+            waits = line("kernels wait", format_seconds(sum(self.waits.values())))
+            lines.append(f"{waits}  {self.waiting:.1%}: {most}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Collectives by kind and type: how often, how much, how much of it hidden."""
+        """Collectives by kind, type and whether they are between hosts: how often, how much, how much of it hidden."""
+        topology, groups = Topology.parse(self.topology), dict[tuple, list]()
+        for f in self.overlap.in_flight:
+            between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)
+            groups.setdefault((f.collective.kind, f.collective.dtype, between), []).append(f)
         rows = []
-        for kind, dtype in dict.fromkeys((c.kind, c.dtype) for c in self.collectives):
-            group = Overlap(tuple(f for f in self.overlap.of(kind).in_flight if f.collective.dtype == dtype))
-            which = Collectives(f.collective for f in group.in_flight)
+        for (kind, dtype, between), members in groups.items():
+            group, which = Overlap(tuple(members)), Collectives(f.collective for f in members)
             times, sent = sum(c.times_if_once for c in which), which.moved(unknown_once=True).sent
-            rows.append((f"{kind} {dtype}", f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"))
+            name = f"{kind} {dtype}" + ", hosts" * between
+            rows.append((name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"))
         return rows
 
     def _times(self) -> dict[str, float]:
@@ -135,3 +163,8 @@ class Plan:
             "of which exposed": r.exposed,
             "step": r.seconds,
         }
+
+
+def _spans_hosts(c: Collective, per_host: int) -> bool:
+    """Whether a collective's group has devices of several hosts."""
+    return len({device // per_host for device in c.group}) > 1

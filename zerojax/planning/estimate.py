@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
@@ -33,6 +34,7 @@ from zerojax.planning.options import EstimateOptions, split_options
 from zerojax.planning.shapes import is_array
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.train.loss import Loss
+from zerojax.zero import ZeroTransformation
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -45,6 +47,7 @@ def estimate(
     tx: optax.GradientTransformation | None = None,
     devices: int | Sequence[int] = 8,
     stages: Sequence[int] = tuple(STAGES),
+    replicas: int = 1,
     accumulate: int = 1,
     inputs: Sequence[Any] = (),
     loss_fn: Callable | None = None,
@@ -64,6 +67,8 @@ def estimate(
         tx: The transformation; its state is measured. Default: `optax.adam`.
         devices: Data-parallel workers; several numbers give several rows a stage.
         stages: ZeRO stages, in the order of the rows.
+        replicas: How many groups of the devices hold all shards each, as hosts do in hybrid sharding (`shard_axis`
+            of `zero_shard`); it divides the devices.
         accumulate: Microbatches a step; stages 2 and 3 send more with more of them.
         inputs: What a Linen module's `init` takes beside the key; shapes are enough.
         loss_fn: As for `train_step`; None leaves activations and peak unknown.
@@ -92,6 +97,12 @@ def estimate(
         31.4
     """
     check_count("accumulate", accumulate, "microbatches", least=1)
+    check_count("replicas", replicas, "groups", least=1)
+    if isinstance(tx, ZeroTransformation):
+        raise TypeError(
+            "estimate wraps tx itself, at every stage: give the transformation that zero_shard wraps, and its options "
+            "as options, such as precision=."
+        )
     number = float(model) if isinstance(model, numbers.Real) else None
     tx = optax.adam(1e-3) if tx is None else tx
     loss_options, others = split_options(options)
@@ -105,7 +116,7 @@ def estimate(
         check_count("devices", count, "devices", least=1)
         params = model_shapes(model, inputs) if number is None else vector(number, count)
         for stage in stages:
-            config = Config(tx, stage, abstract_mesh(count), **config_options(others, number, stage))
+            config = Config(tx, stage, **hybrid(count, replicas), **config_options(others, number, stage))
             plan = make_plan(config, params)
             layout = plan.layout
             row = estimate_stage(config, plan, accumulate)
@@ -118,6 +129,17 @@ def estimate(
     if number is not None:  # without the elements that round it up
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
+
+
+def hybrid(devices: int, replicas: int) -> dict[str, Any]:
+    """The mesh and the axes of devices of which several groups hold all shards each."""
+    if replicas == 1:
+        return {"user_mesh": abstract_mesh(devices)}
+    if devices % replicas:
+        raise ValueError(f"replicas={replicas} does not divide {devices} devices into groups of one size.")
+    axes = ("replica", "data")
+    mesh = AbstractMesh((replicas, devices // replicas), axes, axis_types=(AxisType.Auto,) * 2)
+    return {"user_mesh": mesh, "axis": axes, "shard_axis": axes[1:]}
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
-from zerojax.inspect.collectives import arrays_of
+from zerojax.inspect.collectives import arrays_of, cause_of
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.roofline import roofline
+from zerojax.inspect.timeline import simulate
 from zerojax.planning.compiled_plan import Plan
 
 # Names of a step's arguments, by the prefix of their names in the program.
@@ -69,7 +70,6 @@ def read_plan(
     module = read(compiled)
     gpus, hiding = Topology.parse(topology), overlap(module.text)
     figures = roofline(module, hiding, device)
-    group_sizes = [f.collective.group_size for f in hiding.in_flight]
     return Plan(
         topology=topology,
         devices=gpus.size,
@@ -79,21 +79,28 @@ def read_plan(
         usable=int(USABLE * device.memory if usable is None else usable),
         overlap=hiding,
         roofline=figures,
+        waits=waits_by_cause(module, device),
         sent_formula=facts.sent_formula,
         host=facts.host,
         disk=facts.disk,
         largest_batch=largest_batch,
-        notes=(*facts.notes, *limitations(module, figures.unknown, group_sizes, gpus)),
+        notes=(*facts.notes, *limitations(module, figures.unknown, gpus)),
         text=module.text,
     )
 
 
-def limitations(module: Module, unknown: tuple[str, ...], group_sizes: list[int], gpus: Topology) -> Iterator[str]:
+def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
+    """Seconds that kernels wait for collectives in one run, by what causes these; the longest first."""
+    waits = Counter[str]()
+    for collective, seconds in simulate(module.text, device).waits.items():
+        waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
+    return dict(waits.most_common())
+
+
+def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:
     """What the figures of a program do not show, in sentences."""
     if unknown:
         yield f"The FLOPs of {', '.join(unknown)} are not counted."
-    if gpus.hosts > 1 and any(1 < size <= gpus.per_host for size in group_sizes):
-        yield f"Collectives of at most {gpus.per_host} devices are taken to stay within a host."
     if gpus.per_host > GPUS_PER_HOST:
         yield (
             f"{gpus.per_host} devices are taken to be in one host, though hosts have {GPUS_PER_HOST}: between two the "

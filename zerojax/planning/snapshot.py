@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ Key = tuple[str, str]
 Snapshot = dict[Key, np.ndarray]
 
 
-def snapshot(metrics: dict, grads: Any, params: Any, mutable: Any) -> Snapshot:
+def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) -> Snapshot:
     """What one step gave, by quantity and leaf."""
     trees = {"value": metrics.get("loss"), "gradient": grads, "parameters": params, "mutable": mutable}
     trees["aux"] = metrics.get("aux")

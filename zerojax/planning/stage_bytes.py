@@ -92,21 +92,24 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> float:
     """What a device sends in a step: reductions in the reduce type, all-gathers in the compute type.
 
     `(N - 1) / N` of the logical bytes for each. Stages 0 and 1 reduce once and gather once;
-    stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch.
+    stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch. Of R replicas of N
+    shards (hybrid sharding), a reduction all-reduces each shard as well.
     """
     reduces = 1 if config.stage < 2 else accumulate
     gathers = 2 * accumulate if config.stage == 3 else 1
     if config.stage == 3 and not config.reshard_after_forward:
         gathers = accumulate
-    total = 0
+    shards, replicas, total = config.data.shards, config.data.replicas, 0
+    over_shards, over_replicas = (shards - 1) / shards, 2 * (replicas - 1) / replicas / shards
     for i, (leaf, dtype) in enumerate(zip(layout.params, layout.compute, strict=True)):
         is_trained = i in layout.trained and jnp.issubdtype(leaf.dtype, jnp.inexact)
         is_persistent = config.stage == 3 and leaf.kind != "sharded"
         if not is_trained and (config.stage < 3 or is_persistent):
             continue  # nothing moves; NumPy knows no dtype of a key
         gathered = (1 if is_persistent else gathers) * gathered_itemsize(config, leaf, dtype)
-        total += leaf.size * (is_trained * reduces * reduce_itemsize(config, dtype) + gathered)
-    return total * (config.data.workers - 1) / config.data.workers
+        reduced = is_trained * reduces * reduce_itemsize(config, dtype)
+        total += leaf.size * (reduced * (over_shards + over_replicas) + gathered * over_shards)
+    return total
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:

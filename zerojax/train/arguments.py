@@ -36,6 +36,21 @@ class Keywords:
     values: dict[str, Any]
 
 
+def separated(args: tuple, mutable: bool) -> tuple[Any, Any, tuple]:
+    """What a loss is called with after its parameters: mutable state, None if there is none, the batch, the rest.
+
+    Raises:
+        TypeError: If there is no batch.
+    """
+    if len(args) < 1 + mutable:
+        raise TypeError(
+            "The loss was called without a batch. Rows that it closes over are not divided over the devices: each "
+            "would compute all of them. Give them as an argument, to the loss and here: loss_fn(params, batch)."
+        )
+    state, batch, *rest = args if mutable else (None, *args)
+    return state, batch, tuple(rest)
+
+
 def packed(args: tuple, keywords: Mapping[str, Any] | None = None) -> tuple:
     """Arguments as one tuple of trees of arrays; everything else in them is a `Constant`.
 

@@ -79,7 +79,16 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+    if getattr(x, "sharding", None) == sharding:
+        return x
+    try:
+        return jax.device_put(x, sharding)
+    except AssertionError as error:  # how JAX says that the processes gave different values
+        raise ValueError(
+            f"Process {jax.process_index()} gave a batch of {list(jnp.shape(x))} whose values are not those of the "
+            f"others. An array that is on no mesh is the whole batch, the same on every process. Place own rows by "
+            f'zerojax.data.shard_batches(batches, tx, rows="process") or jax.make_array_from_process_local_data.'
+        ) from error
 
 
 def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:

@@ -38,12 +38,8 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
 
 def check(jaxpr: Any, manual: frozenset[str]) -> None:
     """`checked` for a traced loss."""
-    every = list(nested(jaxpr))
-    # With it a loss can fold its keys itself, as one written for pmap does.
-    knows_device = any(eqn.primitive.name == "axis_index" for inner in every for eqn in inner.eqns)
-    for inner in every:
-        if not (manual and knows_device):
-            check_keys(inner)
+    for inner in nested(jaxpr):
+        check_keys(inner)
         for eqn in inner.eqns:
             sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
             if isinstance(sharding, NamedSharding) and manual & named_axes(sharding):
@@ -60,8 +56,7 @@ def check_keys(jaxpr: Any) -> None:
                 "Pass the key as a further argument of the loss."
             )
     of_arguments = jaxprs.dependent_on(jaxpr.invars, jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
-    needed, _ = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
-    for eqn in needed:
+    for eqn in jaxprs.alive(jaxpr):
         if eqn.primitive.name == "random_seed" and not of_arguments.intersection(jaxprs.variables_in(eqn.invars)):
             raise ValueError(
                 f"The loss function makes a key of a constant at {compat.line_of(eqn)}, {same}"
@@ -70,9 +65,9 @@ def check_keys(jaxpr: Any) -> None:
 
 
 def nested(jaxpr: Any) -> Iterator[Any]:
-    """A jaxpr, and those within the equations that its results need."""
+    """A jaxpr, and those within the equations that do something."""
     yield jaxpr
-    for eqn in jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)[0]:
+    for eqn in jaxprs.alive(jaxpr):
         for inner in compat.inner_jaxprs(eqn):
             yield from nested(inner)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.comm.mesh import replicated, row_shardings
+from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
 from zerojax.config import Config
 from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
@@ -62,6 +62,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def step(params, batch, *args, **keywords):
         args = packed(args, keywords)
+        wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             return program(params, place_batch(config, batch), *args)
         return program(params, jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch), *args)

@@ -155,7 +155,8 @@ def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients
 
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:
     """Sum of squares of each gradient, in float32; one collective for all of them."""
-    # A leaf is sharded over all batch axes or none: over fewer, its replicas would count several times here.
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    return jnp.where(replicated, local, comm.psum(jnp.where(replicated, 0, local)))
+    # In device view the sum is over all workers, of which several hold the same shard in hybrid sharding.
+    copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
+    return jnp.where(replicated, local, comm.psum(jnp.where(replicated, 0, local / copies)))

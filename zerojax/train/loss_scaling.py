@@ -124,7 +124,7 @@ def unscale(
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:
     """Raise if more than `max_skips` steps in a row were skipped, or weights could not be divided by.
 
-    With `max_skips` this waits for the step that made the state.
+    With `max_skips`, or several processes, this waits for the step that made the state: they have to raise together.
 
     Raises:
         ValueError: If a step that is done had weights that were negative or summed to zero.
@@ -132,7 +132,7 @@ def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None
             first parameters whose gradients were not finite.
     """
     invalid: Any = scaling.weights_invalid
-    if (max_skips is not None or invalid.is_ready()) and invalid:
+    if (max_skips is not None or jax.process_count() > 1 or invalid.is_ready()) and invalid:
         raise ValueError(
             "The weights of a batch were negative or NaN, or summed to zero over all devices, so its mean does not "
             "exist. The step was skipped and left the state as it was. Return weights of at least 0 that are not all "

@@ -10,7 +10,6 @@ import jax
 
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
-from zerojax.config.data_mesh import in_words
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.storage import named_tree
@@ -57,7 +56,7 @@ class ZeroState:
         ]
         if self.mutable is not None:
             rows.append(f"  mutable: {len(jax.tree.leaves(self.mutable))} leaves")
-        over = f"stage {policy.stage} over {in_words(policy.data.batch)}, {policy.data.workers} devices"
+        over = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} devices"
         return "\n".join([f"ZeroState({over})", *rows])
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
+from zerojax.train.metrics import Metrics
+from zerojax.train.same_run import SameSteps
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepOptions, StepProgram
 
@@ -55,6 +58,7 @@ class Step:
         self._jitted = jax.jit(step, donate_argnums=0)
         self._before_streaming = jax.jit(step_before_streaming, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
+        self._calls, self._same = itertools.count(), SameSteps(options)
 
     @property
     def config(self) -> Config:
@@ -70,8 +74,13 @@ class Step:
         """The same step under another configuration: another mesh, stage or precision."""
         return Step(config, self.program.loss, self.options)
 
-    def __call__(self, state: ZeroState, batch: Any, *args: Any, **keywords: Any) -> tuple[ZeroState, dict]:
-        """Do one step; simulated devices first finish the one before.
+    def __repr__(self) -> str:
+        """The loss, the stage and the mesh."""
+        name, mesh = getattr(self.program.loss.fn, "__name__", "a loss"), dict(self.config.mesh.shape)
+        return f"<training step of {name}: stage={self.config.stage}, mesh={mesh}>"
+
+    def __call__(self, state: ZeroState, batch: Any, *args: Any, **keywords: Any) -> tuple[ZeroState, Metrics]:
+        """Do one step; simulated devices first finish the one before. Traces of `jax.profiler` number the calls.
 
         Args:
             state: From `create` or the step before; donated.
@@ -85,7 +94,8 @@ class Step:
         Returns:
             The next state, and metrics: `loss` and `grad_norm`, float scalars; `skipped`,
             whether the step left the state as it was; `aux`, `loss_scale` and
-            `grad_norms` (a tree) where they were asked for.
+            `grad_norms` (a tree) where they were asked for; `learning_rate`, that of this update, where
+            the transformation's state has one.
 
         Raises:
             TypeError: If `state` is no `ZeroState`, or a PRNG key is untyped.
@@ -102,15 +112,20 @@ class Step:
         watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
-        rows, args = place_batch(self.config, batch, self.options.accumulate), packed(args, keywords)
+        args = packed(args, keywords)
+        if not isinstance(state.step, jax.core.Tracer):
+            self._same.check(state.step, batch, args)
+        rows = place_batch(self.config, batch, self.options.accumulate)
         if isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, rows, *args)
         wait_if_simulated(self.config.mesh, state)
-        if not state.plan.offloaded:
-            return self._jitted(state, rows, *args)
-        return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
+        # The state's own count is on the device, and to read it would be to wait.
+        with jax.profiler.StepTraceAnnotation("train", step_num=next(self._calls)):
+            if not state.plan.offloaded:
+                return self._jitted(state, rows, *args)
+            return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
 
-    def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, dict]:
+    def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """The step with its update streamed: one program up to the gradients, then one for each chunk."""
         plan = state.plan
         check_state(self.config, plan, state.opt_state)

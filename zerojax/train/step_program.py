@@ -88,15 +88,13 @@ class StepProgram:
         old_state = state_to_device(config, plan, state.opt_state)
         extra = {"value": done.gradients.loss}
         updated, opt_state = apply_update(config, plan, done.gradients.grads, old_state, done.old, extra)
-        mutable = done.gradients.mutable
+        mutable, metrics = done.gradients.mutable, self._metrics(state, done, opt_state)
         if self.may_skip:
             old = ([to_device(x) for x in done.old], old_state, state.mutable)
             updated, opt_state, mutable = roll_back(~done.skipped, (updated, opt_state, mutable), old)
         updated = return_to_host(config, dict(enumerate(updated)), plan.trained.params)
         params = in_storage(unshard_after_update(config, plan, list(updated.values()), done.stored), plan.layout)
-        return _next_state(state, done, params, state_to_host(config, plan, opt_state), mutable), self._metrics(
-            state, done
-        )
+        return _next_state(state, done, params, state_to_host(config, plan, opt_state), mutable), metrics
 
     def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
         """The part of a step that needs no offloaded state, which is None in the list `state.opt_state`.
@@ -111,6 +109,7 @@ class StepProgram:
         loss = done.gradients.loss.astype(jnp.float32)
         resident = resident_update(config, plan, grads, state.opt_state, done.old, loss)
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
+        metrics = self._metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
         if self.may_skip:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
@@ -119,7 +118,7 @@ class StepProgram:
         pending = {i: x for i, x in enumerate(done.old) if i not in updated}
         wanted = {i: done.gradients.grads[i] for i in resident.grads}
         inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
-        return _next_state(state, done, None, None, mutable), self._metrics(state, done), inputs
+        return _next_state(state, done, None, None, mutable), metrics, inputs
 
     def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> _Differentiated:
         """Differentiate, and decide whether the step counts."""
@@ -147,7 +146,8 @@ class StepProgram:
             skipped = scaling.skips > 0
         return _Differentiated(gradients, stored, shard_for_update(config, plan, state.params), scaling, skipped)
 
-    def _metrics(self, state: ZeroState, done: _Differentiated) -> dict:
+    def _metrics(self, state: ZeroState, done: _Differentiated, opt_state: Any) -> dict:
+        """What the step reports; `opt_state` is the updated one, before a skipped step is rolled back."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:
@@ -156,7 +156,16 @@ class StepProgram:
             metrics["loss_scale"] = state.scaling.scale
         if self.options.leaf_norms:
             metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(gradients.squares)))
-        return metrics
+        return metrics | _learning_rate(opt_state)
+
+
+def _learning_rate(opt_state: Any) -> dict:
+    """The learning rate that `optax.inject_hyperparams` keeps in its state; nothing where there is none, or several."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    names = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
+    rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]
+    # Flat where a parameter has its name.
+    return {"learning_rate": rates[0].ravel()[0]} if len(rates) == 1 else {}
 
 
 class _Differentiated(NamedTuple):

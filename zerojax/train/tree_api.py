@@ -9,7 +9,8 @@ logical shape comes back replicated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,14 +21,16 @@ from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded, without_padding
-from zerojax.layout.tree import Layout
+from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.returned_state import as_planned, as_returned
 from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
-from zerojax.placement.storage import cast, constrain, named_tree, storage_leaves, unflatten_params
+from zerojax.placement.storage import cast, constrain, named_tree, padded_forms, storage_leaves, unflatten_params
+from zerojax.train.arguments import packed, separated
+from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 
@@ -45,6 +48,21 @@ def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tup
         else dataclasses.replace(part, kind="replicated", dim=None)
         for leaf, part, padded in zip(layout.params, layout.grads, forms, strict=True)
     )
+
+
+def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
+    """What `ZeroTransformation.value_and_grad` returns."""
+    gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
+    jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
+
+    @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
+    def value_and_grad(params, *args, **keywords):
+        state, batch, rest = separated(args, loss.mutable)
+        layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
+        rest = packed(rest, keywords)
+        return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
+
+    return value_and_grad
 
 
 def value_and_grad_tree(

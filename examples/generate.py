@@ -1,0 +1,37 @@
+"""Let the byte-level GPT write: sample from the checkpoint that `train_gpt.py` left, its parameters sharded.
+
+    python examples/generate.py --prompt "class Queue"          stage 3, all GPUs or 8 simulated devices
+    python examples/generate.py --temperature 0 --bytes 50      always the likeliest byte
+    python examples/generate.py --stage 0 --devices 1           another stage, another number of devices
+
+The size of the model and the folder `--out` are those of the run. Keys and values of past bytes are cached, and each
+device has the parameters of one layer at a time.
+"""
+
+import argparse
+
+import jax
+from train_gpt import mesh_of, model_of, options, positive, resume, transformation, written
+
+from zerojax.checkpoint import Checkpointer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", default="def ", metavar="TEXT", help="what to go on from (default: %(default)r)")
+    parser.add_argument("--bytes", type=positive, default=400, help="how many to write (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: no chance (default: %(default)s)")
+    args = options(parser)
+    if not args.prompt:
+        parser.error("--prompt is empty: give a byte at least")
+    if not (args.out / "checkpoints").is_dir():
+        raise SystemExit(f"There is no checkpoint in {args.out}. Run examples/train_gpt.py first, or give its --out.")
+    tx = transformation(args, mesh_of(args.devices), args.stage)  # first: it sets how many devices are simulated
+    model, init = model_of(args)
+    with Checkpointer(args.out / "checkpoints", read_only=True) as checkpoints:
+        state, _, _ = resume(tx.create(jax.eval_shape(init)), checkpoints)
+    print(written(tx, model, state, args.prompt, args.bytes, temperature=args.temperature))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Whole loops of published programs, written anew: on a mesh their losses are those of one device.
+
+Each port has its loop three times: `plain`, for one device, `zero` and `gspmd`; `docs/ports.md` counts how they differ.
+"""
+
+import ast
+import difflib
+import functools
+import importlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import mesh_of
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "ports.md"
+PORTS = {
+    "mnist": "flax",
+    "sst2": "flax",
+    "imagenet": "flax",
+    "lm1b": "flax",
+    "gemma": "flax",
+    "equinox_gpt": "equinox",
+    "haiku_net": "haiku",
+    "hf_gpt2": "transformers",
+}
+
+
+def port_of(name):
+    """Skipped where its library is not installed, or is one without Flax, as `transformers` from 5."""
+    library = pytest.importorskip(PORTS[name])
+    if name == "hf_gpt2" and not hasattr(library, "FlaxGPT2LMHeadModel"):
+        pytest.skip("this transformers has no Flax models: pip install 'transformers<5'")
+    return importlib.import_module(name)
+
+
+@functools.cache
+def plain(name):
+    return jax.device_get(port_of(name).plain())
+
+
+def assert_equal(history, expected):
+    """Sums are taken in another order."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), jax.device_get(history), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", PORTS)
+def test_losses_and_metrics_are_those_of_one_device(name, stage):
+    assert_equal(port_of(name).zero(stage), plain(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mnist", "sst2", "equinox_gpt"])
+def test_on_a_mesh_of_one(name):
+    assert_equal(port_of(name).zero(3, mesh_of(1)), plain(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PORTS)
+def test_plain_gspmd_does_what_it_is_counted_for(name):
+    assert_equal(port_of(name).gspmd(), plain(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_the_loops_leave_out_is_on_a_mesh_as_on_one_device(stage):
+    assert_equal(importlib.import_module("everyday").zero(stage, mesh_of(8)), of_everyday())
+
+
+@functools.cache
+def of_everyday():
+    return jax.device_get(importlib.import_module("everyday").zero(0, mesh_of(1)))
+
+
+@pytest.mark.slow
+def test_on_two_processes():
+    """All loops whose library is here, on four devices of each."""
+    names = [name for name in PORTS if is_here(name)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, HERE / "two_processes.py", str(i), port, "3", *names, "everyday"],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]
+    for child in children:
+        out, errors = child.communicate(timeout=600)
+        assert child.returncode == 0, errors
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]  # the others are Gloo's
+        found = {name: history for line in lines for name, history in line.items()}
+        assert [*found] == [*names, "everyday"]
+        for name, history in found.items():
+            expected = of_everyday() if name == "everyday" else plain(name)
+            assert_equal(history, [float(x) for x in jax.tree.leaves(expected)])
+
+
+def is_here(name):
+    try:
+        port_of(name)
+    except pytest.skip.Exception:
+        return False
+    return True
+
+
+def lines_of(source, name):
+    """Of a function's body."""
+    function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == name)
+    lines = source.splitlines()[function.body[0].lineno - 1 : function.end_lineno]
+    return [line for line in lines if line.strip()]
+
+
+def changed(old, new):
+    """How many lines of the one had to be changed, added or dropped for the other."""
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal")
+
+
+def test_the_page_counts_the_lines():
+    found = re.findall(r"^\| `(\w+)` .*\| (\d+) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.M)
+    for name, *counts in found:
+        source = (HERE / f"{name}.py").read_text()
+        loops = [lines_of(source, way) for way in ("plain", "zero", "gspmd")]
+        expected = [len(loops[0]), *(changed(loops[0], loop) for loop in loops[1:])]
+        assert [int(n) for n in counts] == expected, f"{name}: {expected}"
+    assert [name for name, *_ in found] == list(PORTS)
+    few, many = (f({int(zero) for _, _, zero, _ in found}) for f in (min, max))
+    assert f"{few} to {many} lines changed" in (PAGE.parents[1] / "README.md").read_text()
+    rule = lines_of((HERE / "by_hand.py").read_text(), "rule")
+    assert f"a rule of {len(rule)} lines" in PAGE.read_text()

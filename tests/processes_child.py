@@ -1,0 +1,90 @@
+"""Run by test_processes.py, twice: what processes are told that do not do the same.
+
+python processes_child.py PROCESS PORT
+"""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+process = int(sys.argv[1])
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
+
+from zerojax import zero_shard  # noqa: E402
+from zerojax.comm import processes  # noqa: E402
+
+ROWS = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+
+
+def begin(stage=3, width=16, **options):
+    tx = zero_shard(optax.sgd(1e-2), stage=stage, persist_below=1)
+    return tx.train_step(loss, **options), tx.create({"w": jnp.ones((4, width))})
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def weighted(params, batch):
+    return jnp.sum(batch @ params["w"]), jnp.sum(batch) * 0
+
+
+def other_stage():
+    begin(stage=3 - 2 * process)
+
+
+def other_width():
+    begin(width=16 + 8 * process)
+
+
+def other_rows():
+    step, state = begin()
+    step(state, ROWS[: 8 - 4 * process])
+
+
+def other_options():
+    step, state = begin(accumulate=1 + process)
+    step(state, ROWS)
+
+
+def own_rows_as_if_all():
+    step, state = begin()
+    step(state, ROWS + process)
+
+
+def another_step():
+    step, state = begin()
+    state, _ = step(state, ROWS)
+    again, fresh = begin(accumulate=2)
+    again(fresh if process else state, ROWS)
+
+
+def weights_of_zero():
+    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    step, state = tx.train_step(weighted, weighted=True), tx.create({"w": jnp.ones((4, 16))})
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+
+
+def absent():
+    processes.TIMEOUT_S = 2
+    if process:
+        time.sleep(4)
+        return
+    begin()
+
+
+CASES = (other_stage, other_width, other_rows, other_options, own_rows_as_if_all, another_step, weights_of_zero, absent)
+if __name__ == "__main__":
+    for case in CASES:
+        begun, said = time.monotonic(), ""
+        try:
+            case()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        print(json.dumps({"case": case.__name__, "said": said, "seconds": time.monotonic() - begun}), flush=True)

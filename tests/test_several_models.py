@@ -1,0 +1,250 @@
+"""Several models at once: averages of weights, teachers, and parameters of two transformations in one step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from flax import nnx
+from jax import lax
+from several_models import EXAMPLES
+
+from zerojax import Offload, Precision, averaged, collectives, weight_ema, zero_shard
+from zerojax.checkpoint import Checkpointer, export, import_params
+from zerojax.flax import shard_module, value_and_grad
+
+DECAY = 0.75
+random = np.random.default_rng(0)
+# Padded, sharded evenly, flat.
+PARAMS = {
+    k: jnp.asarray(random.standard_normal(s, np.float32)) for k, s in {"w": (13, 7), "v": (13, 16), "b": (7,)}.items()
+}
+BATCH = jnp.asarray(random.standard_normal((16, 13), np.float32))
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]).mean(1) * (batch @ params["v"]).mean(1)) ** 2)
+
+
+def optimizer():
+    return optax.chain(optax.adam(1e-1), weight_ema(DECAY))
+
+
+def zero(stage=3, count=8, tx=None, **options):
+    return zero_shard(tx or optimizer(), stage=stage, mesh=mesh_of(count), persist_below=20, **options)
+
+
+def train(tx, state, steps=2):
+    step = tx.train_step(loss)
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def average_of(tx, state):
+    return tx.as_params(averaged(state.opt_state), state.params)
+
+
+def assert_close(found, expected, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), found, expected)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The average after each step of plain optax."""
+    params = average = PARAMS
+    state, found = optax.adam(1e-1).init(PARAMS), {}
+    for i in range(1, 5):
+        params, state = plain_step(optax.adam(1e-1), params, state)
+        average = jax.tree.map(lambda a, x: DECAY * a + (1 - DECAY) * x, average, params)
+        found[i] = average
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def plain_step(tx, params, state):
+    updates, state = tx.update(jax.grad(loss)(params, BATCH), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (3, {}),
+        (1, {}),
+        pytest.param(0, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"offload": Offload(optimizer="host", params="host")}, marks=pytest.mark.slow),
+        pytest.param(1, {"offload": Offload(optimizer="host")}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_average_of_weights_is_that_of_one_device_and_sharded_as_the_parameters(stage, options, expected):
+    tx = zero(stage, **options)
+    state = train(tx, tx.create(PARAMS))
+    average = average_of(tx, state)
+    assert jax.tree.structure(average) == jax.tree.structure(state.params)
+    assert_close(tx.unshard(average), expected[2])
+    assert_close(tx.eval_step(lambda p, b: b @ p["w"])(average, BATCH), BATCH @ expected[2]["w"])
+    if not options:
+        same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert jax.tree.all(jax.tree.map(same, average, state.params))
+
+
+def test_an_average_is_of_the_master_weights():
+    """It moves by steps that bfloat16 cannot tell, and is not rounded to it, which would be 1e-3."""
+    tx = zero(1, tx=optax.chain(optax.sgd(1e-3), weight_ema(DECAY)), precision=Precision.bf16())
+    state = train(tx, tx.create(PARAMS))
+    average = tx.unshard(average_of(tx, state))
+    assert {x.dtype for x in jax.tree.leaves(average)} == {jnp.dtype(jnp.float32)}
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), average, PARAMS)
+    assert all(0 < x < 2e-4 for x in jax.tree.leaves(moved)), moved
+
+
+def test_an_average_is_restored_at_another_stage_and_exported(tmp_path, expected):
+    saving, tx = zero(3), zero(1, count=2)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(train(saving, saving.create(PARAMS)), step=2)
+        state = checkpoints.restore(tx.create(jax.eval_shape(lambda: PARAMS))).state
+    assert_close(tx.unshard(average_of(tx, state)), expected[2])
+    state = train(tx, state)
+    average = average_of(tx, state)
+    assert_close(tx.unshard(average), expected[4])
+    export(average, tmp_path / "average")
+    assert_close(import_params(tmp_path / "average", PARAMS), expected[4])
+
+
+def test_the_average_has_parameters_that_are_not_trained():
+    tx = zero(trainable=lambda path, leaf: path != "v")
+    state = train(tx, tx.create(PARAMS))
+    average = tx.unshard(average_of(tx, state))
+    assert_close(average["v"], PARAMS["v"], atol=0)
+    assert (average["w"] != PARAMS["w"]).any()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_weights_to_evaluate_a_schedule_free_optimizer_with(stage):
+    make = lambda: optax.contrib.schedule_free_sgd(1e-1)
+    tx, plain = zero(stage, tx=make()), make()
+    state, params, opt_state = train(tx, tx.create(PARAMS)), PARAMS, plain.init(PARAMS)
+    for _ in range(2):
+        params, opt_state = plain_step(plain, params, opt_state)
+    found = state.opt_state._replace(z=tx.as_params(state.opt_state.z, state.params))
+    found = optax.contrib.schedule_free_eval_params(found, state.params)
+    assert_close(tx.unshard(found), optax.contrib.schedule_free_eval_params(opt_state, params))
+
+
+@pytest.mark.parametrize(
+    ("mirror", "message"),
+    [
+        (lambda state: state.opt_state, "does not mirror the parameters.*optax.tree_utils.tree_get"),
+        (lambda state: state.params, r"\['b'\] has shape \[7\].*\[8\] in storage"),
+        (lambda state: averaged(state.opt_state[0]), "0 averages of weights.*weight_ema"),
+    ],
+)
+def test_what_is_no_mirror_of_the_parameters_is_refused(mirror, message):
+    tx = zero()
+    state = tx.create(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        tx.as_params(mirror(state), state.params)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5, float("nan")])
+def test_a_decay_that_is_no_share_is_refused(decay):
+    with pytest.raises(ValueError, match="within 0 and 1"):
+        weight_ema(decay)
+
+
+LAYERS, WIDTH = 4, 32
+
+
+def deep(params, x):
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return x @ params["head"]
+
+
+def distilled(student, batch, teacher):
+    return jnp.mean((student(batch) - lax.stop_gradient(teacher(batch))) ** 2)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_teacher_is_gathered_layer_by_layer(stage):
+    def model(layers):
+        arrays = (
+            random.standard_normal((layers, WIDTH, WIDTH), np.float32),
+            random.standard_normal((WIDTH, 5), np.float32),
+        )
+        return dict(zip(("layers", "head"), arrays, strict=True))
+
+    student, teacher, batch = model(1), model(LAYERS), random.standard_normal((16, WIDTH), np.float32)
+    tx = zero(stage, tx=optax.sgd(1e-2))
+    teach = tx.eval_step(deep)
+    step = tx.train_step(lambda p, b, t: distilled(lambda b: deep(p, b), b, lambda b: teach(t, b)))
+    state, shards = tx.create(student), tx.shard(teacher)
+    gathers = collectives(step.lower(state, batch, shards).compile()).of("all-gather")
+    state, metrics = step(state, batch, shards)
+    plain = jax.value_and_grad(lambda p: distilled(lambda b: deep(p, b), batch, lambda b: deep(teacher, b)))
+    value, grads = plain(student)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert_close(tx.unshard(state.params), jax.tree.map(lambda x, g: x - 1e-2 * g, student, grads), atol=1e-4)
+    if stage == 3:
+        sizes = {
+            k: sum(x.size for x in jax.tree.leaves(p)) for k, p in {"student": student, "teacher": teacher}.items()
+        }
+        padding = 3 * 3 * WIDTH  # the heads' columns
+        assert gathers.moved().elements <= 2 * sizes["student"] + sizes["teacher"] + padding
+        assert max(c.elements for c in gathers) == WIDTH * WIDTH
+
+
+def test_an_average_of_weights_is_found_in_a_loop_of_ones_own(expected):
+    tx = zero()
+    params, state = tx.shard(PARAMS), tx.init(PARAMS)
+    for _ in range(2):
+        _, grads = tx.value_and_grad(loss)(params, BATCH)
+        updates, state = tx.update(grads, state, params)
+        params = jax.block_until_ready(optax.apply_updates(params, updates))
+    assert_close(tx.unshard(tx.as_params(averaged(state), params)), expected[2])
+
+
+class Tied(nnx.Module):
+    """Reads and writes with one table."""
+
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(16, 8, rngs=rngs), nnx.Linear(8, 16, use_bias=False, rngs=rngs)
+        self.head.kernel = self.embed.embedding
+
+    def __call__(self, tokens):
+        return self.embed(tokens) @ self.head.kernel[...].T
+
+
+@pytest.mark.slow
+def test_nnx_modules_that_share_a_weight_train_as_on_one_device_and_have_an_average():
+    tokens = jnp.arange(16)
+    loss = lambda module, tokens: optax.softmax_cross_entropy_with_integer_labels(module(tokens), tokens[::-1]).mean()
+
+    def trained(tx, value_and_grad, shard):
+        module = Tied(nnx.Rngs(0))
+        shard(module)
+        optimizer = nnx.Optimizer(module, tx, wrt=nnx.Param)
+        for _ in range(2):
+            _, grads = value_and_grad(loss)(module, tokens)
+            optimizer.update(module, jax.block_until_ready(grads))
+        assert module.head.kernel is module.embed.embedding
+        return nnx.state(module, nnx.Param), averaged(optimizer.opt_state)
+
+    tx = zero()
+    params, average = trained(tx, lambda loss: value_and_grad(tx, loss), lambda m: shard_module(m, tx))
+    expected, expected_average = trained(optimizer(), nnx.value_and_grad, lambda m: None)
+    assert_close(params, expected)
+    weights = tx.as_params(average, params)
+    assert jax.tree.structure(weights) == jax.tree.structure(params)
+    assert_close(jax.tree.leaves(weights), jax.tree.leaves(expected_average))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_learn(name):
+    before, after = EXAMPLES[name](jax.random.key(0))
+    assert after < 0.6 * before

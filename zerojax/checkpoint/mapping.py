@@ -1,0 +1,314 @@
+"""Parameters under other names and in other forms: one mapping, read by import and, backwards, by export.
+
+    {
+        "model.embed_tokens.weight": "embed/embedding",
+        "model.layers.{i}.mlp.up_proj.weight": ("layers/up/kernel", "out in -> in out"),
+        "model.layers.{i}.self_attn.q_proj.weight": ("layers/query/kernel", "(h d) e -> e h d"),
+        "model.layers.{i}.self_attn.rotary_emb.inv_freq": None,
+    }
+
+A key is the name of tensors in a file, with placeholders for numbers. Its value is a leaf's path, its
+keys joined by "/" (of a variable of NNX without `value`); a path and a pattern; a list of these; or
+None, for tensors that are left out.
+
+placeholder  `{i}` is any number. Where the path has it too, each number has its own leaf. Where the
+             path has not, the tensors are stacked: the number is the index in the leaf's leading dim.
+pattern      names the dims of the tensor, then those of the leaf in their order. `(h d)` is one dim
+             of the tensor that is two of the leaf, `()` one of size 1 that the leaf has not. All
+             sizes come from the leaf.
+list         all its leaves are made from the same tensor. They are tied, each a copy of all of it; or,
+             where their patterns mark a dim as in `(h+ d) e -> e h d`, they follow one another along it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+MOST_LINES = 40
+
+Target = str | tuple[str, str]
+Names = Mapping[str, Target | Sequence[Target] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """How the dims of a tensor in a file become those of a leaf.
+
+    Attributes:
+        left: For each dim of the tensor the names of the leaf's dims in it.
+        right: The names of the leaf's dims.
+        divided: The name along which several leaves follow one another; None if there is one leaf.
+    """
+
+    left: tuple[tuple[str, ...], ...]
+    right: tuple[str, ...]
+    divided: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the leaf's dims in the order of the tensor's."""
+        return tuple(name for dim in self.left for name in dim)
+
+    def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The tensor's shape, given the size of each name."""
+        return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
+
+    def from_file(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
+        """The leaf of a shape as a view of the tensor: nothing is copied.
+
+        Args:
+            x: The tensor.
+            shape: The leaf's shape.
+            start: Where the leaf begins along the divided name.
+        """
+        sizes = dict(zip(self.right, shape, strict=True))
+        if self.divided is not None:
+            others = math.prod(size for name, size in sizes.items() if name != self.divided)
+            sizes[self.divided] = x.size // max(others, 1)
+        x = x.reshape([sizes[name] for name in self.names])
+        x = x.transpose([self.names.index(name) for name in self.right])
+        if self.divided is None:
+            return x
+        dim = self.right.index(self.divided)
+        return x[(slice(None),) * dim + (slice(start, start + shape[dim]),)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """What a leaf, or one index of a stacked leaf, is of a tensor in a file.
+
+    Attributes:
+        leaf: Which leaf, by its position.
+        index: The index in its leading dims, the stacked ones.
+        shape: Its shape without them.
+        pattern: How the tensor's dims become this shape.
+        start: Where it begins along the pattern's divided name.
+    """
+
+    leaf: int
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    pattern: Pattern
+    start: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each name of the pattern."""
+        return dict(zip(self.pattern.right, self.shape, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A mapping applied to the leaves of a model.
+
+    Attributes:
+        tensors: The sections of each tensor that is read or written, by its name.
+        left_out: What the names of other tensors match that have an entry.
+        problems: What does not fit, a line each.
+    """
+
+    tensors: dict[str, list[Section]]
+    left_out: list[re.Pattern]
+    problems: list[str]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        first, *others = self.tensors[name]
+        sizes, divided = first.sizes, first.pattern.divided
+        if divided is not None:
+            sizes[divided] += sum(one.sizes[divided] for one in others)
+        return first.pattern.tensor_shape(sizes)
+
+
+def unchanged(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Resolved:
+    """Every leaf is a tensor as it is.
+
+    Args:
+        names: Of the tensors.
+        shapes: Of the leaves.
+
+    Raises:
+        ValueError: If two have the same name.
+    """
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
+    sections = [[Section(k, (), shape, same_dims(len(shape)))] for k, shape in enumerate(shapes)]
+    return Resolved(dict(zip(names, sections, strict=True)), [], [])
+
+
+def resolve(mapping: Names, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> Resolved:
+    """Apply a mapping to leaves, and check that every leaf has one entry, and every entry fits its leaves.
+
+    Args:
+        mapping: As this module describes.
+        leaves: Path and shape of each leaf.
+
+    Raises:
+        TypeError: If it is no mapping.
+    """
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"mapping= is {mapping!r}, a {type(mapping).__name__}. Give a dict of names in files.")
+    resolved = Resolved({}, [], [])
+    claims: dict[int, str] = {}
+    for template, value in mapping.items():
+        if value is None:
+            resolved.left_out.append(matcher(template))
+            continue
+        targets: Any = value if isinstance(value, list) else [value]
+        try:
+            add_entry(resolved, claims, template, targets, leaves)
+        except ValueError as error:
+            resolved.problems.append(f"{template!r}: {error}")
+            resolved.left_out.append(matcher(template))  # its tensors are not unexpected as well
+    unclaimed = (path for k, (path, _) in enumerate(leaves) if k not in claims)
+    resolved.problems.extend(f"{path!r} is a parameter, and no entry of the mapping names it" for path in unclaimed)
+    return resolved
+
+
+def add_entry(resolved: Resolved, claims: dict[int, str], template: str, targets: list[Target], leaves: Any) -> None:
+    """Add the tensors of one entry.
+
+    Raises:
+        ValueError: If the entry does not fit.
+    """
+    if not targets:
+        raise ValueError("an empty list names no parameter; None leaves its tensors out")
+    found: dict[str, list[Section]] = {}
+    for target in targets:
+        for name, section in sections_of(template, target, leaves, claims):
+            found.setdefault(name, []).append(section)
+    for name, sections in found.items():
+        if name in resolved.tensors:
+            raise ValueError(f"{name!r} has another entry")
+        resolved.tensors[name] = together(name, sections, len(targets))
+
+
+def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, str]) -> Iterator[tuple[str, Section]]:
+    """Name and section of every tensor that is the target's.
+
+    Raises:
+        ValueError: If the target does not fit.
+    """
+    match target:
+        case str():
+            path, text = target, None
+        case (str(path), str(text)):
+            pass
+        case _:
+            raise ValueError(f"{target!r} is neither a path nor a path and a pattern")
+    placeholders = list(dict.fromkeys(PLACEHOLDER.findall(template)))
+    if foreign := set(PLACEHOLDER.findall(path)) - set(placeholders):
+        raise ValueError(f"{path!r} has the placeholder {min(foreign)!r}, and the name has not")
+    stacked = [one for one in placeholders if f"{{{one}}}" not in path]
+    regex, matches = matcher(path), []
+    for k, (given, shape) in enumerate(leaves):
+        # the keys of a variable of NNX end so
+        if match := regex.fullmatch(given) or regex.fullmatch(given.removesuffix("/value")):
+            matches.append((k, match, tuple(shape)))
+    if not matches:
+        raise ValueError(f"there is no parameter {path!r}")
+    for k, _, _ in matches:
+        if k in claims:
+            raise ValueError(f"{leaves[k][0]!r} has an entry already, {claims[k]!r}")
+        claims[k] = template
+    written = None if text is None else parse(text)
+    for k, match, shape in matches:
+        pattern = written or same_dims(len(shape) - len(stacked))
+        rank = len(stacked) + len(pattern.right)
+        if rank != len(shape):
+            what = "the name" if text is None else repr(text)
+            what += f", stacked over {', '.join(stacked)}," if stacked else ""
+            raise ValueError(f"{leaves[k][0]!r} has the shape {list(shape)}, and {what} gives {rank} dims")
+        numbers = {one: int(number) for one, number in match.groupdict().items()}
+        for index in np.ndindex(shape[: len(stacked)]):
+            every = numbers | dict(zip(stacked, index, strict=True))
+            name = PLACEHOLDER.sub(lambda m, every=every: str(every[m[1]]), template)
+            yield name, Section(k, index, shape[len(stacked) :], pattern)
+
+
+def together(name: str, sections: list[Section], count: int) -> list[Section]:
+    """The sections of one tensor, each with its start.
+
+    Raises:
+        ValueError: If there are not `count`, or they do not fit together.
+    """
+    if len(sections) != count:
+        raise ValueError(f"{name!r} is for {count} parameters, and there are {len(sections)}")
+    ways = {(one.pattern.left, one.pattern.divided) for one in sections}
+    if len(ways) > 1 and any(divided for _, divided in ways):
+        raise ValueError("where one pattern has a +, all have the same left side")
+    divided = sections[0].pattern.divided
+    if divided is None:
+        if len(shapes := {one.pattern.tensor_shape(one.sizes) for one in sections}) > 1:
+            raise ValueError(f"its parameters are tied, and make tensors of the shapes {sorted(map(list, shapes))}")
+        return sections
+    if len({tuple(sorted((one.sizes | {divided: 0}).items())) for one in sections}) > 1:
+        raise ValueError(f"its parameters follow one another along {divided!r}, and differ in other sizes")
+    starts = np.cumsum([0, *(one.sizes[divided] for one in sections)]).tolist()
+    return [dataclasses.replace(one, start=start) for one, start in zip(sections, starts, strict=False)]
+
+
+def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The tensor that sections are of, given each; where they are tied, one for each."""
+    dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
+    arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
+    pattern = sections[0].pattern
+    if pattern.divided is not None:
+        arrays = [np.concatenate(arrays, pattern.names.index(pattern.divided))]
+    sizes = (dict(zip(one.pattern.names, x.shape, strict=True)) for one, x in zip(sections, arrays, strict=False))
+    return [x.reshape(one.pattern.tensor_shape(size)) for one, x, size in zip(sections, arrays, sizes, strict=False)]
+
+
+def parse(text: str) -> Pattern:
+    """A pattern as it is written.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    before, arrow, after = text.partition("->")
+    dims = [(inner or one).split() for inner, one in re.findall(r"\(([^()]*)\)|([^\s()]+)", before)]
+    left = tuple(tuple(name.removesuffix("+") for name in dim) for dim in dims)
+    divided = [name.removesuffix("+") for dim in dims for name in dim if name.endswith("+")]
+    names, right = [name for dim in left for name in dim], tuple(after.split())
+    rest = re.sub(r"\([^()]*\)", "", before)
+    proper = all(name.isidentifier() for name in names) and not set("()") & set(rest)
+    if not arrow or not proper or len(divided) > 1 or sorted(names) != sorted(set(right)) or len(names) != len(right):
+        raise ValueError(
+            f"{text!r} is no pattern. Name the tensor's dims and then the leaf's, as in 'out in -> in out' or "
+            f"'(h d) e -> e h d': each name once on either side, parentheses on the left, at most one name with a +"
+        )
+    return Pattern(left, right, *divided)
+
+
+def same_dims(rank: int) -> Pattern:
+    """The pattern of a leaf that is its tensor as it is."""
+    names = tuple(f"d{dim}" for dim in range(rank))
+    return Pattern(tuple((name,) for name in names), names)
+
+
+def matcher(template: str) -> re.Pattern:
+    """What matches the names that a template stands for, with a group for each placeholder."""
+    literal, seen = PLACEHOLDER.split(template), set()
+    for i in range(1, len(literal), 2):
+        name = literal[i]
+        literal[i] = f"(?P={name})" if name in seen else rf"(?P<{name}>\d+)"
+        seen.add(name)
+    literal[::2] = map(re.escape, literal[::2])
+    return re.compile("".join(literal))
+
+
+def listed(problems: Iterable[str]) -> str:
+    """Problems, a line each; those that differ only in numbers share one."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"\d+", "0", problem), []).append(problem)
+    lines = [first + (f" (and {len(more)} more like it)" if more else "") for first, *more in alike.values()]
+    rest = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    return "".join(f"\n  {line}" for line in [*lines[:MOST_LINES], *rest])

@@ -1,0 +1,146 @@
+"""A loop whose iterations do not depend on one another (microbatches), each of which runs the body's own program.
+
+Its parameters stay sharded: an iteration gathers them where it uses them, as if it were a loss of its own, and
+its gradients are reduce-scattered before the next one starts. The loop sums shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import compat, jaxprs
+from zerojax.gather.residuals import PlainResiduals, Static
+from zerojax.gather.segments import Segment
+from zerojax.offload.host import to_device
+
+if TYPE_CHECKING:
+    from zerojax.gather.program import Program
+    from zerojax.gather.schedule import GatherScheduler, GradScheduler
+    from zerojax.gather.sharded_param import ShardedParam
+
+MOST_ITERATIONS = 64  # each gathers the parameters once more, and a loop over tokens has thousands
+
+
+@dataclasses.dataclass(frozen=True)
+class NestedSegment(Segment):
+    """A loop, each iteration of which runs a program.
+
+    Attributes:
+        program: The body's; its arguments are the loop's constants, carry and rows, then `consts`.
+        consts: Constants of the program.
+    """
+
+    program: Program
+    consts: Sequence
+
+    @property
+    def iterations(self) -> int:
+        """How often the program runs."""
+        return compat.scan_params(self.jaxpr.eqns[0]).length
+
+    @property
+    def first_gather(self) -> Sequence[ShardedParam]:
+        """Nothing: the iterations gather."""
+        return ()
+
+    def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
+        """Nothing: the iterations gather."""
+        return ()
+
+    @property
+    def gathered_bytes(self) -> list[int]:
+        """Those of one iteration."""
+        return [size for segment in self.program.segments for size in segment.gathered_bytes]
+
+    @property
+    def stacks(self) -> Sequence[ShardedParam]:
+        """See `Segment`."""
+        stacks = {param.root for segment in self.program.segments for param in segment.stacks}
+        by_var = dict(zip(self.jaxpr.invars, self.params, strict=False))
+        pairs = zip(self.jaxpr.eqns[0].invars, self.program.invars, strict=False)
+        return [by_var[atom] for atom, var in pairs if var in stacks]
+
+    @property
+    def operands(self) -> list:
+        """None that the backward pass reads again."""
+        return []
+
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, PlainResiduals | None]:
+        """See `Segment`."""
+        _, others = self.start(gathers, ahead=False)
+        roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
+        given = {**roots, **dict(zip(self.others, others, strict=True))}
+        run = gathers.nested(self.program)
+        if not moving:
+            return self._loop(run, {**gathers.env, **given}), None
+        wanted, live = [v for v in given if v in moving], set(self.live_results(moving))
+        outputs = [i for i, key in enumerate(self.results) if key in live]
+
+        def of_moving(values):
+            results = self._loop(run, {**gathers.env, **given, **dict(zip(wanted, values, strict=True))})
+            return [results[i] for i in outputs], results
+
+        _, pull, results = jax.vjp(of_moving, [given[v] for v in wanted], has_aux=True)
+        return results, PlainResiduals(pull, Static((outputs, wanted)))
+
+    def backward(self, residuals: PlainResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+        """See `Segment`."""
+        outputs, wanted = residuals.active.value
+        cotangents = self.cotangents(outputs, grads)
+        if cotangents is None:
+            return
+        _, (cotangents, due) = gathers.take(cotangents, grads.due, ahead=False)
+        grads.settle(due)
+        (to_wanted,) = residuals.pull(cotangents)
+        grads.add_others(wanted, gathers.finish(to_wanted))
+
+    def _loop(self, run: Callable, env: Mapping) -> list:
+        """The results, given `run(*arguments of the program)`."""
+        (eqn,) = self.jaxpr.eqns
+        scan, by_var = compat.scan_params(eqn), dict(zip(self.jaxpr.invars, self.sources, strict=True))
+        params = dict(zip(self.jaxpr.invars, self.params, strict=False))
+
+        def value(atom):
+            if compat.is_literal(atom):
+                return jnp.asarray(atom.val, atom.aval.dtype)
+            if atom in params:
+                return params[atom].sliced(env).astype(params[atom].wide)
+            return env[by_var[atom]]
+
+        values = [value(atom) for atom in eqn.invars]
+        consts, carry = values[: scan.consts], values[scan.consts :][: scan.carry]
+
+        def body(carry, rows):
+            results = run(*consts, *carry, *rows, *self.consts)
+            return results[: scan.carry], results[scan.carry :]
+
+        rows = values[scan.consts + scan.carry :]
+        carry, ys = lax.scan(body, carry, rows, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+        results = dict(zip(eqn.outvars, [*carry, *ys], strict=True))
+        return [results[var] for var in self.jaxpr.outvars]
+
+
+def iterations_are_independent(scan: compat.ScanParams) -> bool:
+    """Whether each iteration of a loop does the same work whatever the others did, and sums what it carries."""
+    body = compat.opened(scan.body)[0]
+    uses, _ = jaxprs.uses_of(body)
+    carried = zip(body.invars[scan.consts :], body.outvars[: scan.carry], strict=False)
+    return not body.effects and all(_is_summed(before, after, uses) for before, after in carried)
+
+
+def _is_summed(before: Any, after: Any, uses: Mapping) -> bool:
+    """Whether a carry is counted, left alone, or added to."""
+    if not jnp.issubdtype(before.aval.dtype, jnp.inexact) or before is after:
+        return True
+    var = before
+    while var is not after and (readers := uses.get(var, ())):
+        if len(readers) > 1 or readers[0][0].primitive.name not in ("add", "add_any", "convert_element_type"):
+            return False
+        (var,) = readers[0][0].outvars
+    return True

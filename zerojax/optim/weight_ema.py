@@ -1,0 +1,89 @@
+"""An exponential moving average of the weights, as an optax transformation: its state is sharded like any moment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+class WeightEmaState(NamedTuple):
+    """The state of `weight_ema`.
+
+    Attributes:
+        average: The average of the parameters; their shapes, float32 or wider.
+    """
+
+    average: PyTree
+
+
+def weight_ema(decay: float) -> optax.GradientTransformation:
+    """Keep a moving average of the parameters beside the optimizer; updates pass through.
+
+    It is the last of an `optax.chain`, where updates are what is added to the parameters. Under `zero_shard` it sees
+    the master weights; its average is sharded, offloaded, rolled back, checkpointed and restored as any state is.
+
+    Args:
+        decay: What is kept of the average at each step, from 0 (none of it) to 1. It starts at the parameters.
+
+    Returns:
+        An optax transformation. `zerojax.averaged` finds the average in a state that contains its own.
+
+    Raises:
+        ValueError: If `decay` is not within 0 and 1; in `update`, if the parameters are not given.
+
+    Examples:
+        >>> tx = zero_shard(optax.chain(optax.adamw(3e-4), weight_ema(0.999)), stage=3)
+        >>> average = tx.as_params(averaged(state.opt_state), state.params)
+        >>> tx.eval_step(model.apply)(average, batch)
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay={decay} must be within 0 and 1: it is the share of the average that each step keeps.")
+
+    def init(params):
+        return WeightEmaState(jax.tree.map(lambda x: jnp.array(x, wide(x)), params))
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("weight_ema averages the parameters: call update(updates, state, params).")
+
+        def one(average, new):
+            inexact = jnp.issubdtype(new.dtype, jnp.inexact)
+            return decay * average + (1 - decay) * new.astype(average.dtype) if inexact else new
+
+        return updates, WeightEmaState(jax.tree.map(one, state.average, optax.apply_updates(params, updates)))
+
+    return optax.GradientTransformation(init, update)
+
+
+def wide(x: jax.Array) -> jnp.dtype:
+    """The type of an average: that of the parameter, but not narrower than float32."""
+    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+
+
+def averaged(opt_state: PyTree) -> PyTree:
+    """The average that `weight_ema` keeps.
+
+    Args:
+        opt_state: A state that contains that of one `weight_ema`, at any depth.
+
+    Returns:
+        A tree with the parameters' structure. Of a state of `zero_shard` its leaves are in storage, and
+        `tx.as_params` makes parameters of it.
+
+    Raises:
+        ValueError: If there is not exactly one.
+    """
+    is_ema = lambda x: isinstance(x, WeightEmaState)
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ema) if is_ema(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"The state has {len(found)} averages of weights, and one is needed. Chain one "
+            "weight_ema(decay) behind the optimizer, and give its state, such as state.opt_state."
+        )
+    return found[0].average
