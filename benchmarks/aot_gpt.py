@@ -2,6 +2,7 @@
 
     python benchmarks/aot_gpt.py                            both styles, 8 x H200, prefetch 0 and 1
     python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
+    python benchmarks/aot_gpt.py --topology h200:2x8 --ways hybrid hybrid-device      shards within a host (HSDP)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
 
 The ways: `stage3` and `device` are ours, in global and device view, and `-tight` the same where XLA's latency-hiding
@@ -12,7 +13,7 @@ with loops that are double buffered and collectives combined.
 
 Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the sharded
 parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
-product in flight; `waiting` the share of the step, simulated at peak rates, in which kernels wait for collectives, and
+product in flight, `inside` and `across` that of what stays in a host and what does not; `waiting` the share of the step, simulated at peak rates, in which kernels wait for collectives, and
 `for` what they wait for most; `all-in` is temporary memory, arguments and results over the parameters.
 """
 
@@ -37,11 +38,18 @@ from zerojax import collectives, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
-from zerojax.inspect.overlap import overlap
+from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import roofline
 from zerojax.planning.read_plan import waits_by_cause
 
-OURS = {"stage3": "global", "device": "device", "stage3-tight": "global", "device-tight": "device"}
+OURS = {
+    "stage3": "global",
+    "device": "device",
+    "stage3-tight": "global",
+    "device-tight": "device",
+    "hybrid": "global",
+    "hybrid-device": "device",
+}
 TIGHT = {"xla_gpu_memory_limit_slop_factor": 4}  # percent of the GPU's memory: 5.6 of 141 GB
 DOUBLE = {
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -59,14 +67,17 @@ WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-doubl
 
 def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:
     """Compile one training gradient and read its figures off the program."""
-    mesh, scan = absent_mesh(topology), style == "scan"
+    hybrid, scan = way.startswith("hybrid"), style == "scan"
+    axes = ("host", "gpu") if hybrid else ("data",)
+    mesh = absent_mesh(topology, axes=axes)
     init, loss, (rows, length) = yardstick.build("gpu", scan=scan, **changes)
     if way.startswith("gathered"):
         loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES["gpu"], **changes), scan, mesh)
     stage = 0 if way == "replicated" else 3
-    tx = zero_shard(optax.adamw(1e-4), stage=stage, mesh=mesh, prefetch=prefetch, view=OURS.get(way, "global"))
+    options = {"mesh": mesh, "axis": axes, "prefetch": prefetch, "view": OURS.get(way, "global")}
+    tx = zero_shard(optax.adamw(1e-4), stage=stage, shard_axis="gpu" if hybrid else None, **options)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    batch = NamedSharding(mesh, PartitionSpec("data"))
+    batch = NamedSharding(mesh, PartitionSpec(axes))
     tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)
     start = time.perf_counter()
     if way in OURS:
@@ -83,11 +94,13 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(way))
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(shapes).plan.grads
+    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=axes).create(shapes).plan.grads
     gpu = Device.of(Topology.parse(topology))
-    module = read(text)
+    module, moved = read(text), overlap(text)
+    across = [one for one in moved.in_flight if gpu.ring_bandwidth(one.collective.group) < gpu.links.link]
+    inside = [one for one in moved.in_flight if one not in across]
     waits = waits_by_cause(module, gpu)
-    kernels = roofline(module, overlap(text), gpu).kernels
+    kernels = roofline(module, moved, gpu).kernels
     width = jnp.dtype(yardstick.SIZES["gpu"].dtype).itemsize
     sharded = sum(leaf.size for leaf in parts if leaf.kind == "sharded") * width
     return {
@@ -96,7 +109,9 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
         "topology": topology,
         "prefetch": prefetch,
         "passes": round(collectives(text).moved("all-gather").bytes / sharded, 4),
-        "hidden": round(overlap(text).hidden_share, 4),
+        "hidden": round(moved.hidden_share, 4),
+        "inside": round(Overlap(tuple(inside)).hidden_share, 4),
+        "across": round(Overlap(tuple(across)).hidden_share, 4),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
         "for": next(iter(waits), ""),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),

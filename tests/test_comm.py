@@ -53,7 +53,7 @@ def reduced(comm, leaves, exposed):
     """A function of `(devices, *shape)` stacks: the sum of each over its dim 0, in storage."""
 
     def local(stacks):
-        return comm.reduce_scatter([stack[0] for stack in stacks], leaves, exposed=exposed)
+        return comm.reduce_across(comm.reduce_scatter([stack[0] for stack in stacks], leaves, exposed=exposed), leaves)
 
     return mapped(local, ([P(AXES)] * len(leaves),), [leaf.local_spec for leaf in leaves])
 

@@ -51,6 +51,11 @@ class Collectives(Protocol):
         """How many losses are computed at once; their mean is taken."""
         ...
 
+    @property
+    def defers(self) -> bool:
+        """Whether the backward pass leaves gradients to its caller to `reduce_across`."""
+        ...
+
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a shard."""
         ...
@@ -74,16 +79,30 @@ class Collectives(Protocol):
         ...
 
     def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Shards of the sums over all data-parallel workers, zeros in the padding.
+        """Shards of the sums over the devices that hold different shards of a leaf, zeros in the padding.
+
+        Those are all data-parallel workers, unless `across` says otherwise.
 
         Args:
             grads: One a leaf, logical shape.
-            leaves: How each sum is left. A replicated one is all-reduced.
+            leaves: How each sum is left. A replicated one is all-reduced, over all workers.
             exposed: Whether no other compute hides the collectives.
 
         Returns:
             One a leaf, in the type it was reduced in; `Wire.decode_grad` gives it another.
         """
+        ...
+
+    def across(self, leaf: Leaf) -> tuple[str, ...]:
+        """Axes over which shards of a leaf are replicated (hybrid sharding); `reduce_across` sums over them."""
+        ...
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of what the backward pass leaves of a leaf's gradient."""
+        ...
+
+    def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """The sums over all data-parallel workers of what `reduce_scatter` returned."""
         ...
 
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
@@ -143,6 +162,7 @@ class ManualCollectives:
             Each leaf is sharded over all of them, or some.
         bucket_bytes: Sharded leaves share a bucket up to this many logical bytes; 0: none do.
         wire: What the collectives carry.
+        defers: Whether the backward pass leaves gradients to its caller to `reduce_across`.
 
     Raises:
         ValueError: If `bucket_bytes` is negative.
@@ -152,6 +172,7 @@ class ManualCollectives:
     # Measured on the GPT yardstick (8 x H200, unrolled): 32 MiB hides 87% of the bytes, 128 MiB, a full layer, 96%.
     bucket_bytes: int = BUCKET_BYTES
     wire: Wire = dataclasses.field(default_factory=Wire)
+    defers: bool = False
 
     def __post_init__(self):
         """Check the limit."""
@@ -217,6 +238,23 @@ class ManualCollectives:
                 values[i] = shard
         return values
 
+    def across(self, leaf: Leaf) -> tuple[str, ...]:
+        """See `Collectives`."""
+        return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in leaf.axes)
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """See `Collectives`."""
+        return self.shape(leaf)
+
+    def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """See `Collectives`."""
+        sums = list(shards)
+        for i, leaf in enumerate(leaves):
+            if axes := self.across(leaf):
+                with jax.named_scope(f"zerojax_all_reduce[{_label([leaf])}]"):
+                    sums[i] = lax.psum(shards[i], axes)
+        return sums
+
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are this worker's own."""
         if rule is None:
@@ -267,15 +305,10 @@ class ManualCollectives:
             return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
         if leaf.dim is not None and len(leaves) == 1:
             padded = pad(values[0], leaf.dim, leaf.storage_shape[leaf.dim])
-            return [self._over_rest(lax.psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True), leaf)]
+            return [lax.psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True)]
         rows = jnp.concatenate([to_rows(*pair) for pair in zip(values, leaves, strict=True)], axis=1)
-        row = self._over_rest(lax.psum_scatter(rows, leaf.axes, scatter_dimension=0), leaf)
+        row = lax.psum_scatter(rows, leaf.axes, scatter_dimension=0)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(split(row, leaves), leaves, strict=True)]
-
-    def _over_rest(self, shard: Array, leaf: Leaf) -> Array:
-        """The sum over the axes that the leaf is not sharded over (hybrid sharding): of shards, not of full arrays."""
-        rest = tuple(axis for axis in self.axes if axis not in leaf.axes)
-        return lax.psum(shard, rest) if rest else shard
 
 
 def _all_gather(shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:

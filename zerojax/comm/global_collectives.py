@@ -36,7 +36,8 @@ class GlobalCollectives:
     """Collectives outside of any `shard_map`: a shard is a global array in storage shape.
 
     A gradient that is not reduced is either the sum already, logical shape, or one summand a
-    worker, `(workers, *logical)` divided on dim 0 (`partial_sums`).
+    worker, `(workers, *logical)` divided on dim 0 (`partial_sums`). One that is reduced within the groups
+    that hold all shards each has one summand a group, `(groups, *storage)`.
 
     Attributes:
         mesh: Mesh with Auto axes.
@@ -96,13 +97,48 @@ class GlobalCollectives:
         chosen = [leaves[i] for i in partial]
 
         def reduce(*rows):
-            return self.manual.reduce_scatter([row[0] for row in rows], chosen, exposed=exposed)
+            shards = self.manual.reduce_scatter([row[0] for row in rows], chosen, exposed=exposed)
+            return [x[None] if self.across(leaf) else x for x, leaf in zip(shards, chosen, strict=True)]
 
         specs = [self._divided] * len(partial)
-        shards = self._mapped(reduce, specs, [leaf.local_spec for leaf in chosen])(*(grads[i] for i in partial))
+        shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
         kept = lambda grad, leaf: to_storage(self.mesh, self.wire.encode_grad(grad), leaf)
         return [reduced[i] if i in reduced else kept(grads[i], leaf) for i, leaf in enumerate(leaves)]
+
+    def across(self, leaf: Leaf) -> tuple[str, ...]:
+        """See `Collectives`."""
+        return self.manual.across(leaf)
+
+    @property
+    def defers(self) -> bool:
+        """See `Collectives`."""
+        return self.manual.defers
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """See `Collectives`; one summand a group where it is left to be reduced across."""
+        groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
+        return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
+
+    def _reduced_spec(self, leaf: Leaf) -> PartitionSpec:
+        """How what `reduce_scatter` returns is sharded."""
+        axes = self.across(leaf)
+        return PartitionSpec(spec_entry(axes), *leaf.local_spec) if axes else leaf.local_spec
+
+    def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """See `Collectives`; what the compiler has summed already stays."""
+        pairs = enumerate(zip(shards, leaves, strict=True))
+        partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
+        chosen = [leaves[i] for i in partial]
+
+        def reduce(*rows):
+            return self.manual.reduce_across([row[0] for row in rows], chosen)
+
+        sums = list(shards)
+        specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, lambda leaf: leaf.local_spec)]
+        for i, x in zip(partial, self._mapped(reduce, specs, out_specs)(*(shards[i] for i in partial)), strict=True):
+            sums[i] = x
+        return sums
 
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are left as one summand a worker where they can be."""
@@ -131,7 +167,7 @@ class GlobalCollectives:
 
     def like(self, grad: Array, other: Array) -> Array:
         """See `Collectives`."""
-        return partial_sums.as_rows(grad, self._workers) if grad.ndim < other.ndim else grad
+        return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
     def element(self, x: Array) -> Array:
         """See `Collectives`; each device reads its own."""

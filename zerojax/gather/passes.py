@@ -116,7 +116,9 @@ def run_backward(
     grads.finish()
     for var, params in program.joined.items():
         for i, param in enumerate(params if var in grads.cotangents else ()):
-            grads.add(param.root, param.root_grad(grads.cotangents[var][i], env))
+            stack = grads.cotangents[var]  # perhaps of summands
+            layer = jax.lax.index_in_dim(stack, i, stack.ndim - var.aval.ndim, keepdims=False)
+            grads.add(param.root, param.root_grad(layer, env))
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
 
 

@@ -1,7 +1,8 @@
 """The backward pass of a scan over layers; see `scan`.
 
 Each iteration computes its gradients, reduce-scatters those of the one before, writes them in
-place into the stacks', and gathers for the one after.
+place into the stacks', and gathers for the one after. In hybrid sharding what was reduce-scattered
+waits one more iteration, which reduces it across.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ class State:
         carry: Cotangents of the carry.
         gathered: Gathered layers of the next iteration; empty without prefetch.
         pending: Gradients of gathered layers that are not reduce-scattered yet.
+        scattered: Those of the iteration before it, to be reduced across; empty without hybrid sharding.
         shared: Sums of the gradients of parameters that every iteration uses.
         consts: Sums of the cotangents of the constants.
         slices: Stacks of cotangents of what the iterations sliced.
@@ -38,6 +40,7 @@ class State:
     carry: list
     gathered: list
     pending: list
+    scattered: list
     shared: list
     consts: list
     slices: list
@@ -93,9 +96,9 @@ class Backward:
 
     def start(self, cotangents: Sequence, gathered: Sequence) -> State:
         """The state before the first iteration."""
-        loop, shapes = self.loop, self.two.other_shapes
+        loop, others = self.loop, self.two.other_shapes
         inner, comm = loop.consts + loop.carry, self.layers.options.comm
-        zeros = lambda i: (comm.zeros if i in self.later else jnp.zeros)(shapes[i].shape, shapes[i].dtype)
+        zeros = lambda i: (comm.zeros if i in self.later else jnp.zeros)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in self.others_in(0, loop.consts)]
         # Every row will be written. Filled with a value that is computed only now, and not with zeros, XLA
         # cannot allocate the stacks early.
@@ -104,12 +107,13 @@ class Backward:
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.two.active_params if i < len(loop.shared)]
         shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
-        shards = [self.layers.shards[i] for i in self.trained.values()]
-        stacks = [jnp.full(shard.shape, seed.astype(shard.dtype)) for shard in shards]
+        dtypes = [self.layers.shards[i].dtype for i in self.trained.values()]
+        shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
+        stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
-        return State(carry, list(gathered), [], shared, consts, slices, stacks)
+        return State(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
-    def iterate(self, shared: Sequence, state: State, iteration, *, fetch: bool, reduce: bool, zero: Any = 0) -> State:
+    def iterate(self, shared: Sequence, state: State, iteration, *, fetch: bool, zero: Any = 0) -> State:
         """One iteration.
 
         Args:
@@ -117,7 +121,6 @@ class Backward:
             state: The state before it.
             iteration: Its index.
             fetch: Whether to gather for the next one.
-            reduce: Whether there are gradients of the one before to reduce-scatter.
             zero: A zero that is data-dependent on what the gather has to start after.
         """
         loop, two = self.loop, self.two
@@ -127,9 +130,8 @@ class Backward:
         else:
             gathered, carry = self.gather(iteration, state.carry)
             following = []
-        stacks = state.stacks
-        if self.ahead and reduce:
-            stacks = self._reduced_into(stacks, state.pending, iteration + 1)
+        stacks = self._reduced_into(state.stacks, state.scattered, iteration + 2)
+        stacks, scattered = self._scattered_into(stacks, state.pending, iteration + 1)
         inner, given = loop.consts + loop.carry, self.residuals.others
         saved, carried, slices = [
             [None if x is None else loop.row(x, iteration) for x in xs] for xs in (*self.residuals.saved, given[inner:])
@@ -140,13 +142,15 @@ class Backward:
         to_params, to_others = two.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
         pending, to_shared = self._sorted(to_params)
         if not self.ahead:
-            stacks, pending = self._reduced_into(stacks, pending, iteration), []
+            stacks, scattered = self._scattered_into(stacks, pending, iteration)
+            stacks, pending, scattered = self._reduced_into(stacks, scattered, iteration), [], []
         to = dict(zip(two.active_others, to_others, strict=True))
         to_consts, to_slices = [to[i] for i in self.others_in(0, loop.consts)], [to[i] for i in self.others_in(inner)]
         return State(
             carry=[to[i] for i in self.others_in(loop.consts, inner)],
             gathered=following,
             pending=pending,
+            scattered=scattered,
             shared=[comm.add(a, c.astype(a.dtype)) for a, c in zip(state.shared, to_shared, strict=True)],
             consts=[comm.add(a, c) for a, c in zip(state.consts, to_consts, strict=True)],
             slices=[self._write(s, c, iteration) for s, c in zip(state.slices, to_slices, strict=True)],
@@ -178,10 +182,30 @@ class Backward:
             totals[key] = self.layers.options.add(totals[key], grad)
         return list(totals.values()), shared
 
-    def _reduced_into(self, stacks: Sequence, grads: Sequence, iteration) -> list:
-        """The stacks with one iteration's gradients reduce-scattered into them."""
-        layers = [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
-        shards = self.layers.options.reduce_scatter(grads, layers)
+    @property
+    def is_across(self) -> bool:
+        """Whether what is reduce-scattered is still to be reduced across."""
+        return any(map(self.layers.options.is_across, self._layers))
+
+    @property
+    def _layers(self) -> list:
+        """A layer of each stack that has a gradient."""
+        return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
+
+    def _scattered_into(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
+        """`(stacks, scattered)`: one iteration's gradients reduce-scattered, in the stacks if that is all."""
+        if not grads:
+            return list(stacks), []
+        shards = self.layers.options.reduce_scatter(grads, self._layers)
+        return (list(stacks), shards) if self.is_across else (self._into(stacks, shards, iteration), [])
+
+    def _reduced_into(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
+        """The stacks with one iteration's shards reduced across."""
+        if not scattered:
+            return list(stacks)
+        return self._into(stacks, self.layers.options.reduce_across(scattered, self._layers), iteration)
+
+    def _into(self, stacks: Sequence, shards: Sequence, iteration) -> list:
         return [self._write(stack, shard, iteration) for stack, shard in zip(stacks, shards, strict=True)]
 
     def _write(self, stack, row, iteration):
@@ -226,24 +250,27 @@ def _iterate(
     state = run.start(run.cotangents, gathered if run.ahead else [])
 
     def body(state, iteration):
-        return run.iterate(shared, state, iteration, fetch=True, reduce=True), None
+        return run.iterate(shared, state, iteration, fetch=True), None
 
     if not run.ahead:
         return lax.scan(body, state, jnp.arange(length), reverse=True)[0]
+    left = length - 1
     if length > 1:
         zero = run.layers.options.comm.zero_after(state.carry)
-        state = run.iterate(shared, state, length - 1, fetch=True, reduce=False, zero=zero)
+        state = run.iterate(shared, state, left, fetch=True, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
         grads.settle(due)
-        state = dataclasses.replace(state, carry=carry)
-    if length > 2:
-        state, _ = lax.scan(body, state, jnp.arange(1, length - 1), reverse=True)
+        state, left = dataclasses.replace(state, carry=carry), left - 1
+    if left and run.is_across:  # from the next one on there is something to reduce across
+        state, left = run.iterate(shared, state, left, fetch=True), left - 1
+    if left:
+        state, _ = lax.scan(body, state, jnp.arange(1, left + 1), reverse=True)
     (carry,) = gathers.start(state.carry)
-    state = run.iterate(shared, dataclasses.replace(state, carry=carry), 0, fetch=False, reduce=length > 1)
-    # Otherwise XLA sinks the reduce-scatter of iteration 1 past the one that hides it, or combines it with the last.
-    carry, (stacks,) = barrier(state.carry, state.stacks)
-    pending = [barrier([grad], stacks)[0][0] for grad in state.pending]
-    return dataclasses.replace(state, carry=carry, pending=pending, stacks=stacks)
+    state = run.iterate(shared, dataclasses.replace(state, carry=carry), 0, fetch=False)
+    # Otherwise XLA sinks the reduction of iteration 1 past the one that hides it, or combines it with the last.
+    carry, (stacks, scattered) = barrier(state.carry, state.stacks, state.scattered)
+    pending = [barrier([grad], stacks + scattered)[0][0] for grad in state.pending]
+    return dataclasses.replace(state, carry=carry, pending=pending, scattered=scattered, stacks=stacks)
 
 
 def _finish(segment: Segment, run: Backward, state: State, gathers: GatherScheduler, grads: GradScheduler) -> None:
@@ -260,6 +287,8 @@ def _finish(segment: Segment, run: Backward, state: State, gathers: GatherSchedu
     stacked = [loop.stacked[i] for i in run.trained.values()]
     numbers = [grads.add_stack(*pair) for pair in zip(stacked, state.stacks, strict=True)]
     left = [param.at_layer(loop.layer(0)) for param in stacked] if run.ahead else []
+    before = [param.at_layer(loop.layer(1)) for param in stacked] if state.scattered else []
+    grads.add_scattered(before, state.scattered, numbers[: len(before)])
     shared = [loop.shared[i] for i in two.active_params if i < len(loop.shared)]
     sum_dtype = gathers.options.comm.wire.sum_dtype
     sums = [c.astype(sum_dtype(p.leaf.dtype)) for p, c in zip(shared, state.shared, strict=True)]

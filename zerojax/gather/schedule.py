@@ -5,6 +5,7 @@ where they fill the memory, or to their use, where nothing hides them. So the or
 with optimization barriers: a gather may start when the block `prefetch` blocks ahead of its
 use starts, and must be done when the block before its use ends; a block's gradients must be
 computed when the next block's backward pass starts, and be reduce-scattered when that ends.
+What is reduced across hosts, too (hybrid sharding), has one more block's time for it.
 """
 
 import dataclasses
@@ -52,10 +53,18 @@ class Options:
     def reduce_scatter(
         self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """Shards of the summed gradients, each with its dims in its parameter's `order`."""
+        """See `Collectives`; gradients come with their dims in their parameter's `order`."""
         leaves = [param.grad_leaf for param in params]
         shards = self.comm.reduce_scatter(grads, leaves, exposed=exposed)
         return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
+
+    def is_across(self, param: ShardedParam) -> bool:
+        """Whether the gradient that `reduce_scatter` returns is reduced across here, too."""
+        return not self.comm.defers and bool(self.comm.across(param.leaf))
+
+    def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
+        """See `Collectives`."""
+        return self.comm.reduce_across(shards, [param.leaf for param in params])
 
     def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
         """The sum of the gradients of several uses; a single one keeps its type."""
@@ -159,9 +168,10 @@ class GatherScheduler:
 
 
 class GradState(enum.Enum):
-    """What was done to a gradient, and is left to do: it is reduced, then accumulated."""
+    """What was done to a gradient, and is left to do: it is reduce-scattered, reduced across, then accumulated."""
 
     COMPUTED = enum.auto()
+    SCATTERED = enum.auto()
     REDUCED = enum.auto()
 
 
@@ -171,7 +181,7 @@ class PendingGrad:
 
     Attributes:
         key: A sharded parameter, or the variable of an argument, whose gradient is not reduced here.
-        value: A full gradient when `COMPUTED`, a shard when `REDUCED`.
+        value: A full gradient when `COMPUTED`, afterwards a shard.
         state: What was done to it.
         stack: The number of the scan's stack that the gradient is a layer of, if it is.
     """
@@ -187,7 +197,8 @@ class GradScheduler:
 
     XLA's scheduler puts off the gradients of parameters, which nothing waits for, and keeps
     every layer's activations for them. So the gradients of a block must be computed before the
-    next block's backward pass starts, and be reduce-scattered before the one after.
+    next block's backward pass starts, and be reduce-scattered before the one after; a reduction
+    across (`Collectives`) has another block's time.
 
     Attributes:
         env: Values of the program's variables.
@@ -210,12 +221,16 @@ class GradScheduler:
         return [pending.value for pending in self._queue]
 
     def settle(self, due: Sequence[jax.Array]) -> None:
-        """Take `due` back from behind a barrier: accumulate what is reduced, reduce what is computed."""
+        """Take `due` back from behind a barrier: do what each gradient needs next."""
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
         for pending in queue:
             if pending.state is GradState.REDUCED:
                 self._accumulate(pending)
-        self._queue = self._reduced([pending for pending in queue if pending.state is GradState.COMPUTED])
+        scattered, computed = (
+            [pending for pending in queue if pending.state is state]
+            for state in (GradState.SCATTERED, GradState.COMPUTED)
+        )
+        self._queue = [*self._reduced_across(scattered), *self._scattered(computed)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
         """Add a block's cotangents of what it does not gather."""
@@ -251,7 +266,12 @@ class GradScheduler:
             for key, (param, total) in totals.items()
         ]
         at_once = exposed or not self.options.prefetch
-        self._queue += self._reduced(computed, exposed=exposed) if at_once else computed
+        self._queue += self._scattered(computed, exposed=exposed) if at_once else computed
+
+    def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
+        """Add gradients of layers of a scan that are not reduced across yet; `stacks` as `add_stack` gave them."""
+        state = GradState.SCATTERED
+        self._queue += [PendingGrad(*one[:2], state, one[2]) for one in zip(params, shards, stacks, strict=True)]
 
     def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
         """Add the gradients of a scan's stack; a layer that is missing yet goes to `add_params`, with this number."""
@@ -266,20 +286,26 @@ class GradScheduler:
     def finish(self) -> None:
         """Accumulate the last gradients."""
         self.drain()
-        for param, stack in self._stacks:
-            self.add(param.root, param.root_grad(stack, self.env))
+        for param, stack in self._stacks:  # a stack of summands becomes the summands of a stack
+            self.add(param.root, param.root_grad(jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape)), self.env))
 
     def add(self, key: Any, cotangent: jax.Array) -> None:
         """Add a cotangent to those of its key."""
         found = self.cotangents.get(key)
         self.cotangents[key] = cotangent if found is None else self.options.comm.add(found, cotangent)
 
-    def _reduced(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
+    def _scattered(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
         shards = self.options.reduce_scatter([p.value for p in computed], [p.key for p in computed], exposed=exposed)
         return [
-            dataclasses.replace(pending, value=shard, state=GradState.REDUCED)
+            dataclasses.replace(pending, value=shard, state=GradState.SCATTERED if across else GradState.REDUCED)
             for pending, shard in zip(computed, shards, strict=True)
+            for across in [self.options.is_across(pending.key)]
         ]
+
+    def _reduced_across(self, scattered: Sequence[PendingGrad]) -> list[PendingGrad]:
+        sums = self.options.reduce_across([p.value for p in scattered], [p.key for p in scattered])
+        state = GradState.REDUCED
+        return [dataclasses.replace(one, value=x, state=state) for one, x in zip(scattered, sums, strict=True)]
 
     def _accumulate(self, pending: PendingGrad) -> None:
         param, decode = pending.key, self.options.comm.wire.decode_grad

@@ -85,7 +85,8 @@ class ShardedParam:
 
     def from_order(self, grad: jax.Array) -> jax.Array:
         """The inverse of `to_order`, of a shard too."""
-        return lax.transpose(grad, np.argsort(self.order)) if self.order else grad
+        first = tuple(range(grad.ndim - len(self.order)))
+        return lax.transpose(grad, (*first, *(np.argsort(self.order) + len(first)))) if self.order else grad
 
     def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
         """The shard, sliced and on the device, of the parameter's in `env`; `zero()` is a zero to delay a layer by."""
@@ -108,9 +109,11 @@ class ShardedParam:
         return value
 
     def root_grad(self, grad: jax.Array, env: Mapping) -> jax.Array:
-        """The gradient of the parameter's shard, from that of the sliced one in the parameter's type."""
+        """The gradient of the parameter's shard, from that of the sliced one in the parameter's type; or summands."""
         if not self.slices:
             return grad
+        if grad.ndim > len(self.leaf.shape):
+            return jax.vmap(lambda grad: self.root_grad(grad, env))(grad)
         operands = {v: env[v] for v in self.operands}
         # Of its shape alone: the shard may be in host memory, and gradients are on the device.
         shape = jax.ShapeDtypeStruct(env[self.root].shape, env[self.root].dtype)

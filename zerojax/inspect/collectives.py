@@ -23,7 +23,7 @@ KINDS = (
     "collective-broadcast",
 )
 
-_LABEL = re.compile(r"zerojax_(?:gather|reduce_scatter)\[(.*?)\][/)]")
+_LABEL = re.compile(r"zerojax_(?:gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 

@@ -20,7 +20,7 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
     """Differentiate the microbatches in a loop; local shapes.
 
     Stages 0 and 1 add up full gradients and reduce them once; stages 2 and 3 reduce-scatter
-    each microbatch's, and hold 1/N.
+    each microbatch's, and hold 1/N. In hybrid sharding they do so within a host, and reduce the sums across hosts once.
 
     Returns:
         `(returned, grads, mutable)`: what the loss function returned, microbatches on dim 0;
@@ -33,7 +33,7 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
         leaf = view.layout.params[view.layout.trained[k]]
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
         dtype = wide if view.config.precision is None else comm.wire.reduce_dtype(leaf.dtype)
-        return jnp.zeros(comm.shape(view.grads[k]), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
+        return jnp.zeros(comm.grad_shape(view.grads[k]), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
 
     def iteration(carry, microbatch):
         sums, mutable = carry
@@ -49,4 +49,6 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, batch))
     carry = [zeros(k) for k in view.differentiable], mutable
     (sums, mutable), returned = lax.scan(iteration, carry, microbatches)
-    return returned, sums if view.reduces_each else view.reduce(sums), mutable
+    if not view.reduces_each:
+        sums = view.reduce(sums)
+    return returned, view.reduce_across(sums) if view.reduces_across_once else sums, mutable

@@ -82,10 +82,15 @@ class View:
         """How leaves are gathered and reduced."""
         return self._comm(self.config.bucket_bytes)
 
+    @property
+    def reduces_across_once(self) -> bool:
+        """Whether gradients are reduced across (hybrid sharding) once a step, and not microbatch by microbatch."""
+        return self.accumulate > 1 and self.reduces_each and self.config.data.replicas > 1
+
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
         wire = Wire(None if precision is None else precision.reduce)
-        manual = ManualCollectives(self.config.data.batch, bucket_bytes, wire)
+        manual = ManualCollectives(self.config.data.batch, bucket_bytes, wire, self.reduces_across_once)
         return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
 
     def microbatches_of(self, rows: Array) -> Array:
@@ -168,9 +173,11 @@ class View:
             return {}
         leaves = enumerate(zip(self.layout.params, stored, strict=True))
         return {
-            i: jnp.zeros(x.shape, x.dtype) if is_on_host(x) else self.comm.zeros(leaf.shape, x.dtype)
+            i: jnp.zeros(self.comm.grad_shape(leaf), x.dtype)
+            if leaf.kind == "sharded"
+            else self.comm.zeros(leaf.shape, x.dtype)
             for i, (leaf, x) in leaves
-            if is_on_host(x) or leaf.kind != "sharded"
+            if is_on_host(x) or leaf.kind != "sharded" or self.comm.grad_shape(leaf) != x.shape
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
@@ -178,6 +185,13 @@ class View:
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
         only_flat_buckets = self._comm(bucket_bytes=0)
-        sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], [leaves[j][1] for j in pending])
+        parts = [leaves[j][1] for j in pending]
+        sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], parts)
+        if not self.reduces_across_once:
+            sums = only_flat_buckets.reduce_across(sums, parts)
         reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
         return [reduced[j] for j in range(len(grads))]
+
+    def reduce_across(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
+        """The sums over all devices of what `reduce` left to be reduced once a step."""
+        return self.comm.reduce_across(grads, [self.grads[k] for k in self.differentiable])
