@@ -316,7 +316,7 @@ class GradScheduler:
             self.add(param.root, param.root_grad(grad, self.env))
         else:
             stacked, stack = self._stacks[pending.stack]
-            row = decode(pending.value, stack.dtype)
+            row = self.options.comm.like(decode(pending.value, stack.dtype), stack[0])
             self._stacks[pending.stack] = stacked, lax.dynamic_update_index_in_dim(stack, row, param.layer, 0)
 
 
