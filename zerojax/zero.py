@@ -88,9 +88,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             *args: Its arguments.
 
         Returns:
-            `init_fn(*args)` in storage: at stage 3 sharded over the axis, a leaf of which no dim
-            divides as a `Padded`. In the types of the master weights, which `create` and
-            `init` take from it, and `shard` a copy to compute with.
+            `init_fn(*args)` in storage: at stage 3 sharded over the axis, a leaf of which no dim divides as a `Padded`.
+            In the types of the master weights, from which `create` and `init` take them, and `shard` narrower copies.
         """
         config, layout = self.config, layout_of(self.config, jax.eval_shape(init_fn, *args))
         check_host_room(config, layout)
@@ -107,9 +106,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             The tree in storage, always a copy: donating it spares the caller's arrays. In
-            the types that `precision` asks for: at stages 0 to 2 that is the one to
-            compute in, so make the optimizer's state from the wider parameters before.
-            Of shapes, shapes with their shardings.
+            the types that `precision` asks for: at stages 0 to 2 that is the one to compute in, so make the
+            optimizer's state from the wider parameters before. Of shapes, shapes with their shardings.
         """
         config, layout = self.config, layout_of(self.config, params)
 
@@ -311,6 +309,7 @@ def zero_shard(
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] = "data",
     shard_axis: str | tuple[str, ...] | None = None,
+    params_axis: str | tuple[str, ...] | None = None,
     persist_below: int = PERSIST_BELOW,
     prefetch: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
@@ -324,14 +323,14 @@ def zero_shard(
 
     Args:
         tx: Any optax transformation. Its update sees logical arrays, so it is exact.
-        stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too.
-            3: parameters too.
-        mesh: A mesh of real or absent devices, whose axes are Auto or Explicit: arrays come
-            back on it. Default: all devices on one axis. Axes other than `axis` are left to
-            the compiler; inside of the loss all are Auto.
+        stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too. 3: parameters too.
+        mesh: A mesh of real or absent devices, whose axes are Auto or Explicit: arrays come back on it. Default: all
+            devices on one axis. Axes other than `axis` are left to the compiler; inside of the loss all are Auto.
         axis: The mesh axis, or axes such as `("host", "gpu")`, that rows, and the parts above, are divided over.
         shard_axis: Which of these the parts above are divided over, such as `"gpu"`; over the others they are
             replicated (HSDP). None: all.
+        params_axis: Stage 3: which of these parameters alone are divided over, such as `"gpu"`: they are gathered
+            within a host, and their gradients and optimizer state are over all. None: as the others.
         persist_below: A leaf with fewer elements is not sharded by dim: its parameter is persistent (replicated)
             at stage 3, its gradient and optimizer state are flat, each device holding 1/N, if the transformation
             updates it element by element.
@@ -387,7 +386,8 @@ def zero_shard(
         stage,
         mesh,
         axes,
-        () if shard_axis is None else resolve_axes(shard_axis, "shard_axis"),
+        resolve_axes(shard_axis, "shard_axis"),
+        resolve_axes(params_axis, "params_axis"),
         persist_below=persist_below,
         prefetch=prefetch,
         bucket_bytes=bucket_bytes,

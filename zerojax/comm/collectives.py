@@ -94,7 +94,7 @@ class Collectives(Protocol):
         ...
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """Axes over which shards of a leaf are replicated (hybrid sharding); `reduce_across` sums over them."""
+        """Axes over which a leaf is not sharded (hybrid sharding); `reduce_across` sums over them."""
         ...
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -102,7 +102,10 @@ class Collectives(Protocol):
         ...
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """The sums over all data-parallel workers of what `reduce_scatter` returned."""
+        """The sums over all data-parallel workers of what `reduce_scatter` returned.
+
+        Where a leaf's gradient is divided further than the leaf, its parts.
+        """
         ...
 
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
@@ -244,15 +247,23 @@ class ManualCollectives:
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """See `Collectives`."""
-        return self.shape(leaf)
+        return leaf.local_shape if self.defers else leaf.part_shape
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """See `Collectives`."""
         sums = list(shards)
         for i, leaf in enumerate(leaves):
-            if axes := self.across(leaf):
+            if (axes := self.across(leaf)) and leaf.further == 1:
                 with jax.named_scope(f"zerojax_all_reduce[{_label([leaf])}]"):
                     sums[i] = lax.psum(shards[i], axes)
+        further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
+        parts = [further_of(leaves[i], self.axes) for i in further]
+        for bucket in buckets([shards[i] for i in further], parts, self.bucket_bytes):
+            members = [parts[j] for j in bucket]
+            with jax.named_scope(f"zerojax_reduce_scatter[{_label(members)}]"):
+                reduced = self._reduce([shards[further[j]] for j in bucket], members)
+            for j, x in zip(bucket, reduced, strict=True):
+                sums[further[j]] = x
         return sums
 
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
@@ -309,6 +320,12 @@ class ManualCollectives:
         rows = jnp.concatenate([to_rows(*pair) for pair in zip(values, leaves, strict=True)], axis=1)
         row = lax.psum_scatter(rows, leaf.axes, scatter_dimension=0)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(split(row, leaves), leaves, strict=True)]
+
+
+def further_of(leaf: Leaf, axes: tuple[str, ...]) -> Leaf:
+    """A shard of a leaf as a leaf itself, which the others of some axes divide further."""
+    rest = tuple(axis for axis in axes if axis not in leaf.axes)
+    return dataclasses.replace(leaf, shape=leaf.local_shape, axes=rest, shards=leaf.further, further=1)
 
 
 def _all_gather(shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:

@@ -125,6 +125,12 @@ class GlobalCollectives:
         axes = self.across(leaf)
         return PartitionSpec(spec_entry(axes), *leaf.local_spec) if axes else leaf.local_spec
 
+    def _summed_spec(self, leaf: Leaf) -> PartitionSpec:
+        """How what `reduce_across` returns is sharded."""
+        if leaf.further == 1 or leaf.dim is None:
+            return leaf.local_spec
+        return PartitionSpec(*[None] * leaf.dim, spec_entry((*leaf.axes, *self.across(leaf))))
+
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """See `Collectives`; what the compiler has summed already stays."""
         pairs = enumerate(zip(shards, leaves, strict=True))
@@ -135,7 +141,7 @@ class GlobalCollectives:
             return self.manual.reduce_across([row[0] for row in rows], chosen)
 
         sums = list(shards)
-        specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, lambda leaf: leaf.local_spec)]
+        specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, self._summed_spec)]
         for i, x in zip(partial, self._mapped(reduce, specs, out_specs)(*(shards[i] for i in partial)), strict=True):
             sums[i] = x
         return sums

@@ -12,13 +12,15 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
 
 
-def resolve_axes(axis: str | tuple[str, ...], argument: str = "axis") -> tuple[str, ...]:
-    """The axes the caller named in an argument, one or several, as a tuple.
+def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
+    """The axes the caller named in an argument, one or several, as a tuple; none for None, where that is a choice.
 
     Raises:
         TypeError: If they are no names.
         ValueError: If there is none, or one is named twice.
     """
+    if axis is None and argument != "axis":
+        return ()
     axes = (axis,) if isinstance(axis, str) else axis
     if not isinstance(axes, tuple | list) or not all(isinstance(name, str) for name in axes):
         raise TypeError(f'{argument}= names one mesh axis, or several, such as "gpu" or ("host", "gpu"), not {axis!r}.')

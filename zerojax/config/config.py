@@ -41,6 +41,7 @@ class Config:
         user_mesh: The mesh as the caller gave it.
         axis: The mesh axes that rows of the batch are divided over.
         shard_axis: Which of them the stage shards over; empty: all.
+        params_axis: Which of them parameters are sharded over; empty: as `shard_axis`.
         persist_below: A leaf with fewer elements is not sharded by dim: at stage 3 its
             parameter is persistent (replicated), and its gradient and optimizer state are flat.
         prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
@@ -61,6 +62,7 @@ class Config:
     user_mesh: Mesh
     axis: tuple[str, ...] = ("data",)
     shard_axis: tuple[str, ...] = ()
+    params_axis: tuple[str, ...] = ()
     persist_below: int = PERSIST_BELOW
     prefetch: int = 1
     bucket_bytes: int = BUCKET_BYTES
@@ -82,11 +84,14 @@ class Config:
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
         if self.view not in VIEWS:
             raise ValueError(f'Unknown view of the loss {self.view!r}. Give "global" or "device".')
-        if missing := [name for name in self.shard_axis if name not in self.axis]:
-            raise ValueError(
-                f"shard_axis names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
-                f"Shards are over all of these axes, or some."
-            )
+        for argument in ("shard_axis", "params_axis"):
+            if missing := [name for name in getattr(self, argument) if name not in self.axis]:
+                raise ValueError(
+                    f"{argument} names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
+                    f"Shards are over all of these axes, or some."
+                )
+        if self.params_axis:
+            self._check_params_axis()
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
         if not isinstance(self.precision, Precision | None):
@@ -104,6 +109,23 @@ class Config:
                 f"on the device."
             )
 
+    def _check_params_axis(self) -> None:
+        """Refuse what parameters sharded over fewer axes than their optimizer state cannot be combined with."""
+        if self.stage != 3:
+            raise ValueError(
+                f"params_axis={self.params_axis!r} needs stage 3: stage {self.stage} keeps parameters replicated."
+            )
+        if self.shard_axis:
+            raise ValueError(
+                f"shard_axis={self.shard_axis!r} says over which axes everything is sharded, and "
+                f"params_axis={self.params_axis!r} that gradients and optimizer state are over all of axis=. Give one."
+            )
+        if self.offload is not None and self.offload.params is not None:
+            raise ValueError(
+                'Offload(params="host") keeps a parameter as its optimizer state is sharded, and params_axis= over '
+                "fewer axes. Give one of them."
+            )
+
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The mesh that everything is computed on: the caller's, all axes Auto."""
@@ -112,7 +134,7 @@ class Config:
     @property
     def stores_compute_dtype(self) -> bool:
         """Whether parameters are stored in the type they are computed in: not where stage 3 updates its shards."""
-        return self.stage < 3 or self.offload is not None
+        return self.stage < 3 or self.offload is not None or bool(self.params_axis)
 
     @property
     def params_on_host(self) -> bool:
@@ -128,7 +150,7 @@ class Config:
     @functools.cached_property
     def data(self) -> DataMesh:
         """Which axes divide the batch, and over which each part of the model states is sharded."""
-        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis)
+        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis, self.params_axis)
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:

@@ -23,7 +23,8 @@ class DataMesh:
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv
-        2304.11277, section 3.2 (hybrid sharding).
+        2304.11277, section 3.2 (hybrid sharding); Wang et al. 2023, arXiv 2306.10209, section 3.3
+        (parameters within a host).
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -34,7 +35,12 @@ class DataMesh:
 
     @classmethod
     def for_stage(
-        cls, sizes: Mapping[str, int], axes: tuple[str, ...], stage: int, shard_axes: tuple[str, ...] = ()
+        cls,
+        sizes: Mapping[str, int],
+        axes: tuple[str, ...],
+        stage: int,
+        shard_axes: tuple[str, ...] = (),
+        params_axes: tuple[str, ...] = (),
     ) -> DataMesh:
         """The preset of a ZeRO stage.
 
@@ -43,9 +49,14 @@ class DataMesh:
             axes: Axes the rows of the batch are divided over.
             stage: ZeRO stage, 0 to 3.
             shard_axes: Which of them the stage shards over; empty: all. Over the others what it shards is replicated.
+            params_axes: Which of these parameters are sharded over; empty: all. The others divide their shards
+                further, for gradients and optimizer state.
         """
-        sharded = lambda first_stage: (shard_axes or axes) if stage >= first_stage else ()
-        return cls(tuple(sizes.items()), axes, params=sharded(3), grads=sharded(2), opt_state=sharded(1))
+        inner = shard_axes or axes
+        inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))
+        sharded = lambda first_stage: inner if stage >= first_stage else ()
+        params = (params_axes or inner) if stage == 3 else ()
+        return cls(tuple(sizes.items()), axes, params=params, grads=sharded(2), opt_state=sharded(1))
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Devices along some axes together; 1 for none."""
@@ -70,7 +81,14 @@ class DataMesh:
     def in_words(self) -> str:
         """The axes that the stage shards over, and those it replicates over."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)
-        return in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
+        words = in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
+        return words + (f", parameters over {in_words(self.params)}" if self.params not in ((), self.opt_state) else "")
+
+    @property
+    def across(self) -> tuple[str, ...]:
+        """Axes of the batch that some part is not sharded over, though the stage shards it (hybrid sharding)."""
+        parts = [part for part in (self.params, self.grads, self.opt_state) if part]
+        return tuple(axis for axis in self.batch if any(axis not in part for part in parts))
 
     @property
     def compiler_axes(self) -> tuple[str, ...]:

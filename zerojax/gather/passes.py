@@ -118,7 +118,7 @@ def run_backward(
         for i, param in enumerate(params if var in grads.cotangents else ()):
             stack = grads.cotangents[var]  # perhaps of summands
             layer = jax.lax.index_in_dim(stack, i, stack.ndim - var.aval.ndim, keepdims=False)
-            grads.add(param.root, param.root_grad(layer, env))
+            grads.add(param.root, grads.root_grad(param, layer))
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
 
 

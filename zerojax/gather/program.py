@@ -225,6 +225,8 @@ def _nested(eqn, touched: Collection, params: Mapping[Any, ShardedParam]) -> tup
     if scan.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(scan):
         return None
     found = [None if compat.is_literal(a) else params.get(a) for a in eqn.invars]
+    if any(param and param.leaf.further > 1 for param in found):  # its gradients are no shards of the body's arguments
+        return None
     leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in found]
     program, consts = planned(scan.body, leaves)
     largest = max((size for segment in program.segments for size in segment.gathered_bytes), default=0)

@@ -287,7 +287,14 @@ class GradScheduler:
         """Accumulate the last gradients."""
         self.drain()
         for param, stack in self._stacks:  # a stack of summands becomes the summands of a stack
-            self.add(param.root, param.root_grad(jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape)), self.env))
+            stack = jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape))
+            self.add(param.root, self.root_grad(param, stack))
+
+    def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
+        """See `ShardedParam.root_grad`."""
+        shape = self.options.comm.grad_shape(param.stored)
+        rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
+        return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
 
     def add(self, key: Any, cotangent: jax.Array) -> None:
         """Add a cotangent to those of its key."""
@@ -313,7 +320,7 @@ class GradScheduler:
             self.add(param, pending.value)
         elif pending.stack is None:
             grad = decode(pending.value, self.env[param.root].dtype)
-            self.add(param.root, param.root_grad(grad, self.env))
+            self.add(param.root, self.root_grad(param, grad))
         else:
             stacked, stack = self._stacks[pending.stack]
             row = self.options.comm.like(decode(pending.value, stack.dtype), stack[0])

@@ -26,6 +26,7 @@ class ShardedParam:
 
     Attributes:
         root: The jaxpr's variable that holds the parameter.
+        stored: How the parameter is laid out.
         leaf: How this value is laid out: its own shape and sharded dim, the type in which it is
             gathered, and as path the parameter's with the line that uses it.
         wide: The type the jaxpr expects of the gathered value.
@@ -35,6 +36,7 @@ class ShardedParam:
     """
 
     root: Any
+    stored: Leaf
     leaf: Leaf
     wide: np.dtype
     slices: tuple = ()
@@ -108,23 +110,26 @@ class ShardedParam:
             value = _SHARDWISE[eqn.primitive.name](value, eqn, indices)
         return value
 
-    def root_grad(self, grad: jax.Array, env: Mapping) -> jax.Array:
-        """The gradient of the parameter's shard, from that of the sliced one in the parameter's type; or summands."""
+    def root_grad(self, grad: jax.Array, env: Mapping, shape: tuple[int, ...]) -> jax.Array:
+        """The gradient of the parameter's shard, from that of the sliced one in the parameter's type; or summands.
+
+        `shape` is that of the result; it is not the shard's where gradients are divided further.
+        """
         if not self.slices:
             return grad
         if grad.ndim > len(self.leaf.shape):
-            return jax.vmap(lambda grad: self.root_grad(grad, env))(grad)
+            return jax.vmap(lambda grad: self.root_grad(grad, env, shape[1:]))(grad)
         operands = {v: env[v] for v in self.operands}
-        # Of its shape alone: the shard may be in host memory, and gradients are on the device.
-        shape = jax.ShapeDtypeStruct(env[self.root].shape, env[self.root].dtype)
-        return jax.linear_transpose(lambda root: self._slice(root, operands), shape)(grad)[0]
+        like = jax.ShapeDtypeStruct(shape, env[self.root].dtype)
+        return jax.linear_transpose(lambda root: self._slice(root, operands), like)(grad)[0]
 
 
 def root_param(var, leaf: Leaf) -> ShardedParam:
     """A sharded parameter before anything is done to it."""
     assert leaf.dim is not None
     dtype = np.dtype(var.aval.dtype)
-    return ShardedParam(var, dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype), dtype)
+    leaf = dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype)
+    return ShardedParam(var, leaf, leaf, dtype)
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
@@ -140,7 +145,7 @@ def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
     others = (None, *leaf.others) if leaf.others else ()
     path = f"{leaf.path} and {len(params) - 1} more"
     leaf = dataclasses.replace(leaf, path=path, shape=tuple(var.aval.shape), dim=leaf.dim + 1, others=others)
-    return ShardedParam(var, leaf, params[0].wide)
+    return ShardedParam(var, leaf, leaf, params[0].wide)
 
 
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:

@@ -9,6 +9,8 @@ flat         flattened, padded and divided: for leaves too small to be worth sha
              dim, whose shards share one bucket
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from typing import Literal
@@ -62,6 +64,8 @@ class Leaf:
             parallel), which stay as they are.
         reason: Why the leaf is replicated or flat, for the report; empty for a sharded leaf.
         host: Whether it is kept in host memory.
+        further: Into how many parts a shard is divided in turn, over other axes, for its gradient and its optimizer
+            state; padding is for these parts.
     """
 
     path: str
@@ -74,6 +78,7 @@ class Leaf:
     others: tuple = ()
     reason: str = ""
     host: bool = False
+    further: int = 1
 
     @property
     def size(self) -> int:
@@ -87,8 +92,9 @@ class Leaf:
             return (shard_extent(self.size, self.shards)[0] * self.shards,)
         if self.dim is None:
             return self.shape
-        extent, _ = shard_extent(self.shape[self.dim], self.shards)
-        return replace_at(self.shape, self.dim, extent * self.shards)
+        parts = self.shards * self.further
+        extent, _ = shard_extent(self.shape[self.dim], parts)
+        return replace_at(self.shape, self.dim, extent * parts)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -97,6 +103,20 @@ class Leaf:
         if at is None:
             return self.shape
         return replace_at(self.storage_shape, at, self.storage_shape[at] // self.shards)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of one of the parts that a shard is divided into further."""
+        if self.dim is None:
+            return self.local_shape
+        return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
+
+    def within(self, outer: Leaf) -> Leaf:
+        """A leaf that divides a shard of `outer` over the axes that this one has more; itself in a replicated one."""
+        if outer.kind == "replicated":
+            return self
+        rest = tuple(axis for axis in self.axes if axis not in outer.axes)
+        return dataclasses.replace(self, shape=outer.local_shape, axes=rest, shards=self.shards // outer.shards)
 
     @property
     def bytes(self) -> int:

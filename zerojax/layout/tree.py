@@ -161,7 +161,10 @@ def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
     """How the parameter itself is stored, given how its gradient is sharded, and the type it is used in."""
     leaf = dataclasses.replace(leaf, dtype=compute if policy.stores_compute_dtype else leaf.dtype)
     if policy.data.params and leaf.kind == "sharded":
-        return dataclasses.replace(leaf, host=policy.params_on_host)
+        axes = policy.data.params
+        shards = policy.data.size(axes)
+        further = leaf.shards // shards
+        return dataclasses.replace(leaf, host=policy.params_on_host, axes=axes, shards=shards, further=further)
     reason = leaf.reason if policy.stage in (0, 3) else f"stage {policy.stage} keeps parameters replicated"
     return dataclasses.replace(leaf, kind="replicated", dim=None, reason=reason)
 

@@ -51,14 +51,16 @@ def unshard_after_update(
     updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """The inverse of `shard_for_update`: gather what the stage keeps replicated.
+    """The inverse of `shard_for_update`: gather what is replicated, or sharded over fewer axes, between steps.
 
     Of `frozen`, one array a parameter, those that are not trained are taken; None in `updated` makes None.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
-    replicated = [k for k, leaf in enumerate(plan.trained.params) if leaf.dim is None and k in arrays]
-    gathered = gather(config, [arrays[k] for k in replicated], [plan.grads[k] for k in replicated])
-    arrays |= dict(zip(replicated, gathered, strict=True))
+    leaves = plan.trained.params
+    moved = [k for k, leaf in enumerate(leaves) if k in arrays and (leaf.dim is None or leaf.further > 1)]
+    pick = lambda items: [items[k] for k in moved]
+    gathered = gather(config, pick(arrays), pick(plan.grads), pick(leaves))
+    arrays |= dict(zip(moved, gathered, strict=True))
     params = dict(enumerate(frozen)) | {i: arrays.get(k) for k, i in enumerate(plan.layout.trained)}
     return [params[i] for i in range(len(plan.layout.params))]
 

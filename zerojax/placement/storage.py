@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from zerojax.comm import mesh
 from zerojax.comm.collectives import ManualCollectives
@@ -117,17 +117,25 @@ def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
 
 
 def gather(
-    config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
-) -> list[Shaped[Array, "*logical"]]:
-    """All-gather divided leaves explicitly, flat ones in one bucket; storage in, logical out."""
+    config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], targets: Sequence[Leaf]
+) -> list[Array]:
+    """All-gather divided leaves explicitly, flat ones in one bucket.
+
+    Args:
+        config: Mesh and axes.
+        stored: Arrays in storage.
+        leaves: How they are sharded.
+        targets: How they are wanted: replicated, then in logical shape; or sharded over fewer axes, in storage shape.
+    """
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)
     specs = [leaf.local_spec for leaf in leaves]
+    moved = [leaf.within(target) for leaf, target in zip(leaves, targets, strict=True)]
     return jax.shard_map(
-        lambda shards: comm.all_gather(shards, leaves),
+        lambda shards: comm.all_gather(shards, moved),
         mesh=config.mesh,
         in_specs=(specs,),
-        out_specs=[PartitionSpec()] * len(leaves),
+        out_specs=[target.local_spec for target in targets],
         axis_names=set(axes),
         check_vma=False,
     )(list(stored))

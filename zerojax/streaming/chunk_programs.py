@@ -156,9 +156,9 @@ def params_from_host(config: Config, key: ProgramKey) -> Callable:
     return jax.jit(run, donate_argnums=0)
 
 
-def gather_params(config: Config, leaves: Sequence[Leaf]) -> Callable:
-    """`f(shards) -> params`: full parameters from their shards, which are donated."""
-    return jax.jit(lambda shards: gather(config, shards, leaves), donate_argnums=0)
+def gather_params(config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf]) -> Callable:
+    """`f(shards) -> params`: parameters as `targets` say from their updated shards, which are donated."""
+    return jax.jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0)
 
 
 def slice_chunks(

@@ -155,17 +155,17 @@ class StreamedUpdate:
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
         """Parameters as they are stored: gathered where the stage keeps them replicated."""
-        plan = self.plan
-        sharded = {
-            j: dataclasses.replace(plan.grads[i], path="", reason="")
+        plan, bare = self.plan, functools.partial(dataclasses.replace, path="", reason="")
+        moved = {
+            j: (bare(plan.grads[i]), bare(plan.trained.params[i]))
             for j, i in enumerate(group.params)
-            if plan.trained.params[i].dim is None and plan.grads[i].kind != "replicated"
+            if plan.trained.params[i].axes != plan.grads[i].axes or plan.trained.params[i].kind != plan.grads[i].kind
         }
-        if not sharded:
+        if not moved:
             return params
-        gather = self.program(gather_params, tuple(sharded.values()))
-        full = dict(zip(sharded, gather([params[j] for j in sharded]), strict=True))
-        return [full.get(j, x) for j, x in enumerate(params)]
+        gather = self.program(gather_params, *zip(*moved.values(), strict=True))
+        gathered = dict(zip(moved, gather([params[j] for j in moved]), strict=True))
+        return [gathered.get(j, x) for j, x in enumerate(params)]
 
 
 @dataclasses.dataclass

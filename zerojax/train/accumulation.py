@@ -33,7 +33,9 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
         leaf = view.layout.params[view.layout.trained[k]]
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
         dtype = wide if view.config.precision is None else comm.wire.reduce_dtype(leaf.dtype)
-        return jnp.zeros(comm.grad_shape(view.grads[k]), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
+        return (
+            jnp.zeros(comm.grad_shape(view.reduced(k)), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
+        )
 
     def iteration(carry, microbatch):
         sums, mutable = carry

@@ -85,7 +85,7 @@ class View:
     @property
     def reduces_across_once(self) -> bool:
         """Whether gradients are reduced across (hybrid sharding) once a step, and not microbatch by microbatch."""
-        return self.accumulate > 1 and self.reduces_each and self.config.data.replicas > 1
+        return self.accumulate > 1 and self.reduces_each and bool(self.config.data.across)
 
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
@@ -194,4 +194,9 @@ class View:
 
     def reduce_across(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """The sums over all devices of what `reduce` left to be reduced once a step."""
-        return self.comm.reduce_across(grads, [self.grads[k] for k in self.differentiable])
+        return self.comm.reduce_across(grads, [self.reduced(k) for k in self.differentiable])
+
+    def reduced(self, k: int) -> Leaf:
+        """How the gradient of a trained parameter is sharded before it is reduced across."""
+        param = self.layout.params[self.layout.trained[k]]
+        return self.grads[k] if param.dim is None else param
