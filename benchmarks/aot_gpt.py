@@ -13,8 +13,12 @@ with loops that are double buffered and collectives combined.
 
 Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the sharded
 parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
-product in flight, `inside` and `across` that of what stays in a host and what does not; `waiting` the share of the step, simulated at peak rates, in which kernels wait for collectives, and
-`for` what they wait for most; `all-in` is temporary memory, arguments and results over the parameters.
+product in flight, `inside` and `across` that of what stays within a host and what does not; `waiting` the share of the
+step, simulated at peak rates, in which kernels wait for collectives, and `for` what they wait for most; `all-in` is
+temporary memory, arguments and results over the parameters.
+
+Shards within hosts (`hybrid`: all of them, `inside`: the parameters') are compiled so that two collectives may be in
+flight: one goes over NVLink, the other over the network, and XLA's scheduler takes them one after the other else.
 """
 
 import argparse
@@ -49,8 +53,17 @@ OURS = {
     "device-tight": "device",
     "hybrid": "global",
     "hybrid-device": "device",
+    "inside": "global",
+    "inside-device": "device",
+}
+AXES = {
+    "hybrid": {"shard_axis": "gpu"},
+    "hybrid-device": {"shard_axis": "gpu"},
+    "inside": {"params_axis": "gpu"},
+    "inside-device": {"params_axis": "gpu"},
 }
 TIGHT = {"xla_gpu_memory_limit_slop_factor": 4}  # percent of the GPU's memory: 5.6 of 141 GB
+TWO_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 DOUBLE = {
     "xla_gpu_enable_while_loop_double_buffering": True,
     "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
@@ -59,6 +72,7 @@ DOUBLE = {
 COMPILER_OPTIONS = {
     "stage3-tight": TIGHT,
     "device-tight": TIGHT,
+    **dict.fromkeys(AXES, TWO_AT_ONCE),
     "gathered-O1": {"optimization_level": "O1"},
     "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
 }
@@ -67,15 +81,14 @@ WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-doubl
 
 def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:
     """Compile one training gradient and read its figures off the program."""
-    hybrid, scan = way.startswith("hybrid"), style == "scan"
-    axes = ("host", "gpu") if hybrid else ("data",)
+    scan, axes = style == "scan", ("host", "gpu") if way in AXES else ("data",)
     mesh = absent_mesh(topology, axes=axes)
     init, loss, (rows, length) = yardstick.build("gpu", scan=scan, **changes)
     if way.startswith("gathered"):
         loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES["gpu"], **changes), scan, mesh)
     stage = 0 if way == "replicated" else 3
     options = {"mesh": mesh, "axis": axes, "prefetch": prefetch, "view": OURS.get(way, "global")}
-    tx = zero_shard(optax.adamw(1e-4), stage=stage, shard_axis="gpu" if hybrid else None, **options)
+    tx = zero_shard(optax.adamw(1e-4), stage=stage, **AXES.get(way, {}), **options)
     shapes = jax.eval_shape(init, jax.random.key(0))
     batch = NamedSharding(mesh, PartitionSpec(axes))
     tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)

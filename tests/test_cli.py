@@ -210,7 +210,7 @@ def doctor_speed():
         ("nonsense", "No such command 'nonsense'."),
         ("estimate", "Missing argument 'model'."),
         ("estimate -7e9", "No such option: -7."),
-        ("estimate 7e9 --devices x", "Invalid value for '--devices'"),
+        ("estimate 7e9 --stage x", "Invalid value for '--stage'"),
     ],
 )
 def test_a_wrong_use_is_one_line_too(arguments, said, monkeypatch, capsys):

@@ -81,7 +81,8 @@ def estimate(
         ),
     ],
     devices: Annotated[
-        list[int] | None, typer.Option(help="Number of devices; may be repeated.", show_default="8")
+        list[str] | None,
+        typer.Option(help="Number of devices, or hosts of GPUs as h100:128x8; may be repeated.", show_default="8"),
     ] = None,
     stage: Annotated[list[int] | None, typer.Option(help="ZeRO stage; may be repeated.", show_default="all")] = None,
     optimizer: Annotated[str, typer.Option(help="Of optax, by name, or FILE.py:NAME, a transformation.")] = "adamw",
@@ -91,6 +92,8 @@ def estimate(
     offload: Annotated[
         str | None, typer.Option(help="Offload optimizer state to host or disk.", show_default="the device")
     ] = None,
+    shard_axis: Annotated[str | None, typer.Option(help="Of hosts: gpu shards within them (HSDP).")] = None,
+    params_axis: Annotated[str | None, typer.Option(help="Of hosts: gpu shards parameters within them.")] = None,
     png: Annotated[Path | None, typer.Option(help="Also draw it, to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,10 +107,12 @@ def estimate(
         return estimates.estimate(
             user_code.load_model(model),
             tx=user_code.load_transformation(optimizer),
-            devices=tuple(devices or (8,)),
+            devices=[int(count) if count.lstrip("-").isdigit() else count for count in devices or ["8"]],
             stages=tuple(stage or range(4)),
             precision=user_code.parse_precision(precision),
             offload=user_code.parse_offload(offload),
+            shard_axis=shard_axis,
+            params_axis=params_axis,
         )
 
     estimated = run_or_exit(compute, as_json=as_json)

@@ -180,10 +180,11 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     reduced = reductions.moved(unknown_once=True).elements
     gathered_formula = (2 if config.reshard_after_forward else 1) * sum(sizes[leaf.path] for leaf in sharded)
     trained = layout.trained_only()
-    # Of hybrid sharding's replicas, each shard is all-reduced, too.
-    again = lambda leaf: (config.data.replicas > 1 and leaf.kind != "replicated") / leaf.shards
-    parts = zip(trained.params, trained.grads, strict=True)
-    reduced_formula = sum(int(sizes[leaf.path] * (1 + again(grad))) for leaf, grad in parts if is_float(leaf))
+    # In hybrid sharding each shard is reduced across, too.
+    again = lambda leaf: (leaf.kind != "replicated" and not set(config.data.batch) <= set(leaf.axes)) / leaf.shards
+    pairs = zip(trained.params, trained.grads, strict=True)
+    parts = [(param, grad if param.dim is None else param) for param, grad in pairs if is_float(param)]
+    reduced_formula = sum(int(sizes[param.path] * (1 + again(leaf))) for param, leaf in parts)
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
         *_memory_findings(peak, floor, program, sharded, gathers),

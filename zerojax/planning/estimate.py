@@ -25,14 +25,15 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.comm.explicit import auto_context
+from zerojax.comm.mesh import resolve_axes
 from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
-from zerojax.gpus.topology import abstract_mesh
+from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
 from zerojax.planning.estimate_table import Estimate
 from zerojax.planning.options import EstimateOptions, split_options
 from zerojax.planning.shapes import is_array
-from zerojax.planning.stage_bytes import estimate_stage
+from zerojax.planning.stage_bytes import HOST, estimate_stage
 from zerojax.train.loss import Loss
 from zerojax.zero import ZeroTransformation
 
@@ -45,9 +46,8 @@ def estimate(
     model: Any,
     *,
     tx: optax.GradientTransformation | None = None,
-    devices: int | Sequence[int] = 8,
+    devices: int | str | Sequence[int | str] = 8,
     stages: Sequence[int] = tuple(STAGES),
-    replicas: int = 1,
     accumulate: int = 1,
     inputs: Sequence[Any] = (),
     loss_fn: Callable | None = None,
@@ -65,10 +65,9 @@ def estimate(
         model: A number of parameters (`7.5e9`; they are taken for one long vector); or a
             tree of parameters, shapes being enough; or a Flax module.
         tx: The transformation; its state is measured. Default: `optax.adam`.
-        devices: Data-parallel workers; several numbers give several rows a stage.
+        devices: Data-parallel workers; several numbers give several rows a stage. Or hosts x GPUs, such as
+            `"h100:128x8"`: the axes are then `"host"` and `"gpu"`, and bytes across hosts are told apart.
         stages: ZeRO stages, in the order of the rows.
-        replicas: How many groups of the devices hold all shards each, as hosts do in hybrid sharding (`shard_axis`
-            of `zero_shard`); it divides the devices.
         accumulate: Microbatches a step; stages 2 and 3 send more with more of them.
         inputs: What a Linen module's `init` takes beside the key; shapes are enough.
         loss_fn: As for `train_step`; None leaves activations and peak unknown.
@@ -78,7 +77,8 @@ def estimate(
             first device here. What XLA fuses differs between CPU and GPU, and so do activations.
         **options: As for `zero_shard`: `precision` (for a number of parameters bfloat16 unless
             given), `offload` (not at stage 0), `persist_below` (of no effect for a number of
-            parameters), `prefetch`, `trainable`; as for `train_step`: `has_aux`, `weighted`.
+            parameters), `prefetch`, `trainable`, and of hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3);
+            as for `train_step`: `has_aux`, `weighted`.
 
     Returns:
         Rows in the order of `devices`, then of `stages`.
@@ -97,7 +97,6 @@ def estimate(
         31.4
     """
     check_count("accumulate", accumulate, "microbatches", least=1)
-    check_count("replicas", replicas, "groups", least=1)
     if isinstance(tx, ZeroTransformation):
         raise TypeError(
             "estimate wraps tx itself, at every stage: give the transformation that zero_shard wraps, and its options "
@@ -112,11 +111,11 @@ def estimate(
         raise ValueError("The peak of a loss needs the global batch, too. Give batch=; shapes are enough.")
     plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, **loss_options), tuple(args), gpu)
     rows, size, trained = [], 0, 0
-    for count in devices if isinstance(devices, Sequence) else (devices,):
-        check_count("devices", count, "devices", least=1)
-        params = model_shapes(model, inputs) if number is None else vector(number, count)
+    for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
+        axes = mesh_axes(count)
+        params = model_shapes(model, inputs) if number is None else vector(number, axes["user_mesh"].size)
         for stage in stages:
-            config = Config(tx, stage, **hybrid(count, replicas), **config_options(others, number, stage))
+            config = Config(tx, stage, **axes, **config_options(others, number, stage))
             plan = make_plan(config, params)
             layout = plan.layout
             row = estimate_stage(config, plan, accumulate)
@@ -131,15 +130,14 @@ def estimate(
     return Estimate(size, trained, tuple(rows))
 
 
-def hybrid(devices: int, replicas: int) -> dict[str, Any]:
-    """The mesh and the axes of devices of which several groups hold all shards each."""
-    if replicas == 1:
+def mesh_axes(devices: int | str) -> dict[str, Any]:
+    """The mesh and data axes of a number of devices, or of hosts with some each."""
+    if not isinstance(devices, str):
+        check_count("devices", devices, "devices", least=1)
         return {"user_mesh": abstract_mesh(devices)}
-    if devices % replicas:
-        raise ValueError(f"replicas={replicas} does not divide {devices} devices into groups of one size.")
-    axes = ("replica", "data")
-    mesh = AbstractMesh((replicas, devices // replicas), axes, axis_types=(AxisType.Auto,) * 2)
-    return {"user_mesh": mesh, "axis": axes, "shard_axis": axes[1:]}
+    parsed, axes = Topology.parse(devices), (HOST, "gpu")
+    mesh = AbstractMesh((parsed.hosts, parsed.per_host), axes, axis_types=(AxisType.Auto,) * 2)
+    return {"user_mesh": mesh, "axis": axes}
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
@@ -151,6 +149,10 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
     trainable = options.get("trainable")
     mask = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
     changed: dict[str, Any] = {"trainable": mask} | ({} if stage else {"offload": None})
+    for name in ("shard_axis", "params_axis"):
+        changed[name] = resolve_axes(options.get(name), name)
+    if stage < 3:
+        changed["params_axis"] = ()
     if number is not None:
         changed |= {"persist_below": 0, "precision": options.get("precision") or Precision.bf16()}
     return options | changed

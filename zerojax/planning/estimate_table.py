@@ -25,6 +25,7 @@ class StageEstimate:
         host: Offloaded to host memory.
         disk: Offloaded to disk.
         sent: What a device sends in a step (and receives as much).
+        across: Of this, what goes over groups of devices of several hosts; None where hosts are not known.
         backward: Gradients during the backward pass: at stages 0 to 2 full, until they are reduced
             over the devices; with several microbatches their sums so far, too.
         update: What the optimizer needs: gradients as it sees them, and as much for its updates.
@@ -42,6 +43,7 @@ class StageEstimate:
     host: int
     disk: int
     sent: float
+    across: float | None
     backward: int
     update: int
     activations: int | None = None
@@ -132,7 +134,8 @@ class Estimate:
         """A table: stages in rows, parts in columns."""
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
-        columns = [*PARTS, "total", "gathered", *peaks, *offloaded, "sent"]
+        hosts = ["across"] if any(row.across is not None for row in self.rows) else []
+        columns = [*PARTS, "total", "gathered", *peaks, *offloaded, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         for row in self.rows:

@@ -21,6 +21,8 @@ class EstimateOptions(LossOptions, total=False):
     persist_below: int
     prefetch: int
     trainable: Any
+    shard_axis: str | tuple[str, ...] | None
+    params_axis: str | tuple[str, ...] | None
 
 
 class FitOptions(LossOptions, total=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
 from zerojax.planning.estimate_table import StageEstimate
 from zerojax.train.tree_api import returned_grads
+
+HOST = "host"  # the axis of the hosts, where a topology has several
 
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:
@@ -39,6 +42,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     masters = sum(leaf.local_bytes for leaf in on_device if leaf.path.startswith(".master"))
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     host_params = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
+    sent = sent_bytes(config, layout, accumulate)
     return StageEstimate(
         config.stage,
         config.data.workers,
@@ -49,7 +53,8 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         gathered=gathered_bytes(config, layout),
         host=host_params + (0 if on_disk else chunked),
         disk=chunked if on_disk else 0,
-        sent=sent_bytes(config, layout, accumulate),
+        sent=sum(sent.values()),
+        across=sum(count for axes, count in sent.items() if HOST in axes) if HOST in config.data.batch else None,
         backward=backward_bytes(config, plan, accumulate),
         update=(1 if config.offload else 2) * sum(grad.local_bytes for grad in plan.grads),
     )
@@ -88,28 +93,33 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
     return (1 + config.prefetch) * max(layers.values(), default=0)
 
 
-def sent_bytes(config: Config, layout: Layout, accumulate: int) -> float:
-    """What a device sends in a step: reductions in the reduce type, all-gathers in the compute type.
+def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
+    """What a device sends in a step, by mesh axes: reductions in the reduce type, gathers in the compute type.
 
-    `(N - 1) / N` of the logical bytes for each. Stages 0 and 1 reduce once and gather once;
-    stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch. Of R replicas of N
-    shards (hybrid sharding), a reduction all-reduces each shard as well.
+    Over N devices `(N - 1) / N` of the logical bytes for each. Stages 0 and 1 reduce once and gather once;
+    stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch. In hybrid sharding shards
+    are all-reduced over the other axes, once; where these divide them further they are reduce-scattered over them,
+    and gathered after the update.
     """
+    data, sent = config.data, Counter()
     reduces = 1 if config.stage < 2 else accumulate
     gathers = 2 * accumulate if config.stage == 3 else 1
     if config.stage == 3 and not config.reshard_after_forward:
         gathers = accumulate
-    shards, replicas, total = config.data.shards, config.data.replicas, 0
-    over_shards, over_replicas = (shards - 1) / shards, 2 * (replicas - 1) / replicas / shards
     for i, (leaf, dtype) in enumerate(zip(layout.params, layout.compute, strict=True)):
         is_trained = i in layout.trained and jnp.issubdtype(leaf.dtype, jnp.inexact)
         is_persistent = config.stage == 3 and leaf.kind != "sharded"
         if not is_trained and (config.stage < 3 or is_persistent):
             continue  # nothing moves; NumPy knows no dtype of a key
-        gathered = (1 if is_persistent else gathers) * gathered_itemsize(config, leaf, dtype)
-        reduced = is_trained * reduces * reduce_itemsize(config, dtype)
-        total += leaf.size * (reduced * (over_shards + over_replicas) + gathered * over_shards)
-    return total
+        axes = leaf.axes if leaf.kind == "sharded" else layout.grads[i].axes
+        rest = tuple(axis for axis in data.batch if axis not in axes)
+        shards, others = data.size(axes), data.size(rest)
+        gathered, reduced = gathered_itemsize(config, leaf, dtype), is_trained * reduce_itemsize(config, dtype)
+        gathered *= 1 if is_persistent else gathers
+        sent[axes] += leaf.size * (reduced * reduces + gathered) * (shards - 1) / shards
+        once = reduced + is_trained * leaf.dtype.itemsize if leaf.further > 1 else 2 * reduced
+        sent[rest] += leaf.size / shards * once * (others - 1) / others
+    return dict(sent)
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
     """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
     return tuple(
-        dataclasses.replace(leaf, host=False)
+        dataclasses.replace(part if leaf.further > 1 else leaf, dtype=leaf.dtype, host=False)
         if leaf.dim is not None
         else part
         if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or padded)
