@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,7 +101,8 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
     are all-reduced over the other axes, once; where these divide them further they are reduce-scattered over them,
     and gathered after the update.
     """
-    data, sent = config.data, Counter()
+    data = config.data
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
     reduces = 1 if config.stage < 2 else accumulate
     gathers = 2 * accumulate if config.stage == 3 else 1
     if config.stage == 3 and not config.reshard_after_forward:
