@@ -245,29 +245,29 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         skip_nonfinite: bool = False,
         max_skips: int | None = None,
         leaf_norms: bool = False,
+        timeout: float | None = None,
     ) -> Step:
         """A jitted training step that donates its state.
 
         Args:
-            loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable,
-                batch, *args)` returns `(loss, mutable)`, with `has_aux` too `(loss,
-                mutable, aux)`.
+            loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable, batch, *args)` returns
+                `(loss, mutable)`, with `has_aux` too `(loss, mutable, aux)`.
             accumulate: As for `value_and_grad`. Stages 0 and 1 add up full gradients and
                 reduce once; stages 2 and 3 reduce-scatter each microbatch's and hold 1/N.
             has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
             weighted: As for `value_and_grad`. A step whose weights are negative or sum to
                 zero is skipped, and a later call raises: the first that finds it done.
-            mutable: Whether the loss updates `state.mutable`. Its microbatches do so one
-                after the other. In device view float leaves are then averaged over the
-                devices, each counting the same, and others must be the same on all; there,
-                and with microbatches, PRNG keys, folded in `*args` alone, do not belong in it.
-            skip_nonfinite: Whether a step whose gradient has a norm that is not finite
-                leaves the state as it is, bit for bit. Always so with a loss scale.
-            max_skips: How many steps in a row may be skipped before the next call raises;
-                None is any number. If given, such steps are skipped, and each call waits
-                for the step before.
+            mutable: Whether the loss updates `state.mutable`. Its microbatches do so one after the other. In device
+                view float leaves are then averaged over the devices, each counting the same, and others must be the
+                same on all; there, and with microbatches, PRNG keys, folded in `*args` alone, do not belong in it.
+            skip_nonfinite: Whether a step whose gradient has a norm that is not finite leaves the state as it is, bit
+                for bit. Always so with a loss scale.
+            max_skips: How many steps in a row may be skipped before the next call raises; None is any number. If
+                given, such steps are skipped, and each call waits for the step before.
             leaf_norms: Whether metrics have `grad_norms`, the norm of each parameter's
                 gradient; `optax.MaskedNode()` for one that is not trained.
+            timeout: Seconds that a step may take, but for compiling. One that takes longer ends the process, with exit
+                status 75, and says which process it waits for. None: any time.
 
         Returns:
             `step(state, batch, *args) -> (state, metrics)`, with `.lower(...)` as
@@ -277,9 +277,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
             TypeError: If `accumulate` or `max_skips` is no integer.
-            ValueError: If `accumulate` is below 1 or `max_skips` below 0.
+            ValueError: If `accumulate` is below 1, `max_skips` below 0 or `timeout` not above 0.
         """
-        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms)
+        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:

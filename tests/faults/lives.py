@@ -85,7 +85,13 @@ def one_life(folder, way, processes, rng, number, seed):
     texts = [one.text for one in run + reader]
     wrong = early or not began or any(re.search("AssertionError|Segmentation|Timeout!", text) for text in texts)
     wrong = wrong or (processes == 1 and run[0].status not in (0, -signal.SIGINT, -signal.SIGKILL))
-    assert not wrong, "\n".join([f"life {number}, {how} to {len(hit)}: ended early {early}", *texts])
+    if wrong:
+        print(*texts, sep="\n", file=sys.stderr, flush=True)
+        ends = [text[-1500:] for text in texts]  # once more: of a long log only the end may be seen
+        raise AssertionError(
+            f"life {number}, {how} to {len(hit)}: began {began}, ended early {early}, {[one.status for one in run]}\n"
+            + "\n".join(ends)
+        )
     print(f"life {number}: {rounds} rounds, {how} to {len(hit)}{', read beside' * beside}: {[o.status for o in run]}")
     return texts[: len(run)]
 

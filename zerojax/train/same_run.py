@@ -48,19 +48,20 @@ class SameSteps:
         """Nothing is compared yet."""
         self._options, self._seen = repr(options), set()
 
-    def check(self, step: jax.Array, batch: Any, args: tuple) -> None:
-        """Compare with the others where the arguments have shapes that none had before.
+    def check(self, step: jax.Array, batch: Any, args: tuple) -> bool:
+        """Compare with the others where the arguments have shapes that none had before; whether they have.
 
         Raises:
             ValueError: If they differ in shapes, options or the step that they are at.
             TimeoutError: If a process takes no step.
         """
-        if jax.process_count() == 1:
-            return
         leaves = jax.tree_util.tree_leaves_with_path({"batch": batch, "args": args})
         record = {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
         key = tuple(record.items())
-        if key not in self._seen:
-            self._seen.add(key)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        if jax.process_count() > 1:
             at = str(np.asarray(step.addressable_data(0)))
             require_same("step", {"options": self._options, "step": at} | record)
+        return True

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import row_shardings, wait_if_simulated
 from zerojax.config import Config
+from zerojax.inspect.collectives import cause_of, collectives_of
+from zerojax.inspect.hlo import read
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.placement.storage import in_storage
@@ -25,11 +29,24 @@ from zerojax.train.metrics import Metrics
 from zerojax.train.same_run import SameSteps
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepOptions, StepProgram
+from zerojax.train.watchdog import Watchdog
 
 
 def resident_state(state: ZeroState) -> list:
     """The leaves of the optimizer's state that are on the device, None for those that are offloaded."""
     return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
+
+
+def shape_of(x: Any) -> Any:
+    """An array's shape, type and sharding; what is no array itself."""
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) if is_array else x
+
+
+def labels_of(step: weakref.ref[Step]) -> list[str]:
+    """The collectives of a step, if it is there still."""
+    found = step()
+    return [] if found is None else found.collective_labels()
 
 
 class Step:
@@ -59,6 +76,9 @@ class Step:
         self._before_streaming = jax.jit(step_before_streaming, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._calls, self._same = itertools.count(), SameSteps(options)
+        self._shapes: Any = None
+        timeout = options.timeout
+        self._watchdog = None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     @property
     def config(self) -> Config:
@@ -113,17 +133,31 @@ class Step:
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         args = packed(args, keywords)
-        if not isinstance(state.step, jax.core.Tracer):
-            self._same.check(state.step, batch, args)
-        rows = place_batch(self.config, batch, self.options.accumulate)
         if isinstance(state.step, jax.core.Tracer):
-            return self._jitted(state, rows, *args)
+            return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
+        is_new = self._same.check(state.step, batch, args)
+        number = next(self._calls)  # the state's own count is on the device, and to read it would be to wait
+        if self._watchdog is None:
+            return self._run(number, state, batch, args)
+        if is_new:
+            self._shapes = jax.tree.map(shape_of, (state, batch, args))
+        with self._watchdog.watching(number, compiles=is_new) as watched:
+            state, metrics = self._run(number, state, batch, args)
+            watched.result = metrics["loss"]
+        return state, metrics
+
+    def _run(self, number: int, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, Metrics]:
+        rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
-        # The state's own count is on the device, and to read it would be to wait.
-        with jax.profiler.StepTraceAnnotation("train", step_num=next(self._calls)):
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
+
+    def collective_labels(self) -> list[str]:
+        """Which collectives a step has, in the order of the compiled program; of the last arguments of new shapes."""
+        state, rows, args = self._shapes
+        return [f"{c.kind} of {cause_of(c)}" for c in collectives_of(read(self.lower(state, rows, *args).compile()))]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """The step with its update streamed: one program up to the gradients, then one for each chunk."""

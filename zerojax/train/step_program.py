@@ -33,9 +33,10 @@ class StepOptions:
             implied by `max_skips`.
         max_skips: How many such steps in a row are tolerated; None is any number.
         leaf_norms: Whether metrics have the norm of each parameter's gradient.
+        timeout: Seconds after which a step that has not ended ends the process; None waits for ever.
 
     Raises:
-        TypeError: If a count is no integer.
+        TypeError: If a count is no integer, or the timeout no number.
         ValueError: If a count is out of range.
     """
 
@@ -43,12 +44,17 @@ class StepOptions:
     skip_nonfinite: bool = False
     max_skips: int | None = None
     leaf_norms: bool = False
+    timeout: float | None = None
 
     def __post_init__(self):
         """Check the counts."""
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
+        if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float)):
+            raise TypeError(f"timeout is a number of seconds, such as 600, not {self.timeout!r}.")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout} must be above 0 seconds; None waits for ever.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""Run by test_watchdog.py, twice: process 1 hangs in its data, and process 0 has a watchdog.
+
+python watchdog_child.py PROCESS PORT
+"""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+process = int(sys.argv[1])
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
+
+from zerojax import zero_shard  # noqa: E402
+
+tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+step = tx.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), timeout=4)
+state = tx.create({"w": jnp.ones((4, 16))})
+for number in range(10):
+    if number == 3 and process == 1:
+        print("hangs", flush=True)
+        time.sleep(600)
+    state, metrics = step(state, np.ones((8, 4), np.float32))
+    jax.block_until_ready(metrics["loss"])
+    print(f"done {number}", flush=True)
