@@ -7,6 +7,7 @@ array is one device's, and writes each collective itself.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
     from zerojax.jaxprs import Rule
+
+# What the scopes below become in the name of an operation of a compiled program: what is done, and the leaves.
+LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 
 
 class Collectives(Protocol):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerojax import compat
+from zerojax.comm.collectives import LABEL
 from zerojax.inspect.hlo import Computation, Instruction, Module, read
 
 KINDS = (
@@ -23,7 +24,6 @@ KINDS = (
     "collective-broadcast",
 )
 
-_LABEL = re.compile(r"zerojax_(?:gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 
@@ -250,9 +250,9 @@ def collectives_of(module: Module) -> Collectives:
 
 def cause_of(c: Collective) -> str:
     """The leaf and line that the engine noted, else the innermost line of the model, else the operation."""
-    if label := _LABEL.search(c.op_name):
+    if label := LABEL.search(c.op_name):
         more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
-        return label.group(1).replace("\\", "") + f" and {more} combined with it" * bool(more)
+        return label.group(2).replace("\\", "") + f" and {more} combined with it" * bool(more)
     callers = {f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()}
     own = [frame for frame in c.frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
     return own[0] if own else c.op_name or c.name

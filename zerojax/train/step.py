@@ -11,11 +11,10 @@ import jax
 import jax.core
 import numpy as np
 
+from zerojax.comm.collectives import LABEL
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import row_shardings, wait_if_simulated
 from zerojax.config import Config
-from zerojax.inspect.collectives import cause_of, collectives_of
-from zerojax.inspect.hlo import read
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.placement.storage import in_storage
@@ -155,9 +154,11 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
 
     def collective_labels(self) -> list[str]:
-        """Which collectives a step has, in the order of the compiled program; of the last arguments of new shapes."""
-        state, rows, args = self._shapes
-        return [f"{c.kind} of {cause_of(c)}" for c in collectives_of(read(self.lower(state, rows, *args).compile()))]
+        """Which collectives a step has outside of loops, as compiled; of the last arguments of new shapes."""
+        state, batch, args = self._shapes
+        _, _, entry = self.lower(state, batch, *args).compile().as_text().partition("\nENTRY ")
+        found = dict.fromkeys(LABEL.findall(entry.replace("\\", "")))
+        return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """The step with its update streamed: one program up to the gradients, then one for each chunk."""

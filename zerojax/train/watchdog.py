@@ -138,7 +138,7 @@ class _Waiting:
             say(f"zerojax: the first collective of a step is {first}; {len(rest)} follow.")
 
 
-_KEY = "zerojax/step"
+_KEY = "zerojax/watchdog"  # no purpose of `comm.processes`
 
 
 def _numbers(count: int) -> dict[int, int]:
