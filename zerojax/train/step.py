@@ -156,7 +156,8 @@ class Step:
     def collective_labels(self) -> list[str]:
         """Which collectives a step has outside of loops, as compiled; of the last arguments of new shapes."""
         state, batch, args = self._shapes
-        _, _, entry = self.lower(state, batch, *args).compile().as_text().partition("\nENTRY ")
+        text = self.lower(state, batch, *args).compile().as_text() or ""
+        entry = text.partition("\nENTRY ")[2]
         found = dict.fromkeys(LABEL.findall(entry.replace("\\", "")))
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
