@@ -53,6 +53,8 @@ def shard_batches(
         ValueError: If an option is unknown; from the iterator, if devices and microbatches do not
             divide the rows of a batch, or in `"pad"` a batch has more rows than the first.
     """
+    if not isinstance(tx, ZeroTransformation):
+        raise TypeError(f"shard_batches places batches as the step of tx takes them: give tx, not {type(tx).__name__}.")
     check_count("prefetch", prefetch, "batches", least=0)
     check_count("accumulate", accumulate, "microbatches", least=1)
     check_word("rows", rows, ("global", "process"))

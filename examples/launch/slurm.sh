@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Slurm: one process a host, which takes all its GPUs. JAX reads from Slurm who takes part.
+#
+#     sbatch examples/launch/slurm.sh [options of train.py]
+#
+# SIGTERM, a minute before the time is over or another job takes the hosts, has the run save and end; it is put back
+# into the queue, and goes on where it was. A step that hangs ends its process with status 75, and all others with it.
+#SBATCH --job-name=zerojax
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=zerojax-%j.log
+
+set -uo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+# --kill-on-bad-exit: a process that fails takes the others along, which would wait for it.
+srun --kill-on-bad-exit=1 python examples/launch/train.py --out "runs/${SLURM_JOB_ID:-launch}" "$@"
+status=$?
+if [ "$status" -ne 0 ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

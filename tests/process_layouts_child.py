@@ -1,0 +1,66 @@
+"""Run by test_process_layouts.py: every stage in both views on one layout of processes, and others' checkpoints.
+
+python process_layouts_child.py PROCESSES PROCESS PORT FOLDER [OTHER...]
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+processes, process = int(sys.argv[1]), int(sys.argv[2])
+if processes > 1:
+    jax.distributed.initialize(f"localhost:{sys.argv[3]}", num_processes=processes, process_id=process)
+
+from models import awkward_batches, awkward_loss, awkward_params, floats_only  # noqa: E402
+
+from zerojax import zero_shard  # noqa: E402
+from zerojax.checkpoint import Checkpointer  # noqa: E402
+from zerojax.data import shard_batches  # noqa: E402
+
+STEPS, SAVED = 20, 15
+folder, others = Path(sys.argv[4]), [Path(name) for name in sys.argv[5:]]
+optimizer = floats_only(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
+
+
+def own_rows(batch):
+    share = lambda x: x[process * (len(x) // processes) :][: len(x) // processes]
+    return jax.tree.map(share, batch)
+
+
+def trained(tx, step, state, start=0, saved=None):
+    """`(losses, state)`; with `saved`, the state of step `SAVED` goes there."""
+    losses, batches = [], map(own_rows, awkward_batches(STEPS)[start:])
+    for number, batch in enumerate(shard_batches(batches, tx, rows="process"), start + 1):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if saved is not None and number == SAVED:
+            with Checkpointer(saved) as checkpoints:
+                checkpoints.save(state, step=number)
+    return losses, state
+
+
+def weights(tx, state):
+    """Numbers of the parameters, for comparison."""
+    return [float(np.abs(np.asarray(x, np.float64)).sum()) for x in jax.tree.leaves(tx.unshard(state.params))]
+
+
+for view in ("global", "device"):
+    for stage in range(4):
+        tx = zero_shard(optimizer, stage=stage, persist_below=50, view=view)
+        step, create, name = (
+            tx.train_step(awkward_loss),
+            functools.partial(tx.create, awkward_params()),
+            f"{view}-{stage}",
+        )
+        losses, state = trained(tx, step, create(), saved=folder / name)
+        found = {"name": name, "losses": losses, "weights": weights(tx, state), "restored": {}}
+        for other in others if view == "global" else ():
+            with Checkpointer(other / name, read_only=True) as checkpoints:
+                restored = checkpoints.restore(create())
+            found["restored"][other.name], _ = trained(tx, step, restored.state, start=restored.step)
+        print(json.dumps(found), flush=True)
