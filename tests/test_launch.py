@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 LAUNCH = Path(__file__).parents[1] / "examples" / "launch"
-STEPS, BATCH = 30, 24  # rows that 8, 6, 4 and 2 devices divide
+STEPS, BATCH = 20, 24  # rows that 8, 6, 4 and 2 devices divide
 pytestmark = pytest.mark.slow
 
 
@@ -40,8 +40,8 @@ def uninterrupted(tmp_path_factory):
 
 def test_a_run_whose_processes_are_killed_goes_on_with_those_that_are_left(tmp_path, uninterrupted):
     seed = int(os.environ.get("ZEROJAX_SEED", "1"))
-    rng, run, found, begun, text = random.Random(seed), local(tmp_path, 4, 2), {}, [], ""
-    kills = [rng.randint(2, 8), rng.randint(10, 16), rng.randint(18, 26)]  # after these steps
+    rng, run, found, begun, text = random.Random(seed), local(tmp_path, 3, 2), {}, [], ""
+    kills = [rng.randint(2, 8), rng.randint(10, 16)]  # after these steps
     killed = list(kills)
     for line in run.stdout:
         text += line
@@ -56,7 +56,7 @@ def test_a_run_whose_processes_are_killed_goes_on_with_those_that_are_left(tmp_p
                 time.sleep(rng.uniform(0, 0.3))
                 os.kill(rng.choice(processes), signal.SIGKILL)
     assert run.wait(60) == 0, text
-    assert [count for _, count in begun] == [4, 3, 2, 1], f"seed {seed}: {text}"
+    assert [count for _, count in begun] == [3, 2, 1], f"seed {seed}: {text}"
     assert begun[0][0] == 0
     for after, (start, _) in zip(killed, begun[1:], strict=True):
         assert start >= after - 5, f"seed {seed}: a checkpoint was lost: {text}"  # every third step is saved
