@@ -138,16 +138,12 @@ class Block(nn.Module):
         width, axis = x.shape[-1], "model" if self.way == "tensor" else None
         kernel = lambda *axes: annotated(nn.initializers.lecun_normal(), *axes)
         h = nn.RMSNorm()(x)
-        dense = lambda name: nn.DenseGeneral(
-            (self.heads, width // self.heads), use_bias=False, kernel_init=kernel(None, axis, None), name=name
-        )
-        q, k, v = dense("query")(h), dense("key")(h), dense("value")(h)
+        dense = lambda name: nn.Dense(width, use_bias=False, kernel_init=kernel(None, axis), name=name)
+        q, k, v = (dense(name)(h).reshape(*h.shape[:2], self.heads, -1) for name in ("query", "key", "value"))
         if self.way in ("tensor", "sequence"):
             q, k, v = (divided(a, self.mesh, "data", None, WAYS[self.way].axis, None) for a in (q, k, v))
-        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=kernel(axis, None, None), name="out")(
-            attended
-        )
+        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True).reshape(x.shape)
+        x = x + nn.Dense(width, use_bias=False, kernel_init=kernel(axis, None), name="out")(attended)
         h = nn.RMSNorm()(x)
         if self.way == "expert":
             return x + Mixture(EXPERTS, self.mesh, name="mixture")(h)
@@ -233,15 +229,29 @@ def pipelined(block: Block, params: Any, x: jax.Array, mesh: Mesh | None) -> jax
         return lax.psum(jnp.where(stage == stages - 1, made[stages - 1 :], 0), "stage")
 
     over_stages = jax.shard_map(
-        run, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P(), axis_names={"stage"}, check_vma=False
+        run, mesh=within(mesh), in_specs=(P("stage"), P()), out_specs=P(), axis_names={"stage"}, check_vma=False
     )
     waiting = divided(jnp.moveaxis(x.reshape(-1, stages, *x.shape[1:]), 1, 0), mesh, None, "data")
     return jnp.moveaxis(over_stages(params, waiting), 0, 1).reshape(x.shape)
 
 
 def divided(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
-    """`x`, its dims divided over `axes`; dims that are not named are not divided."""
-    return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+    """`x`, its dims divided over `axes`; dims that are not named are not divided.
+
+    In device view `x` has the rows of one device, and "data" divides nothing.
+    """
+    if mesh is None:
+        return x
+    here = within(mesh)
+    names = [axis if isinstance(axis, tuple) else (axis,) for axis in axes]
+    left = [tuple(name for name in some if name not in here.manual_axes) for some in names]
+    return lax.with_sharding_constraint(x, NamedSharding(here, P(*left)))
+
+
+def within(mesh: Mesh) -> Any:
+    """The mesh as a model sees it: in device view "data" is Manual."""
+    here = jax.sharding.get_abstract_mesh()
+    return here if here.manual_axes else mesh
 
 
 def annotated(init: Callable, *axes: str | None) -> Callable:
