@@ -211,7 +211,8 @@ def pipelined(block: Block, params: Any, x: jax.Array, mesh: Mesh | None) -> jax
     References:
         Huang et al. 2018, arXiv 1811.06965 (GPipe).
     """
-    apply = lambda x, layer: (block.apply({"params": layer}, x), None)
+    pure: Any = block.apply
+    apply = lambda x, layer: (pure({"params": layer}, x), None)
     if mesh is None:
         return lax.scan(apply, x, params)[0]
     stages = mesh.shape["stage"]

@@ -2,6 +2,10 @@
 
 import functools
 import itertools
+import pathlib
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ from parallel import WAYS, Decoder, loss_of, mesh_for
 from zerojax import collectives, zero_shard
 from zerojax.comm.collectives import LABEL
 
+SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "parallel.py"
 WIDTH, BATCH, LENGTH = 16, 16, 16
 LAYERS = {"tensor": 2, "sequence": 2, "expert": 2, "pipeline": 8}
 # A step of Adam is a gradient divided by its own size: where that is below what float32 rounds its sum to, epsilon
@@ -83,15 +88,14 @@ def assert_same(found, expected):
 
 
 GRID = [(way, stage, name) for way in WAYS for stage in range(4) for name in OPTIMIZERS]
-QUICK = [("tensor", 3, "clip-adafactor"), ("pipeline", 3, "adamw")]
 
 
-@pytest.mark.parametrize(("way", "stage", "name"), quick_or_slow(GRID, QUICK))
+@pytest.mark.parametrize(("way", "stage", "name"), quick_or_slow(GRID, [("tensor", 3, "adamw")]))
 def test_it_trains_as_on_one_device(way, stage, name):
     assert_same(trained(way, zero(way, stage, name)), on_one_device(way, name))
 
 
-# not experts: of a device's rows their balance is another, since it is no mean over rows
+# Not experts, here and below: their balance is no mean over rows, and of some rows another than of all.
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("way", ["tensor", "sequence", "pipeline"])
@@ -100,17 +104,14 @@ def test_in_device_view_too(way, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_in_microbatches_gradients_are_those_of_the_whole_batch(way):
-    expected = on_one_device(way, "adamw")
-    if way == "expert":
-        pytest.skip("the balance of experts is no mean over rows")
-    assert_same(trained(way, zero(way, 3), accumulate=2), expected)
+@pytest.mark.parametrize("way", ["tensor", "sequence", "pipeline"])
+def test_in_microbatches_too(way):
+    assert_same(trained(way, zero(way, 3), accumulate=2), on_one_device(way, "adamw"))
 
 
 @pytest.mark.parametrize(
     ("way", "stage"),
-    quick_or_slow(list(itertools.product(["tensor", "expert", "pipeline"], [1, 2, 3])), [("tensor", 3)]),
+    quick_or_slow(list(itertools.product(["tensor", "expert", "pipeline"], [1, 2, 3])), [("pipeline", 3)]),
 )
 def test_leaves_are_gathered_and_reduced_over_data_alone(way, stage):
     """Each device its part of those that the other axis divides: in full they may not fit."""
@@ -142,3 +143,13 @@ def test_a_layer_of_a_stack_over_another_axis(stage):
     np.testing.assert_allclose(metrics["loss"], value, rtol=2e-6)
     np.testing.assert_allclose(params["w"] - tx.unshard(state.params)["w"], grads["w"], rtol=2e-5, atol=5e-6)
     assert state.params["w"].sharding.spec == (PartitionSpec("stage", "data") if stage == 3 else PartitionSpec("stage"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_script_trains(way):
+    command = [sys.executable, str(SCRIPT), way, "--steps", "8", "--width", "32"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
+    first, last = map(float, re.search(r"loss ([\d.]+) at step 1, ([\d.]+) at step 8", printed).groups())
+    assert last < first - 0.5
+    assert re.search(rf"parameter {WAYS[way].shown} .*'data'", printed)
