@@ -22,7 +22,7 @@ from zerojax.comm import barriers, partial_sums
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.mesh import to_storage
 from zerojax.comm.wire import Wire
-from zerojax.config.data_mesh import spec_entry
+from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.layout.leaf import Leaf
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class GlobalCollectives:
         def gather(*shards):
             return self.manual.all_gather(shards, leaves, exposed=exposed)
 
-        return self._mapped(gather, [leaf.local_spec for leaf in leaves], [PartitionSpec()] * len(leaves))(*shards)
+        return self._mapped(gather, [leaf.spec for leaf in leaves], [leaf.other_spec for leaf in leaves])(*shards)
 
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
@@ -100,7 +100,7 @@ class GlobalCollectives:
             shards = self.manual.reduce_scatter([row[0] for row in rows], chosen, exposed=exposed)
             return [x[None] if self.across(leaf) else x for x, leaf in zip(shards, chosen, strict=True)]
 
-        specs = [self._divided] * len(partial)
+        specs = [PartitionSpec(*self._divided, *leaf.other_spec) for leaf in chosen]
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
         kept = lambda grad, leaf: to_storage(self.mesh, self.wire.encode_grad(grad), leaf)
@@ -123,13 +123,13 @@ class GlobalCollectives:
     def _reduced_spec(self, leaf: Leaf) -> PartitionSpec:
         """How what `reduce_scatter` returns is sharded."""
         axes = self.across(leaf)
-        return PartitionSpec(spec_entry(axes), *leaf.local_spec) if axes else leaf.local_spec
+        return PartitionSpec(spec_entry(axes), *leaf.spec) if axes else leaf.spec
 
     def _summed_spec(self, leaf: Leaf) -> PartitionSpec:
         """How what `reduce_across` returns is sharded."""
         if leaf.further == 1 or leaf.dim is None:
-            return leaf.local_spec
-        return PartitionSpec(*[None] * leaf.dim, spec_entry((*leaf.axes, *self.across(leaf))))
+            return leaf.spec
+        return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """See `Collectives`; what the compiler has summed already stays."""
@@ -203,7 +203,7 @@ class GlobalCollectives:
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        axes = set(self.manual.axes)
+        axes = {*self.manual.axes, *axes_of(in_specs)}
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes, check_vma=False
         )

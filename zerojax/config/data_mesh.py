@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,12 @@ class LayoutPolicy:
 def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     """Mesh axes as one entry of a `PartitionSpec`."""
     return axes[0] if len(axes) == 1 else axes or None
+
+
+def axes_of(specs: Iterable[Iterable]) -> set[str]:
+    """All mesh axes that some `PartitionSpec`s name."""
+    entries = [entry for spec in specs for entry in spec if entry]
+    return {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
 
 
 def in_words(axes: tuple[str, ...]) -> str:

@@ -179,7 +179,9 @@ def extended(param: ShardedParam, eqn) -> ShardedParam | None:
         strides = eqn.params.get("strides")
         if out.shape[leaf.dim] != leaf.shape[leaf.dim] or (strides is not None and strides[leaf.dim] != 1):
             return None
-        leaf = dataclasses.replace(leaf, shape=tuple(out.shape))
+        sizes = zip(leaf.others, leaf.shape, out.shape, strict=False)
+        others = tuple(name if before == after else None for name, before, after in sizes)
+        leaf = dataclasses.replace(leaf, shape=tuple(out.shape), others=others)
     elif name == "squeeze":
         dropped = {d % len(leaf.shape) for d in eqn.params["dimensions"]}
         if leaf.dim in dropped:

@@ -159,6 +159,11 @@ class Leaf:
         return PartitionSpec(*entries)
 
     @property
+    def other_spec(self) -> PartitionSpec:
+        """The part of `spec` that names other mesh axes."""
+        return PartitionSpec() if self.kind == "flat" else PartitionSpec(*self.others)
+
+    @property
     def local_spec(self) -> PartitionSpec:
         """The part of `spec` that names data axes: what `shard_map` over them is told."""
         if self.kind == "flat":

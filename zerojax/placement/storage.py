@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from zerojax.comm import mesh
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.config import Config
+from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded, known_to_flax, pad, trim
 from zerojax.layout.tree import Layout
@@ -129,13 +130,14 @@ def gather(
     """
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)
-    specs = [leaf.local_spec for leaf in leaves]
+    specs = [leaf.spec for leaf in leaves]
     moved = [leaf.within(target) for leaf, target in zip(leaves, targets, strict=True)]
     return jax.shard_map(
         lambda shards: comm.all_gather(shards, moved),
         mesh=config.mesh,
         in_specs=(specs,),
-        out_specs=[target.local_spec for target in targets],
-        axis_names=set(axes),
+        out_specs=[target.spec for target in targets],
+        # Along an axis that is left to the compiler XLA would gather a leaf first, and then it in full along ours.
+        axis_names={*axes, *axes_of(specs)},
         check_vma=False,
     )(list(stored))
