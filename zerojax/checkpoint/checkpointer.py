@@ -69,6 +69,7 @@ class Checkpointer:
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
         self._processes = Processes(timeout)
         self._last_save: Save | None = None
+        self._failed: list[Save] = []
         self._lock: int | None = None
         self._mutex = threading.RLock()
         if not read_only:
@@ -130,8 +131,13 @@ class Checkpointer:
                 return False
             self.wait()
             text = data_state.dumps(data)
+            self._remove_again()
             save = Save(self.directory, step, keep=self.keep, processes=self._processes)
-            on_auto_mesh(None, save.begin, state, text)
+            try:
+                on_auto_mesh(None, save.begin, state, text)
+            except BaseException:
+                self._failed.append(save)
+                raise
             self._last_save = save
             return True
 
@@ -213,12 +219,19 @@ class Checkpointer:
             CheckpointError: If it failed.
         """
         with self._mutex:
+            if (save := self._last_save) is None:
+                return
             try:
-                if self._last_save is not None:
-                    self._last_save.wait()
+                save.wait()
             except CheckpointError:
+                self._failed.append(save)
                 self._last_save = None  # reported once
                 raise
+
+    def _remove_again(self) -> None:
+        """Remove what writes of failed saves brought back since."""
+        while self._failed:
+            self._failed.pop().remove_again()
 
     def close(self) -> None:
         """Wait as `wait` does, and let others write to the directory."""
@@ -226,6 +239,7 @@ class Checkpointer:
             try:
                 self.wait()
             finally:
+                self._remove_again()
                 self._unlock()
 
     def _unlock(self) -> None:

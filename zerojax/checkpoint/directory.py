@@ -102,7 +102,9 @@ def clean(directory: Path) -> dict[str, str]:
             elif match[1] and is_being_written(entry, match[1]):
                 outcomes[entry.name] = "may be another run's that is writing it: it stays"
             else:
-                shutil.rmtree(entry)
+                remove(entry)
+                if entry.exists():
+                    shutil.rmtree(entry)  # and say why not
                 outcomes[entry.name] = "was removed"
         except OSError as error:
             outcomes[entry.name] = f"cannot be removed ({error.strerror}): it stays"

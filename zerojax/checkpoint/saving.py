@@ -76,6 +76,11 @@ class Save:
         self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
         self.thread.start()
 
+    def remove_again(self) -> None:
+        """Remove what a write brought back that ended after the save had failed; orbax waits for the first to fail."""
+        if self.error is not None and self._processes.is_first and self._temporary.exists():
+            attempt(directory.remove, self._temporary)
+
     def wait(self) -> None:
         """Block until all is done; raises `error` if it failed."""
         self._done.wait()
