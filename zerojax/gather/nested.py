@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.residuals import PlainResiduals, Static
+from zerojax.gather.residuals import PlainResiduals
 from zerojax.gather.segments import Segment
 from zerojax.offload.host import to_device
 
@@ -79,15 +78,12 @@ class NestedSegment(Segment):
         run = gathers.nested(self.program)
         if not moving:
             return self._loop(run, {**gathers.env, **given}), None
-        wanted, live = [v for v in given if v in moving], set(self.live_results(moving))
-        outputs = [i for i, key in enumerate(self.results) if key in live]
+        wanted = [v for v in given if v in moving]
 
         def of_moving(values):
-            results = self._loop(run, {**gathers.env, **given, **dict(zip(wanted, values, strict=True))})
-            return [results[i] for i in outputs], results
+            return self._loop(run, {**gathers.env, **given, **dict(zip(wanted, values, strict=True))})
 
-        _, pull, results = jax.vjp(of_moving, [given[v] for v in wanted], has_aux=True)
-        return results, PlainResiduals(pull, Static((outputs, wanted)))
+        return self.differentiated(of_moving, [given[v] for v in wanted], wanted, moving)
 
     def backward(self, residuals: PlainResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """See `Segment`."""

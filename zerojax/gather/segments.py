@@ -11,7 +11,7 @@ pass gather each parameter again at a time of our choosing.
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -120,6 +120,18 @@ class Segment(abc.ABC):
         found = jaxprs.dependent_on(start, self.jaxpr.eqns, live)
         return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in found]
 
+    def differentiated(self, run: Callable, values: list, inputs: list, moving: Set) -> tuple[list, PlainResiduals]:
+        """`run(values)`, and what pulls cotangents of its results back to the values, which are called `inputs`."""
+        live = set(self.live_results(moving))
+        outputs = [i for i, key in enumerate(self.results) if key in live]
+
+        def with_results(values):
+            results = run(values)
+            return [results[i] for i in outputs], results
+
+        _, pull, results = jax.vjp(with_results, values, has_aux=True)
+        return results, PlainResiduals(pull, Static((outputs, inputs)))
+
     def start(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
         """`(gathered parameters, others)` of the forward pass, gathers further on started behind the last other."""
         anchors = [v for v in self.others if v not in gathers.arguments][-1:]
@@ -143,18 +155,14 @@ class PlainSegment(Segment):
         if not moving:
             return self.run((), others), None
         inputs = [i for i, v in enumerate(self.others) if v in moving]
-        live = set(self.live_results(moving))
-        outputs = [i for i, key in enumerate(self.results) if key in live]
 
         def of_moving(values):
             arguments = list(others)
             for i, value in zip(inputs, values, strict=True):
                 arguments[i] = value
-            results = self.run((), arguments)
-            return [results[i] for i in outputs], results
+            return self.run((), arguments)
 
-        _, pull, results = jax.vjp(of_moving, [others[i] for i in inputs], has_aux=True)
-        return results, PlainResiduals(pull, Static((outputs, inputs)))
+        return self.differentiated(of_moving, [others[i] for i in inputs], inputs, moving)
 
     def backward(self, residuals: PlainResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """See `Segment`."""
