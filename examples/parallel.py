@@ -60,6 +60,7 @@ WAYS = {
 
 def main() -> None:
     args = options()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     way, mesh = WAYS[args.way], mesh_for(args.way)
     model = Decoder(args.way, args.width, args.layers, mesh=mesh)
     tx = zero_shard(optax.adamw(3e-3), stage=args.stage, mesh=mesh, persist_below=256)
@@ -262,7 +263,6 @@ def annotated(init: Callable, *axes: str | None) -> Callable:
 
 def mesh_for(way: str) -> Mesh:
     """The mesh of a way: GPUs where there are 8, else simulated devices."""
-    jax.config.update("jax_num_cpu_devices", DEVICES)
     if jax.device_count() < DEVICES:
         raise SystemExit(f"This needs {DEVICES} devices; there are {jax.device_count()}. JAX_PLATFORMS=cpu simulates.")
     sizes, names = (DEVICES // WAYS[way].size, WAYS[way].size), ("data", WAYS[way].axis)
