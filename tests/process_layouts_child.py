@@ -52,11 +52,8 @@ def weights(tx, state):
 for view in ("global", "device")[: 1 if folder.name == "again" else 2]:
     for stage in range(4):
         tx = zero_shard(optimizer, stage=stage, persist_below=50, view=view)
-        step, create, name = (
-            tx.train_step(awkward_loss),
-            functools.partial(tx.create, awkward_params()),
-            f"{view}-{stage}",
-        )
+        name, step = f"{view}-{stage}", tx.train_step(awkward_loss)
+        create = functools.partial(tx.create, awkward_params())
         found = {"name": name, "restored": {}}
         if folder.name != "again":  # which restores alone
             found["losses"], state = trained(tx, step, create(), saved=folder / name)
