@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of, quick_or_slow
+from conftest import fraction, mesh_of, quick_or_slow
 from jax.sharding import AxisType
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
@@ -63,7 +63,8 @@ def assert_same(found, expected):
 
 
 STAGES = [*((stage, "shards") for stage in range(4)), (3, "params")]
-GRID = [(*stage, view, name) for stage in STAGES for view in ("global", "device") for name in OPTIMIZERS]
+VIEWS = ("global", "device")
+GRID = [(*stage, view, name) for stage, view, name in fraction(2, STAGES, VIEWS, OPTIMIZERS)]
 QUICK = [(3, "shards", "device", "clip-adafactor"), (3, "params", "global", "adamw")]
 
 
@@ -86,12 +87,7 @@ SHAPES_OF_LOSSES = "scan_everything stacked_layers custom_vjp_in_scan penalty sc
 @pytest.mark.parametrize(
     ("name", "way", "view"),
     quick_or_slow(
-        [
-            (name, way, view)
-            for name in SHAPES_OF_LOSSES
-            for way in ("shards", "params")
-            for view in ("global", "device")
-        ],
+        fraction(2, SHAPES_OF_LOSSES, ("shards", "params"), VIEWS),
         [("stacked_layers", "params", "device"), ("custom_vjp_in_scan", "shards", "global")],
     ),
 )
