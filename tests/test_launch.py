@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 LAUNCH = Path(__file__).parents[1] / "examples" / "launch"
-STEPS, BATCH = 20, 24  # rows that 8, 6, 4 and 2 devices divide
+STEPS, BATCH = 30, 24  # rows that 8, 6, 4 and 2 devices divide
 pytestmark = pytest.mark.slow
 
 
