@@ -261,7 +261,7 @@ class ManualCollectives:
                 with jax.named_scope(f"zerojax_all_reduce[{_label([leaf])}]"):
                     sums[i] = lax.psum(shards[i], axes)
         further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
-        parts = [further_of(leaves[i], self.axes) for i in further]
+        parts = [leaves[i].divided(self.axes) for i in further]
         for bucket in buckets([shards[i] for i in further], parts, self.bucket_bytes):
             members = [parts[j] for j in bucket]
             with jax.named_scope(f"zerojax_reduce_scatter[{_label(members)}]"):
@@ -324,12 +324,6 @@ class ManualCollectives:
         rows = jnp.concatenate([to_rows(*pair) for pair in zip(values, leaves, strict=True)], axis=1)
         row = lax.psum_scatter(rows, leaf.axes, scatter_dimension=0)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(split(row, leaves), leaves, strict=True)]
-
-
-def further_of(leaf: Leaf, axes: tuple[str, ...]) -> Leaf:
-    """A shard of a leaf as a leaf itself, which the others of some axes divide further."""
-    rest = tuple(axis for axis in axes if axis not in leaf.axes)
-    return dataclasses.replace(leaf, shape=leaf.local_shape, axes=rest, shards=leaf.further, further=1)
 
 
 def _all_gather(shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:

@@ -73,11 +73,6 @@ class DataMesh:
         """Into how many parts the stage divides what it shards; all workers at stage 0, which shards nothing."""
         return self.size(self.opt_state or self.batch)
 
-    @property
-    def replicas(self) -> int:
-        """How many workers hold the same shards (hybrid sharding)."""
-        return self.workers // self.shards
-
     def in_words(self) -> str:
         """The axes that the stage shards over, and those it replicates over."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)

@@ -111,12 +111,10 @@ class Leaf:
             return self.local_shape
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
-    def within(self, outer: Leaf) -> Leaf:
-        """A leaf that divides a shard of `outer` over the axes that this one has more; itself in a replicated one."""
-        if outer.kind == "replicated":
-            return self
-        rest = tuple(axis for axis in self.axes if axis not in outer.axes)
-        return dataclasses.replace(self, shape=outer.local_shape, axes=rest, shards=self.shards // outer.shards)
+    def divided(self, axes: tuple[str, ...]) -> Leaf:
+        """A shard of this leaf as a leaf itself, divided `further` over those of some axes that it is not over."""
+        rest = tuple(axis for axis in axes if axis not in self.axes)
+        return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     @property
     def bytes(self) -> int:

@@ -131,7 +131,8 @@ def gather(
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)
     specs = [leaf.spec for leaf in leaves]
-    moved = [leaf.within(target) for leaf, target in zip(leaves, targets, strict=True)]
+    pairs = zip(leaves, targets, strict=True)
+    moved = [leaf if target.kind == "replicated" else target.divided(axes) for leaf, target in pairs]
     return jax.shard_map(
         lambda shards: comm.all_gather(shards, moved),
         mesh=config.mesh,
