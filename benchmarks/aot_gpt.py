@@ -3,6 +3,7 @@
     python benchmarks/aot_gpt.py                            both styles, 8 x H200, prefetch 0 and 1
     python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
     python benchmarks/aot_gpt.py --topology h200:2x8 --ways hybrid hybrid-device      shards within a host (HSDP)
+    python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
 
 The ways: `stage3` and `device` are ours, in global and device view, and `-tight` the same where XLA's latency-hiding
@@ -13,9 +14,10 @@ with loops that are double buffered and collectives combined.
 
 Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the sharded
 parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
-product in flight, `inside` and `across` that of what stays within a host and what does not; `waiting` the share of the
-step, simulated at peak rates, in which kernels wait for collectives, and `for` what they wait for most; `all-in` is
-temporary memory, arguments and results over the parameters.
+product in flight, `inside` and `across` that of what stays within a host and what does not. With an axis of the model's
+own (`tensor`) these are of ZeRO's collectives, and `beside` of the model's, which its next product waits for. `waiting`
+is the share of the step, simulated at peak rates, in which kernels wait for collectives, `for` what they wait for most,
+`all-in` temporary memory, arguments and results over the parameters.
 
 Shards within hosts (`hybrid`: all of them, `inside`: the parameters') are compiled so that two collectives may be in
 flight: one goes over NVLink, the other over the network, and XLA's scheduler takes them one after the other else.
@@ -36,9 +38,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import yardstick
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import collectives, zero_shard
+from zerojax import zero_shard
+from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
@@ -55,6 +58,7 @@ OURS = {
     "hybrid-device": "device",
     "inside": "global",
     "inside-device": "device",
+    "tensor": "global",
 }
 AXES = {
     "hybrid": {"shard_axis": "gpu"},
@@ -73,6 +77,7 @@ COMPILER_OPTIONS = {
     "stage3-tight": TIGHT,
     "device-tight": TIGHT,
     **dict.fromkeys(AXES, TWO_AT_ONCE),
+    "tensor": TWO_AT_ONCE,
     "gathered-O1": {"optimization_level": "O1"},
     "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
 }
@@ -83,15 +88,23 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     """Compile one training gradient and read its figures off the program."""
     scan, axes = style == "scan", ("host", "gpu") if way in AXES else ("data",)
     mesh = absent_mesh(topology, axes=axes)
+    tensor_parallel = way == "tensor"
+    if tensor_parallel:
+        mesh = Mesh(mesh.devices.reshape(-1, 2), (*axes, "model"))
     init, loss, (rows, length) = yardstick.build("gpu", scan=scan, **changes)
+    if tensor_parallel:
+        loss = yardstick.tensor_parallel(loss, mesh)
     if way.startswith("gathered"):
         loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES["gpu"], **changes), scan, mesh)
     stage = 0 if way == "replicated" else 3
     options = {"mesh": mesh, "axis": axes, "prefetch": prefetch, "view": OURS.get(way, "global")}
     tx = zero_shard(optax.adamw(1e-4), stage=stage, **AXES.get(way, {}), **options)
     shapes = jax.eval_shape(init, jax.random.key(0))
+    if tensor_parallel:
+        shapes = yardstick.over_model(shapes)
     batch = NamedSharding(mesh, PartitionSpec(axes))
-    tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)
+    workers = mesh.size // mesh.shape.get("model", 1)
+    tokens = jax.ShapeDtypeStruct((rows * workers, length), jnp.int32, sharding=batch)
     start = time.perf_counter()
     if way in OURS:
         lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens)
@@ -111,20 +124,23 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     gpu = Device.of(Topology.parse(topology))
     module, moved = read(text), overlap(text)
     across = [one for one in moved.in_flight if gpu.ring_bandwidth(one.collective.group) < gpu.links.link]
-    inside = [one for one in moved.in_flight if one not in across]
+    beside = [one for one in moved.in_flight if tensor_parallel and not LABEL.search(one.collective.op_name)]
+    own = [one for one in moved.in_flight if one not in beside]
+    inside = [one for one in own if one not in across]
     waits = waits_by_cause(module, gpu)
     kernels = roofline(module, moved, gpu).kernels
     width = jnp.dtype(yardstick.SIZES["gpu"].dtype).itemsize
-    sharded = sum(leaf.size for leaf in parts if leaf.kind == "sharded") * width
+    sharded = sum(leaf.along_others(mesh.shape).size for leaf in parts if leaf.kind == "sharded") * width
     return {
         "style": style,
         "way": way,
         "topology": topology,
         "prefetch": prefetch,
-        "passes": round(collectives(text).moved("all-gather").bytes / sharded, 4),
-        "hidden": round(moved.hidden_share, 4),
+        "passes": round(Overlap(tuple(own)).of("all-gather").bytes / sharded, 4),
+        "hidden": round(Overlap(tuple(own)).hidden_share, 4),
         "inside": round(Overlap(tuple(inside)).hidden_share, 4),
         "across": round(Overlap(tuple(across)).hidden_share, 4),
+        "beside": round(Overlap(tuple(beside)).hidden_share, 4),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
         "for": next(iter(waits), ""),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),

@@ -97,6 +97,48 @@ def gathered_by_hand(size: Size, scan: bool, mesh: jax.sharding.Mesh):
     return loss
 
 
+# Megatron's layout: the dim of a kernel that is divided over "model", from its end. A projection that follows
+# attention or the activation is divided along what it contracts.
+MODEL_DIM = {"q": 2, "k": 2, "v": 2, "o": 3, "Dense_0": 1, "Dense_1": 2, "embedding": 2}
+
+
+def over_model(shapes: Any) -> Any:
+    """Shapes of the parameters; kernels, and the biases of what is divided, in Flax's boxes that say so."""
+
+    def one(path, x):
+        names = [key.key for key in path]
+        dim = next((MODEL_DIM[name] for name in names if name in MODEL_DIM), None)
+        if dim is None or (names[-1] == "bias" and names[-2] in ("o", "Dense_1")):
+            return x
+        return nn.Partitioned(x, tuple("model" if i == len(x.shape) - dim else None for i in range(len(x.shape))))
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def tensor_parallel(loss, mesh: jax.sharding.Mesh):
+    """The loss, its activations divided over "model": positions between the blocks, heads and features within."""
+
+    # By the name of a module what comes out of it: all positions before a projection, heads and features behind it.
+    heads, positions = ("data", None, "model"), ("data", "model")
+    divided = {"LayerNorm_0": ("data",), "LayerNorm_1": ("data",), "Dense_0": heads, "Embed_0": positions}
+    divided |= dict.fromkeys("qkv", heads) | dict.fromkeys(("o", "Dense_1"), positions)
+
+    def constrain(x, axes):
+        return x if axes is None else jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes)))
+
+    def constrained(call, args, kwargs, context):
+        name = context.module.name if context.method_name == "__call__" else None
+        if name in ("o", "Dense_1"):
+            args = (constrain(args[0], heads), *args[1:])
+        return constrain(call(*args, **kwargs), divided.get(name))
+
+    def wrapped(params, tokens):
+        with nn.intercept_methods(constrained):
+            return loss(nn.unbox(params), tokens)
+
+    return wrapped
+
+
 def next_token_loss(logits, tokens):
     """Mean cross-entropy of each token but the first."""
     logits = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))

@@ -26,7 +26,9 @@ def main() -> None:
         parser.error("--prompt is empty: give a byte at least")
     if not (args.out / "checkpoints").is_dir():
         raise SystemExit(f"There is no checkpoint in {args.out}. Run examples/train_gpt.py first, or give its --out.")
-    tx = transformation(args, mesh_of(args.devices), args.stage)  # first: it sets how many devices are simulated
+    tx = transformation(
+        args, mesh_of(args.devices, args.tensor_parallel), args.stage
+    )  # first: it sets how many devices are simulated
     model, init = model_of(args)
     with Checkpointer(args.out / "checkpoints", read_only=True) as checkpoints:
         state, _, _ = resume(tx.create(jax.eval_shape(init)), checkpoints)

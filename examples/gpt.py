@@ -1,5 +1,6 @@
 """A byte-level GPT in flax.linen: scanned blocks, each rematerialised, and one table for bytes in and bytes out."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,12 @@ from zerojax import ZeroTransformation
 VOCABULARY = 256
 # Every block starts as the identity, which saves a short run its first hundred steps.
 SILENT = nn.initializers.zeros
+KERNEL = nn.linear.default_kernel_init
+
+
+def over(axis: str | None, init: Callable, axes: tuple) -> Callable:
+    """An initialiser whose parameter is divided over the dims' mesh `axes` (tensor parallel); plain without `axis`."""
+    return nn.with_partitioning(init, axes) if axis else init
 
 
 class Block(nn.Module):
@@ -20,13 +27,16 @@ class Block(nn.Module):
 
     heads: int
     context: int = 0
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x, _=None):
         width = x.shape[-1]
         head = (self.heads, width // self.heads)
         h = nn.RMSNorm()(x)
-        q, k, v = (nn.DenseGeneral(head, use_bias=False, name=name)(h) for name in ("query", "key", "value"))
+        of_heads = over(self.axis, KERNEL, (None, self.axis, None))
+        project = functools.partial(nn.DenseGeneral, head, use_bias=False, kernel_init=of_heads)
+        q, k, v = (project(name=name)(h) for name in ("query", "key", "value"))
         # XLA for CPUs has no float16 product that is summed in float32, which this function asks for.
         exact = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         past = self.variable("cache", "past", jnp.zeros, (), jnp.int32).value if self.context else 0
@@ -38,9 +48,11 @@ class Block(nn.Module):
             attended = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None]).astype(x.dtype)
         else:
             attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(x.dtype)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=SILENT, name="out")(attended)
-        h = nn.gelu(nn.Dense(4 * width, use_bias=False, name="up")(nn.RMSNorm()(x)))
-        return x + nn.Dense(width, use_bias=False, kernel_init=SILENT, name="down")(h), None
+        silent = over(self.axis, SILENT, (self.axis, None, None))
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=silent, name="out")(attended)
+        up, down = over(self.axis, KERNEL, (None, self.axis)), over(self.axis, SILENT, (self.axis, None))
+        h = nn.gelu(nn.Dense(4 * width, use_bias=False, kernel_init=up, name="up")(nn.RMSNorm()(x)))
+        return x + nn.Dense(width, use_bias=False, kernel_init=down, name="down")(h), None
 
     def cached(self, new, name: str, past):
         """The keys or values of `context` positions, `new` ones from position `past` on."""
@@ -54,13 +66,14 @@ class GPT(nn.Module):
     """Logits for the byte that follows each byte of `tokens`.
 
     With a `context` its blocks keep the keys and values of so many positions in the collection "cache", and
-    `tokens` are those that follow what is in it.
+    `tokens` are those that follow what is in it. With an `axis` of the mesh heads and features are divided over it.
     """
 
     width: int
     layers: int
     heads: int
     context: int = 0
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -71,8 +84,9 @@ class GPT(nn.Module):
             variable_axes={"params": 0, "cache": 0},
             split_rngs={"params": True},
             length=self.layers,
+            metadata_params={nn.PARTITION_NAME: None},
         )
-        x, _ = blocks(self.heads, self.context, name="blocks")(nn.RMSNorm()(embed(tokens)), None)
+        x, _ = blocks(self.heads, self.context, self.axis, name="blocks")(nn.RMSNorm()(embed(tokens)), None)
         return embed.attend(nn.RMSNorm()(x))
 
 

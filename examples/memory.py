@@ -1,9 +1,6 @@
 """Bytes per device at a ZeRO stage: as sharded, and by the paper's formula."""
 
-import math
 from typing import Any, NamedTuple
-
-import jax
 
 from zerojax import ZeroTransformation
 
@@ -20,7 +17,7 @@ class Memory(NamedTuple):
 
 def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) -> Memory:
     """Bytes per device, from the parameters' shapes alone."""
-    plan, stage = tx.create(shapes).plan, tx.config.stage
+    plan, stage = tx.create(shapes).plan.along_others(tx.config.user_mesh.shape), tx.config.stage
     compute = plan.layout.compute
 
     state = list(zip(plan.state, plan.chunkings, strict=True))
@@ -38,7 +35,7 @@ def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) ->
         "grads": sum(gradient(leaf, dtype) for leaf, dtype in zip(plan.grads, compute, strict=True)),
         "opt_state": sum(leaf.local_bytes for leaf, chunking in state if chunking is None),
     }
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    count = sum(leaf.size for leaf in plan.layout.params)
     paper = paper_formula(count, stage, tx.config.data.workers, width=max(x.itemsize for x in compute))
     return Memory(found, paper, sum(leaf.local_bytes for leaf, chunking in state if chunking is not None))
 

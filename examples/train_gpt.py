@@ -4,6 +4,7 @@
     python examples/train_gpt.py --stage 1 --devices 2     another stage, another number of devices
     python examples/train_gpt.py --precision bf16          compute in bfloat16, master weights in float32
     python examples/train_gpt.py --batch 64 --accumulate 4 each device's rows in four microbatches
+    python examples/train_gpt.py --tensor-parallel 2       heads and features over 2 of the devices, ZeRO over the rest
     python examples/train_gpt.py --offload host            optimizer state in host memory; or disk
     python examples/train_gpt.py --data book.txt           text of your own
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
@@ -50,9 +51,9 @@ PRECISIONS = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.
 
 def main() -> None:
     args = options()
-    mesh = mesh_of(args.devices)
-    if args.batch % (parts := mesh.size * args.accumulate):
-        over = f"{mesh.size} devices" + f" of {args.accumulate} microbatches each" * (args.accumulate > 1)
+    mesh = mesh_of(args.devices, args.tensor_parallel)
+    if args.batch % (parts := mesh.shape["data"] * args.accumulate):
+        over = f"{mesh.shape['data']} devices" + f" of {args.accumulate} microbatches each" * (args.accumulate > 1)
         raise SystemExit(f"--batch {args.batch} does not divide over {over}: give a multiple of {parts}.")
     corpus = load(args.data)
     if min(map(len, corpus)) <= args.seq:
@@ -96,7 +97,9 @@ def main() -> None:
 def make_step() -> tuple:
     """What `zerojax plan` takes: the step, and the shapes of its state and its batch. Nothing is trained."""
     args = options()
-    tx = transformation(args, mesh_of(args.devices), args.stage)  # first: it sets how many devices are simulated
+    tx = transformation(
+        args, mesh_of(args.devices, args.tensor_parallel), args.stage
+    )  # first: it sets how many devices are simulated
     model, init = model_of(args)
     batch = jax.ShapeDtypeStruct((args.batch, args.seq + 1), jnp.int32)
     return tx.train_step(next_byte_loss(model), accumulate=args.accumulate), tx.create(jax.eval_shape(init)), batch
@@ -104,7 +107,7 @@ def make_step() -> tuple:
 
 def model_of(args: argparse.Namespace) -> tuple[GPT, Callable]:
     """The model, and what makes its parameters."""
-    model = GPT(args.width, args.layers, args.heads)
+    model = GPT(args.width, args.layers, args.heads, axis="model" if args.tensor_parallel > 1 else None)
     return model, functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
 
@@ -194,14 +197,17 @@ def written(tx: ZeroTransformation, model: GPT, state: ZeroState, prompt: str, c
     return prompt + bytes(np.asarray(drawn, np.uint8)).decode(errors="replace")
 
 
-def mesh_of(count: int | None) -> jax.sharding.Mesh:
-    """The first `count` devices on one axis: GPUs where there are any, else simulated on the CPU."""
+def mesh_of(count: int | None, tensor_parallel: int = 1) -> jax.sharding.Mesh:
+    """The first `count` devices, so many on axis "model": GPUs where there are any, else simulated on the CPU."""
     jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
     devices = jax.devices()[:count]
     if count is not None and len(devices) < count:
         raise SystemExit(f"--devices {count}: there are {len(devices)} {devices[0].device_kind}.")
     Console().print(f"{len(devices)} × {devices[0].device_kind}{' (simulated)' * (devices[0].platform == 'cpu')}")
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    if len(devices) % tensor_parallel:
+        raise SystemExit(f"--tensor-parallel {tensor_parallel} does not divide {len(devices)} devices.")
+    sizes, auto = (len(devices) // tensor_parallel, tensor_parallel), (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh(sizes, ("data", "model"), axis_types=auto, devices=devices)
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
@@ -232,6 +238,13 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
         "--precision", default="fp32", choices=PRECISIONS, help="the type to compute in (default: %(default)s)"
     )
     parser.add_argument("--offload", choices=("host", "disk"), help="where optimizer state waits (default: the device)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive,
+        default=1,
+        metavar="DEVICES",
+        help="that share heads and features (default: %(default)s)",
+    )
     parser.add_argument("--seq", type=positive, default=128, help="bytes a window (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
     parser.add_argument("--layers", type=positive, default=4, help="(default: %(default)s)")
@@ -251,6 +264,8 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
         parser.error("--offload needs --stage 1, 2 or 3: stage 0 divides nothing")
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
+    if args.heads % args.tensor_parallel:
+        parser.error(f"--heads {args.heads} must be a multiple of --tensor-parallel {args.tensor_parallel}")
     if args.data and not args.data.is_file():
         parser.error(f"--data {args.data} is not a file")
     return args

@@ -59,6 +59,14 @@ def test_what_stays_in_a_host_and_what_crosses_hosts_hides(way):
     assert 0 < found["waiting"] <= 0.03
 
 
+def test_beside_tensor_parallelism_half_as_much_is_gathered_and_hides():
+    """ZeRO over 4 groups of 2 devices, of which each has half the model: two passes over that half."""
+    found, share = figures("scan", 1, way="tensor"), figures("scan", 1, topology="h200:4")["all-in"] / 2
+    assert found["passes"] <= 2.02
+    assert found["hidden"] >= 0.90
+    assert found["all-in"] <= 1.3 * share
+
+
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
 def test_a_device_needs_little_beyond_shards_and_activations(style):
     assert figures(style, 1)["all-in"] <= 1.25

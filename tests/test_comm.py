@@ -113,6 +113,34 @@ def test_hybrid_sharding_reduces_shards_over_the_other_axis():
     assert list(operands_of(jaxpr, "psum")) == [leaf.size // 4]
 
 
+def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_view():
+    """Each device along that axis gathers and reduces its own part of them, in one collective."""
+    plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
+    leaves = [plain, dataclasses.replace(plain, path="['tp']", shape=(6, 8), dim=1, others=("host",))]
+    leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
+    comm = GlobalCollectives(mesh(), ManualCollectives(("gpu",)))
+    arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
+    shards = [
+        jax.device_put(in_storage(x, leaf), NamedSharding(mesh(), leaf.spec))
+        for x, leaf in zip(arrays, leaves, strict=True)
+    ]
+
+    def there_and_back(*shards):
+        full = comm.all_gather(shards, leaves)
+        summands = [x[None] * jnp.arange(1.0, 5).reshape(4, *[1] * x.ndim) for x in full]
+        return full, comm.reduce_scatter(summands, leaves)
+
+    full, sums = jax.jit(there_and_back)(*shards)
+    for leaf, array, gathered, reduced in zip(leaves, arrays, full, sums, strict=True):
+        np.testing.assert_array_equal(gathered, array)
+        np.testing.assert_array_equal(reduced, in_storage(10 * array, leaf))
+        assert reduced.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), reduced.ndim)
+    jaxpr = jax.make_jaxpr(there_and_back)(*shards).jaxpr
+    parts = [math.prod(leaf.storage_shape) // (2 if leaf.others else 1) for leaf in leaves]
+    assert list(operands_of(jaxpr, "all_gather")) == [sum(parts) // 4]
+    assert list(operands_of(jaxpr, "reduce_scatter")) == [sum(parts)]
+
+
 @pytest.mark.parametrize("name", ["first dim", "padded", "flat"])
 def test_rows_are_the_shards_and_the_array_again(name):
     leaf = leaf_of(name, ("gpu",))

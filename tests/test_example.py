@@ -141,6 +141,7 @@ def test_the_tables_bytes_are_those_of_live_arrays_and_of_the_paper(precision, m
         (("--stage", "4"), "invalid choice"),
         (("--steps", "0"), "at least 1"),
         (("--devices", "3"), "does not divide"),
+        (("--tensor-parallel", "3"), "--heads 4 must be a multiple of --tensor-parallel 3"),
         (("--accumulate", "3"), "does not divide over 8 devices of 3 microbatches each: give a multiple of 24"),
         (("--precision", "int8"), "invalid choice"),
         (("--offload", "host", "--stage", "0"), "needs --stage 1, 2 or 3"),
@@ -148,7 +149,7 @@ def test_the_tables_bytes_are_those_of_live_arrays_and_of_the_paper(precision, m
     ],
 )
 def test_bad_options_are_one_readable_line(options, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_gpt, "mesh_of", lambda count: mesh_of(count or 8))  # JAX has begun with eight
+    monkeypatch.setattr(train_gpt, "mesh_of", lambda count, _: mesh_of(count or 8))  # JAX has begun with eight
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--out", str(tmp_path), *options])
     with pytest.raises(SystemExit) as ended:
         train_gpt.main()

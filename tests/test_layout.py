@@ -1,5 +1,6 @@
 """Where leaves live: pure arithmetic, tested for more devices than any machine has."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -172,6 +173,9 @@ def test_another_axis_keeps_its_dim(stage):
         assert jax.tree.map(lambda x: x.sharding.spec, state.opt_state[0].mu) == both
         expected = both if stage == 3 else {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
         assert jax.tree.map(lambda x: x.sharding.spec, state.params) == expected
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    plan = state.plan.along_others(mesh.shape)
+    assert held == sum(leaf.local_bytes for leaf in (*plan.layout.params, *plan.state))
 
 
 def test_linen_and_nnx_metadata_name_the_other_axis():
@@ -191,3 +195,23 @@ def test_linen_and_nnx_metadata_name_the_other_axis():
         shapes = jax.eval_shape(lambda: nnx.state(layer, nnx.Param))  # noqa: B023
         shardings = tx.shardings(shapes).params
         assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("model", "data")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_logical_names_are_axes_by_the_rules_in_force(own):
+    """Those that come with a box, or those of the context; a dim over a data axis is left to the layout."""
+    from flax import linen as nn
+    from flax import nnx
+
+    mesh, init, names = tensor_parallel_mesh(), nn.initializers.lecun_normal(), ("embed", "mlp")
+    rules = (("mlp", "model"), ("embed", "data"))
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=20)
+    dense = nn.Dense(64, kernel_init=nn.with_logical_partitioning(init, names, rules=rules if own else None))
+    model = lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"]
+    with contextlib.nullcontext() if own else nn.logical_axis_rules(rules):
+        assert tx.init_params(model)["kernel"].value.sharding.spec == PartitionSpec("data", "model")
+    local = {"sharding_rules": rules} if own else {}
+    with contextlib.nullcontext() if own else nnx.logical_axis_rules(rules), jax.set_mesh(mesh):
+        layer = nnx.Linear(16, 64, kernel_init=nnx.with_partitioning(init, names, **local), rngs=nnx.Rngs(0))
+        shardings = tx.shardings(jax.eval_shape(lambda: nnx.state(layer, nnx.Param))).params
+    assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("data", "model")

@@ -85,7 +85,7 @@ class GlobalCollectives:
         """See `Collectives`."""
 
         def gather(*shards):
-            return self.manual.all_gather(shards, leaves, exposed=exposed)
+            return self.manual.all_gather(shards, self._along_others(leaves), exposed=exposed)
 
         return self._mapped(gather, [leaf.spec for leaf in leaves], [leaf.other_spec for leaf in leaves])(*shards)
 
@@ -97,7 +97,7 @@ class GlobalCollectives:
         chosen = [leaves[i] for i in partial]
 
         def reduce(*rows):
-            shards = self.manual.reduce_scatter([row[0] for row in rows], chosen, exposed=exposed)
+            shards = self.manual.reduce_scatter([row[0] for row in rows], self._along_others(chosen), exposed=exposed)
             return [x[None] if self.across(leaf) else x for x, leaf in zip(shards, chosen, strict=True)]
 
         specs = [PartitionSpec(*self._divided, *leaf.other_spec) for leaf in chosen]
@@ -138,7 +138,7 @@ class GlobalCollectives:
         chosen = [leaves[i] for i in partial]
 
         def reduce(*rows):
-            return self.manual.reduce_across([row[0] for row in rows], chosen)
+            return self.manual.reduce_across([row[0] for row in rows], self._along_others(chosen))
 
         sums = list(shards)
         specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, self._summed_spec)]
@@ -201,6 +201,10 @@ class GlobalCollectives:
         """A scalar of each device's rows, of the one device it is read on."""
         spec = self._divided if x.ndim and x.shape[0] % self._workers == 0 else PartitionSpec()
         return self._mapped(fn, (spec,), PartitionSpec())(x)
+
+    def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Leaves as they are inside of `_mapped`."""
+        return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         axes = {*self.manual.axes, *axes_of(in_specs)}

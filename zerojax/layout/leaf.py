@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zerojax.config.data_mesh import spec_entry
+from zerojax.config.data_mesh import axes_of, spec_entry
 
 Kind = Literal["replicated", "sharded", "flat"]
 
@@ -115,6 +116,14 @@ class Leaf:
         """A shard of this leaf as a leaf itself, divided `further` over those of some axes that it is not over."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
+
+    def along_others(self, sizes: Mapping[str, int]) -> Leaf:
+        """What a device along the other mesh axes, of these `sizes`, has of this leaf, as a leaf itself."""
+        if self.kind == "flat" or not any(self.others):
+            return self
+        parts = [math.prod(sizes[axis] for axis in axes_of([(entry,)])) for entry in self.others]
+        shape = (*(size // n for size, n in zip(self.shape, parts, strict=False)), *self.shape[len(parts) :])
+        return dataclasses.replace(self, shape=shape, others=())
 
     @property
     def bytes(self) -> int:

@@ -1,5 +1,7 @@
 """Mesh axes other than the data axes that divide a leaf already: by its sharding, or by Flax's metadata."""
 
+import sys
+
 import jax
 import jax.core
 from jax.sharding import NamedSharding
@@ -9,15 +11,21 @@ from zerojax.layout.padded import Padded, is_padded
 
 
 def partition_metadata(params) -> list:
-    """For each leaf, the dims' axis names that Flax's boxes and Variables carry; () where there are none."""
+    """For each leaf, the dims' axis names that Flax's boxes and Variables carry; () where there are none.
+
+    Logical names become mesh axes by the rules that come with them, or by Flax's in force (`logical_axis_rules`).
+    """
 
     def names(node) -> tuple | None:
         if hasattr(node, "get_partition_spec"):
-            return tuple(node.get_partition_spec())
+            spec = node.get_partition_spec()
+            logical = hasattr(node, "rules")
+            return tuple(sys.modules["flax.linen"].logical_to_mesh_axes(spec, node.rules) if logical else spec)
         read = getattr(node, "get_metadata", None)
         metadata: dict = (read() if callable(read) else None) or {}  # pyright: ignore[reportAssignmentType]
         spec = metadata.get("out_sharding") or metadata.get("sharding_names") or ()  # newer and older nnx
-        rules = dict(metadata.get("sharding_rules") or ())  # of logical names
+        flax = sys.modules.get("flax.core.spmd")
+        rules = dict((*(flax.get_logical_axis_rules() if flax else ()), *(metadata.get("sharding_rules") or ())))
         return tuple(rules.get(name, name) for name in getattr(spec, "spec", spec)) or None
 
     def expand(node):

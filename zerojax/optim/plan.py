@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -56,6 +57,14 @@ class ShardingPlan(CachedHash):
     def offloaded(self) -> dict[int, Chunking]:
         """The offloaded leaves of the state, by index, and how they are chunked."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
+
+    def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
+        """The plan of what a device along the other mesh axes, of these `sizes`, has."""
+        pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
+        layout, trained = (
+            dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
+        )
+        return dataclasses.replace(self, layout=layout, trained=trained, grads=pick(self.grads), state=pick(self.state))
 
     def __repr__(self) -> str:
         """One line; `str` has every leaf."""

@@ -34,6 +34,8 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         plan: How parameters, gradients and optimizer state are sharded.
         accumulate: Microbatches a step.
     """
+    gathered = gathered_bytes(config, plan.layout) if config.view == "device" else None
+    plan = plan.along_others(config.user_mesh.shape)
     layout = plan.layout
     grads = zip(returned_grads(config, layout, storage_forms(layout.params)), layout.params, strict=True)
     state = list(zip(plan.state, plan.chunkings, strict=True))
@@ -50,7 +52,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         grads=sum(dataclasses.replace(grad, dtype=leaf.dtype).local_bytes for grad, leaf in grads),
         master=masters,
         opt_state=sum(leaf.local_bytes for leaf in on_device) - masters,
-        gathered=gathered_bytes(config, layout),
+        gathered=gathered_bytes(config, layout) if gathered is None else gathered,
         host=host_params + (0 if on_disk else chunked),
         disk=chunked if on_disk else 0,
         sent=sum(sent.values()),
