@@ -15,8 +15,9 @@ import optax
 process = int(sys.argv[1])
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
 
-from zerojax import zero_shard  # noqa: E402
+from zerojax import Offload, zero_shard  # noqa: E402
 from zerojax.comm import processes  # noqa: E402
+from zerojax.offload import host  # noqa: E402
 
 ROWS = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 
@@ -71,6 +72,13 @@ def weights_of_zero():
         state, _ = step(state, ROWS)
 
 
+def too_little_memory():
+    host.available_bytes = lambda: 10**9 if process else 100
+    zero_shard(optax.adam(1e-2), stage=3, persist_below=1, offload=Offload(optimizer="host")).create(
+        {"w": jnp.ones((4, 16))}
+    )
+
+
 def absent():
     processes.TIMEOUT_S = 2
     if process:
@@ -79,7 +87,17 @@ def absent():
     begin()
 
 
-CASES = (other_stage, other_width, other_rows, other_options, own_rows_as_if_all, another_step, weights_of_zero, absent)
+CASES = (
+    other_stage,
+    other_width,
+    other_rows,
+    other_options,
+    own_rows_as_if_all,
+    another_step,
+    weights_of_zero,
+    too_little_memory,
+    absent,
+)
 if __name__ == "__main__":
     for case in CASES:
         begun, said = time.monotonic(), ""

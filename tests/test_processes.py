@@ -22,6 +22,7 @@ SAID = {
     "own_rows_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
     "another_step": rf"{STEP}step is 0, not 1",
     "weights_of_zero": r"ValueError: The weights of a batch",
+    "too_little_memory": r"MemoryError: (On process 0: )?The offloaded optimizer state needs \d+ B of host memory",
 }
 
 

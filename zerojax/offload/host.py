@@ -9,12 +9,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.comm.processes import Processes
 from zerojax.units import format_bytes
 
 # The device reads pinned memory without an intermediate copy; the other kind is the fallback.
 KINDS = ("pinned_host", "unpinned_host")
 # What the CUDA backend reserves for pinned memory, unless the variable says otherwise.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+FITS = "fits"  # what processes tell each other
 
 
 def host_kind(mesh: Mesh) -> str:
@@ -56,7 +58,7 @@ def to_device(x: Any) -> Any:
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
-    """Refuse to allocate more host memory than there is.
+    """Refuse to allocate more host memory than there is, on all processes if it is not there for one.
 
     Args:
         mesh: The devices; those of this process count.
@@ -64,23 +66,35 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
         what: What it is, for the error.
 
     Raises:
-        MemoryError: Saying how much is needed, and how much there is.
+        MemoryError: Saying how much is needed, and how much there is, and on which process if not on this one.
+        TimeoutError: If another process allocates nothing of the kind.
     """
+    problems = Processes("host memory").exchange("allocate", _host_memory_problem(mesh, bytes_per_device, what) or FITS)
+    found = {index: problem for index, problem in enumerate(problems) if problem != FITS}
+    if own := found.get(jax.process_index()):
+        raise MemoryError(own)
+    for index, problem in found.items():
+        raise MemoryError(f"On process {index}: {problem}")
+
+
+def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | None:
+    """What to say where this process's host has too little memory."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {format_bytes(needed)} of host memory on this host ({len(local)} devices)"
     if local and local[0].platform in ("gpu", "cuda", "rocm"):
         cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
         if needed > cap:
-            raise MemoryError(
+            return (
                 f"{text}, and JAX pins {format_bytes(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} "
                 f"before JAX starts; {'an unknown amount' if available is None else format_bytes(available)} is free."
             )
     if available is not None and needed > available:
-        raise MemoryError(
+        return (
             f"{text}, and {format_bytes(available)} is free. Offload less (Offload(fraction=)), to disk "
             f'(optimizer="disk"), or use more hosts.'
         )
+    return None
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
