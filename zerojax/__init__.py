@@ -6,7 +6,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from zerojax import checkpoint, data, offload, plot
-    from zerojax.config import DynamicScale, Offload, Precision
+    from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.gather import block
     from zerojax.inspect.collectives import Collective, Collectives, collectives
     from zerojax.inspect.report import Report, report
@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
 # Each name is imported when it is first used: the command line needs no JAX to show its help, training no
 # compiled programs, and neither needs checkpoints.
 _MODULES = {
-    "config": "DynamicScale Offload Precision",
+    "config": "DynamicScale Offload Precision Wire",
     "gather": "block",
     "inspect.collectives": "Collective Collectives collectives",
     "inspect.report": "Report report",
@@ -63,6 +63,7 @@ __all__ = [
     "Shardings",
     "Sum",
     "Throughput",
+    "Wire",
     "ZeroState",
     "ZeroTransformation",
     "averaged",

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from zerojax.comm.explicit import on_auto_mesh, to_explicit
 from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
-from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, check_count
+from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, Wire, check_count
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import layout_of
@@ -318,6 +318,7 @@ def zero_shard(
     trainable: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
     view: Literal["global", "device"] = "global",
+    wire: Wire | None = None,
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -336,14 +337,12 @@ def zero_shard(
             updates it element by element.
         prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start; 0 is none. Each holds
             about one more layer's gathered parameters. A scan gathers one iteration ahead, whatever the number.
-        bucket_bytes: Stage 3: the leaves of a layer are gathered together, and their
-            gradients reduce-scattered together, up to this many logical bytes.
+        bucket_bytes: Leaves of a layer are gathered and reduced together up to this many logical bytes.
         reshard_after_forward: Stage 3: False keeps gathered parameters between the
             forward and the backward pass: two passes moved instead of three.
-        precision: In which types a step computes, sums and keeps its parameters, such as
-            `Precision.bf16()`. None: as the parameters and the loss function have it. Where
-            there are master weights, put nothing behind it in an `optax.chain`: what would
-            change the updates there cannot reach them. Chain inside, in `tx`.
+        precision: In which types a step computes, sums and keeps its parameters, such as `Precision.bf16()`. None: as
+            the parameters and the loss function have it. Where there are master weights, chain inside, in `tx`: what
+            is behind it in an `optax.chain` would change updates that cannot reach them.
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where `path` is like
             `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of logical shape; or a tree of bools. The
             others get no gradient, no optimizer state and no reduce-scatter; at stage 3 they are sharded all the
@@ -351,12 +350,12 @@ def zero_shard(
         offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`.
             `train_step` streams it chunk by chunk; `update`, which may be part of another
             program, brings all of it to the device at once. JAX adds nothing to an array in host memory: with
-            `params="host"`, a loop of your own moves the parameters with
-            `jax.device_put(params, jax.memory.Space.Device)` before `optax.apply_updates`, and the result back
-            with `jax.device_put(result, tx.shardings(params).params)`.
+            `params="host"`, a loop of your own moves the parameters to `jax.memory.Space.Device` before
+            `optax.apply_updates`, and the result back with `jax.device_put(result, tx.shardings(params).params)`.
         view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`: all is as on one device.
             `"device"`: the rows of its device, as under `pmap`, and its mean is taken over the devices; it may use
             collectives over `axis`.
+        wire: What collectives carry in few bits, such as `Wire(gather="int8", reduce="int4")`. None: nothing.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -396,5 +395,6 @@ def zero_shard(
         trainable=chosen,
         offload=offload,
         view=view,
+        wire=wire,
     )
     return ZeroTransformation.of(config)

@@ -26,7 +26,7 @@ def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list
 
     Flat leaves of one type share a bucket. Sharded leaves of one type do up to `limit` logical
     bytes, consecutive ones together. A leaf that other mesh axes shard too has its own:
-    packing it would gather it over those axes. So has a replicated leaf.
+    packing it would gather it over those axes. So has a replicated leaf. Quantised leaves have their own buckets.
     """
     found: list[list[int]] = []
     filled: dict = {}
@@ -37,7 +37,7 @@ def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list
         if leaf.kind == "replicated" or (not flat and (others or size >= limit)):
             found.append([i])
             continue
-        key = leaf.kind, leaf.axes, array.dtype
+        key = leaf.kind, leaf.axes, array.dtype, leaf.is_quantised
         bucket, total = filled.get(key, ([], 0))
         if not bucket or (total + size > limit and not flat):
             bucket, total = [], 0

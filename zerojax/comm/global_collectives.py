@@ -21,7 +21,7 @@ from zerojax import compat
 from zerojax.comm import barriers, partial_sums
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.mesh import to_storage
-from zerojax.comm.wire import Wire
+from zerojax.comm.wire import Encoding
 from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.layout.leaf import Leaf
 
@@ -48,7 +48,7 @@ class GlobalCollectives:
     manual: ManualCollectives
 
     @property
-    def wire(self) -> Wire:
+    def wire(self) -> Encoding:
         """How values are encoded and decoded."""
         return self.manual.wire
 

@@ -7,18 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zerojax.comm.quantised import Codec
+from zerojax.config.wire import Wire
+from zerojax.layout.leaf import Leaf
+
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
-    """The types in which parameters are gathered and gradients are summed.
+class Encoding:
+    """In which types and formats parameters are gathered and gradients are summed.
 
     A gathered parameter is decoded where it is used: by the model's own cast, or widened (`gather/evaluate.py`).
 
     Attributes:
         reduce: Floating type in which gradients are summed over the devices; None: their own.
+        wire: Formats of leaves that are quantised; None: none is.
     """
 
     reduce: np.dtype | None = None
+    wire: Wire | None = None
 
     def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
         """A parameter's shard as it is all-gathered, for uses that read `dtype`."""
@@ -31,6 +37,24 @@ class Wire:
     def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
         """A reduced gradient in its parameter's type."""
         return lax.convert_element_type(grad, dtype)
+
+    def gather_codec(self, leaf: Leaf) -> Codec | None:
+        """How a leaf's shards are quantised for a gather; None: they are sent as they are."""
+        return self._codec(leaf, None if self.wire is None else self.wire.gather)
+
+    def reduce_codec(self, leaf: Leaf) -> Codec | None:
+        """How a leaf's gradients are quantised for a reduction; None: they are sent as they are."""
+        return self._codec(leaf, None if self.wire is None else self.wire.reduce)
+
+    def axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """The axes of a leaf that carry what is quantised."""
+        over = None if self.wire is None else self.wire.over
+        return tuple(axis for axis in leaf.axes if over is None or axis in over)
+
+    def _codec(self, leaf: Leaf, fmt: str | None) -> Codec | None:
+        if self.wire is None or fmt is None or leaf.dim is None or not leaf.is_quantised or not self.axes(leaf):
+            return None
+        return Codec(fmt, self.wire.block)
 
     def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
         """The type in which gradients of a type are summed over the devices."""

@@ -6,6 +6,7 @@ from zerojax.config.data_mesh import DataMesh, LayoutPolicy
 from zerojax.config.leaf_mask import LeafMask, path_of
 from zerojax.config.offload import CHUNK_BYTES, Offload
 from zerojax.config.precision import DynamicScale, Precision
+from zerojax.config.wire import Wire
 
 __all__ = [
     "BUCKET_BYTES",
@@ -19,6 +20,7 @@ __all__ = [
     "LeafMask",
     "Offload",
     "Precision",
+    "Wire",
     "check_count",
     "check_word",
     "path_of",

@@ -14,6 +14,7 @@ from zerojax.config.checks import check_count
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
 from zerojax.config.offload import Offload
 from zerojax.config.precision import Precision
+from zerojax.config.wire import Wire
 
 STAGES = {
     0: "everything replicated",
@@ -50,10 +51,11 @@ class Config:
         precision: Types of a step; None leaves every type as the parameters and the loss have it.
         trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
         offload: What is offloaded to host memory or disk; None: nothing.
+        wire: What collectives carry in few bits; None: nothing.
         view: `"global"`: the loss sees all rows of the batch; `"device"`: each device's its own.
 
     Raises:
-        TypeError: If `tx` is no optax transformation, a count is no integer, or precision or offload of another type.
+        TypeError: If `tx` is no optax transformation, a count is no integer, or another option of another type.
         ValueError: If the stage is unknown or a count negative, or the stage cannot offload.
     """
 
@@ -71,6 +73,7 @@ class Config:
     trainable: Callable[[str, Any], bool] | None = None
     offload: Offload | None = None
     view: str = "global"
+    wire: Wire | None = None
 
     def __post_init__(self):
         """Check every field."""
@@ -98,6 +101,10 @@ class Config:
             raise TypeError(f"precision is a zerojax.Precision, such as Precision.bf16(), not {self.precision!r}.")
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f'offload is a zerojax.Offload, such as Offload(optimizer="host"), not {self.offload!r}.')
+        if not isinstance(self.wire, Wire | None):
+            raise TypeError(f'wire is a zerojax.Wire, such as Wire(gather="int8"), not {self.wire!r}.')
+        if self.wire is not None:
+            self._check_wire(self.wire)
         if self.offload is not None and self.stage == 0:
             raise ValueError(
                 "Stage 0 shards nothing, so every device would keep the full optimizer state on the host. "
@@ -124,6 +131,30 @@ class Config:
             raise ValueError(
                 'Offload(params="host") keeps a parameter as its optimizer state is sharded, and params_axis= over '
                 "fewer axes. Give one of them."
+            )
+
+    def _check_wire(self, wire: Wire) -> None:
+        """Refuse to quantise what no collective of the stage carries, or sums that would be rounded again."""
+        if self.stage == 0:
+            raise ValueError(
+                "Stage 0 all-reduces gradients: quantised, every partial sum would be rounded, and with wire= none is. "
+                "Take stage 1, 2 or 3, whose reductions send each gradient once."
+            )
+        if wire.gather and self.stage != 3:
+            raise ValueError(
+                f"Wire(gather={wire.gather!r}) needs stage 3: stage {self.stage} gathers what it stores, so that "
+                f"the rounded parameters would be all there is. Give Wire(reduce=) alone."
+            )
+        if wire.reduce and self.shard_axis:
+            raise ValueError(
+                f"shard_axis={self.shard_axis!r} all-reduces shards of gradients over the other axes, and with "
+                f"Wire(reduce={wire.reduce!r}) sums would be rounded once more. Take params_axis=, which "
+                f"reduce-scatters them."
+            )
+        if missing := tuple(axis for axis in wire.over or () if axis not in self.axis):
+            raise ValueError(
+                f"Wire(over=) names {in_words(missing)}, over which no rows are divided: axis={self.axis!r}. "
+                f"Name some of these axes."
             )
 
     @functools.cached_property

@@ -196,7 +196,10 @@ def notes_from_plan(state: Any) -> dict[tuple[str, str], str]:
     if plan is None:
         return {}
     parts = {"params": plan.layout.params, "opt_state": plan.state}
-    return {(part, leaf.path): note_from_layout(leaf) for part, leaves in parts.items() for leaf in leaves}
+    notes = {(part, leaf.path): note_from_layout(leaf) for part, leaves in parts.items() for leaf in leaves}
+    for leaf in plan.layout.params:
+        notes["params", leaf.path] = "; ".join(filter(None, (notes["params", leaf.path], leaf.sent)))
+    return notes
 
 
 def note_from_layout(leaf: Leaf) -> str:

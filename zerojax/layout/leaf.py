@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.config.data_mesh import axes_of, spec_entry
 
+QUANTISED = "quantised"
 Kind = Literal["replicated", "sharded", "flat"]
 
 
@@ -67,6 +68,7 @@ class Leaf:
         host: Whether it is kept in host memory.
         further: Into how many parts a shard is divided in turn, over other axes, for its gradient and its optimizer
             state; padding is for these parts.
+        wire: What collectives carry: `QUANTISED`, or why not; empty where the run quantises nothing.
     """
 
     path: str
@@ -80,6 +82,17 @@ class Leaf:
     reason: str = ""
     host: bool = False
     further: int = 1
+    wire: str = ""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether collectives carry it quantised."""
+        return self.wire == QUANTISED
+
+    @property
+    def sent(self) -> str:
+        """How a run that quantises some leaves sends this one; empty in any other run."""
+        return self.wire if self.is_quantised or not self.wire else f"sent as it is: {self.wire}"
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, path_of
+from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path_of
 from zerojax.layout.cached_hash import CachedHash
-from zerojax.layout.leaf import Leaf, shard_extent
+from zerojax.layout.leaf import QUANTISED, Leaf, shard_extent
 from zerojax.layout.other_axes import other_axes, partition_metadata
 from zerojax.layout.padded import is_padded
 
@@ -65,7 +66,8 @@ class Layout(CachedHash):
 def layout_of(config: Config, params, *, others: Sequence[tuple] = ()) -> Layout:
     """Lay out a tree of parameters as a configuration says: arrays, `Padded` arrays or shapes."""
     policy = config.layout_policy
-    return lay_out(params, policy, precision=config.precision, trainable=config.trainable, others=others)
+    chosen = {"precision": config.precision, "trainable": config.trainable, "wire": config.wire}
+    return lay_out(params, policy, others=others, **chosen)
 
 
 def lay_out(
@@ -74,6 +76,7 @@ def lay_out(
     *,
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | None = None,
+    wire: Wire | None = None,
     others: Sequence[tuple] = (),
 ) -> Layout:
     """Decide where each leaf of `params` lives.
@@ -85,6 +88,7 @@ def lay_out(
         policy: Stage, axes and thresholds.
         precision: Types; None leaves every leaf its own.
         trainable: Which leaves are trained; None is all of them.
+        wire: Which leaves are quantised where they are sent; None: none.
         others: For each leaf the other mesh axes it is divided over, in place of Flax's metadata.
 
     Returns:
@@ -110,6 +114,10 @@ def lay_out(
         shard_leaf(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, policy.data), policy)
         for (path, x), spec, (master, _) in zip(found, others or partition_metadata(params), types, strict=True)
     ]
+    if wire is not None:
+        grads = [
+            dataclasses.replace(leaf, wire=carried(wire, path, leaf)) for path, leaf in zip(paths, grads, strict=True)
+        ]
     compute = tuple(compute for _, compute in types)
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
     seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
@@ -145,6 +153,14 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
     if not free:
         return with_changes(reason="every dim is divided over another mesh axis, or there is none")
     return with_changes(kind="sharded", dim=best_dim(shape, free, leaf.shards))
+
+
+def carried(wire: Wire, path: str, leaf: Leaf) -> str:
+    """`Leaf.wire` of a leaf: that it is quantised, or why not."""
+    if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.reason or f"{leaf.dtype} is no floating type"
+    against = wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
+    return against or QUANTISED
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:

@@ -73,11 +73,15 @@ class ShardingPlan(CachedHash):
     def __str__(self) -> str:
         """Stage and axes, then each leaf with its type, its logical shape and how it is sharded."""
         policy = self.layout.policy
-        rows = [("params", leaf, None) for leaf in self.layout.params]
-        rows += [("grads", leaf, None) for leaf in self.grads]
-        rows += [("opt_state", leaf, self.offloaded.get(k)) for k, leaf in enumerate(self.state)]
+        rows = [("params", leaf, _sent(leaf)) for leaf in self.layout.params]
+        rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
+        rows += [("opt_state", leaf, _offloaded(self.offloaded.get(k))) for k, leaf in enumerate(self.state)]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
-        return "\n".join([title, *(f"{part}{leaf.path}  {leaf}{_offloaded(c)}" for part, leaf, c in rows)])
+        return "\n".join([title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)])
+
+
+def _sent(leaf: Leaf) -> str:
+    return f", {leaf.sent}" if leaf.sent else ""
 
 
 def _offloaded(chunking: Chunking | None) -> str:

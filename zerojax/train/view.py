@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.wire import Wire
+from zerojax.comm.wire import Encoding
 from zerojax.config import Config
 from zerojax.gather import StandIn, gather_on_use
 from zerojax.layout.leaf import Leaf
@@ -89,7 +89,7 @@ class View:
 
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
-        wire = Wire(None if precision is None else precision.reduce)
+        wire = Encoding(None if precision is None else precision.reduce, self.config.wire)
         manual = ManualCollectives(self.config.data.batch, bucket_bytes, wire, self.reduces_across_once)
         return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
 
