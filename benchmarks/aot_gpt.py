@@ -40,7 +40,7 @@ import optax
 import yardstick
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Wire, zero_shard
 from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
@@ -59,12 +59,17 @@ OURS = {
     "inside": "global",
     "inside-device": "device",
     "tensor": "global",
+    "wire": "global",
+    "wire-inside": "global",
 }
+WIRE = Wire(gather="int8", reduce="int4")
 AXES = {
     "hybrid": {"shard_axis": "gpu"},
     "hybrid-device": {"shard_axis": "gpu"},
     "inside": {"params_axis": "gpu"},
     "inside-device": {"params_axis": "gpu"},
+    "wire": {"wire": WIRE},
+    "wire-inside": {"wire": WIRE, "params_axis": "gpu"},
 }
 TIGHT = {"xla_gpu_memory_limit_slop_factor": 4}  # percent of the GPU's memory: 5.6 of 141 GB
 TWO_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
@@ -141,6 +146,7 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
         "inside": round(Overlap(tuple(inside)).hidden_share, 4),
         "across": round(Overlap(tuple(across)).hidden_share, 4),
         "beside": round(Overlap(tuple(beside)).hidden_share, 4),
+        "sent across MiB": round(sum(one.collective.sent * one.collective.times_if_once for one in across) / 2**20, 1),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
         "for": next(iter(waits), ""),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),

@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.collectives import LABEL
 from zerojax.comm.explicit import auto_context, to_auto
-from zerojax.config import Config
+from zerojax.comm.quantised import Codec
+from zerojax.comm.wire import Encoding
+from zerojax.config import Config, Wire
 from zerojax.gather import WorkingSet
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.collectives import Collective, Collectives, cause_of, collectives
@@ -168,7 +171,8 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
             "none. Check it without that collective."
         ) from error
     listed, hiding, program = collectives(compiled), overlap(compiled), program_of(config, layout, loss, batch, args)
-    gathers, reductions = listed.of("all-gather"), listed.of("reduce-scatter", "all-reduce")
+    gathers = listed.of("all-gather")
+    reductions = Collectives(c for c in listed if c.kind in ("reduce-scatter", "all-reduce") or _is_quantised(c))
     peak = resident + memory.temp_size_in_bytes
     floor = resident + memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
     flops, formula = (product_flops(kernels(read(one))) for one in (compiled, plain))
@@ -176,15 +180,16 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     sizes = {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
     sharded = [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
-    gathered = gathers.moved(unknown_once=True).elements
-    reduced = reductions.moved(unknown_once=True).elements
+    wire = config.wire
+    gathered = _elements(gathers, wire and wire.gather, wire)
+    reduced = _elements(reductions, wire and wire.reduce, wire)
     gathered_formula = (2 if config.reshard_after_forward else 1) * sum(sizes[leaf.path] for leaf in sharded)
     trained = layout.trained_only()
     # In hybrid sharding each shard is reduced across, too.
     again = lambda leaf: (leaf.kind != "replicated" and not set(config.data.batch) <= set(leaf.axes)) / leaf.shards
     pairs = zip(trained.params, trained.grads, strict=True)
     parts = [(param, grad if param.dim is None else param) for param, grad in pairs if is_float(param)]
-    reduced_formula = sum(int(sizes[param.path] * (1 + again(leaf))) for param, leaf in parts)
+    reduced_formula = sum(int(sizes[param.path] * (_hops(config, leaf) + again(leaf))) for param, leaf in parts)
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
         *_memory_findings(peak, floor, program, sharded, gathers),
@@ -207,6 +212,28 @@ def check_program(config: Config, layout: Layout, loss: Loss, params: Any, batch
         hidden=None if on_cpu else hiding.hidden_share,
         findings=tuple(findings),
     )
+
+
+def _is_quantised(collective: Collective) -> bool:
+    """Whether it is a hop of a reduction of quantised gradients."""
+    found = LABEL.search(collective.op_name)
+    return collective.kind == "all-to-all" and found is not None and found[1] == "reduce_scatter"
+
+
+def _elements(which: Collectives, fmt: str | None, wire: Wire | None) -> int:
+    """Elements that collectives move; bytes of quantised ones are counted as the elements they stand for."""
+    moved = which.moved(unknown_once=True).elements
+    if wire is None or fmt is None:
+        return moved
+    narrow = Collectives(c for c in which if c.dtype == "u8").moved(unknown_once=True).elements
+    return moved - narrow + narrow * wire.block // Codec(fmt, wire.block).bytes(wire.block)
+
+
+def _hops(config: Config, leaf: Leaf) -> float:
+    """How often an element of a gradient is reduced: one that is quantised axis by axis, each time among those left."""
+    if Encoding(wire=config.wire).reduce_codec(leaf) is None:
+        return 1
+    return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 
 
 def _memory_findings(

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.comm.explicit import auto_context
 from zerojax.comm.mesh import resolve_axes
-from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
+from zerojax.config import STAGES, Config, LeafMask, Precision, Wire, check_count
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
@@ -77,8 +77,8 @@ def estimate(
             first device here. What XLA fuses differs between CPU and GPU, and so do activations.
         **options: As for `zero_shard`: `precision` (for a number of parameters bfloat16 unless
             given), `offload` (not at stage 0), `persist_below` (of no effect for a number of
-            parameters), `prefetch`, `trainable`, and of hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3);
-            as for `train_step`: `has_aux`, `weighted`.
+            parameters), `prefetch`, `trainable`, `wire` (at the stages that can carry it), and of hosts
+            `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3); as for `train_step`: `has_aux`, `weighted`.
 
     Returns:
         Rows in the order of `devices`, then of `stages`.
@@ -153,9 +153,18 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
         changed[name] = resolve_axes(options.get(name), name)
     if stage < 3:
         changed["params_axis"] = ()
+    if wire := options.get("wire"):
+        changed["wire"] = wire_of_stage(wire, stage, known_shapes=number is None)
     if number is not None:
         changed |= {"persist_below": 0, "precision": options.get("precision") or Precision.bf16()}
     return options | changed
+
+
+def wire_of_stage(wire: Wire, stage: int, *, known_shapes: bool) -> Wire | None:
+    """What of it a stage can carry; of a mere number of parameters, all of them."""
+    changes: dict[str, Any] = {"gather": wire.gather if stage == 3 else None}
+    changes |= {} if known_shapes else {"where": lambda path, leaf: True}
+    return dataclasses.replace(wire, **changes) if changes["gather"] or (wire.reduce and stage) else None
 
 
 def vector(count: float, devices: int) -> PyTree:

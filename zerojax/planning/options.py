@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from zerojax.config import Offload, Precision
+from zerojax.config import Offload, Precision, Wire
 
 
 class LossOptions(TypedDict, total=False):
@@ -23,6 +23,7 @@ class EstimateOptions(LossOptions, total=False):
     trainable: Any
     shard_axis: str | tuple[str, ...] | None
     params_axis: str | tuple[str, ...] | None
+    wire: Wire | None
 
 
 class FitOptions(LossOptions, total=False):

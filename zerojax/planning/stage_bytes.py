@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.comm.wire import Encoding
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
@@ -101,7 +102,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
     Over N devices `(N - 1) / N` of the logical bytes for each. Stages 0 and 1 reduce once and gather once;
     stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch. In hybrid sharding shards
     are all-reduced over the other axes, once; where these divide them further they are reduce-scattered over them,
-    and gathered after the update.
+    and gathered after the update. What is quantised counts with its scales and padding, hop by hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
@@ -114,15 +115,49 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
         is_persistent = config.stage == 3 and leaf.kind != "sharded"
         if not is_trained and (config.stage < 3 or is_persistent):
             continue  # nothing moves; NumPy knows no dtype of a key
-        axes = leaf.axes if leaf.kind == "sharded" else layout.grads[i].axes
-        rest = tuple(axis for axis in data.batch if axis not in axes)
-        shards, others = data.size(axes), data.size(rest)
-        gathered, reduced = gathered_itemsize(config, leaf, dtype), is_trained * reduce_itemsize(config, dtype)
-        gathered *= 1 if is_persistent else gathers
-        sent[axes] += leaf.size * (reduced * reduces + gathered) * (shards - 1) / shards
-        once = reduced + is_trained * leaf.dtype.itemsize if leaf.further > 1 else 2 * reduced
-        sent[rest] += leaf.size / shards * once * (others - 1) / others
+        divided = leaf if leaf.kind == "sharded" else layout.grads[i]
+        rest = tuple(axis for axis in data.batch if axis not in divided.axes)
+        gathered, reduced = gathered_itemsize(config, leaf, dtype), reduce_itemsize(config, dtype)
+        moved = [(gather_sent(config, divided, gathered), 1 if is_persistent else gathers)]
+        if is_trained:
+            moved.append((reduce_sent(config, divided, reduced), reduces))
+            shard = leaf.size / data.size(divided.axes) * (data.size(rest) - 1) / data.size(rest)
+            if leaf.further > 1:
+                moved.append((reduce_sent(config, leaf.divided(data.batch), reduced), 1))
+            moved.append(({rest: shard * (leaf.dtype.itemsize if leaf.further > 1 else 2 * reduced)}, 1))
+        for counts, times in moved:
+            for axes, count in counts.items():
+                sent[axes] += count * times
     return dict(sent)
+
+
+def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
+    """Bytes that a device sends to gather a leaf once, by mesh axes."""
+    encoding, size = Encoding(wire=config.wire), config.data.size
+    codec, narrow = encoding.gather_codec(leaf), encoding.axes(leaf)
+    if codec is None:
+        return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
+    plain = tuple(axis for axis in leaf.axes if axis not in narrow)
+    shard = math.prod(leaf.local_shape)
+    return {
+        narrow: (size(narrow) - 1) * codec.bytes(shard),
+        plain: (size(plain) - 1) * size(narrow) * shard * itemsize,
+    }
+
+
+def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
+    """Bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
+    encoding = Encoding(wire=config.wire)
+    codec, narrow = encoding.reduce_codec(leaf), encoding.axes(leaf)
+    if codec is None:
+        return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
+    sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)
+    for axis in reversed(leaf.axes):  # hop by hop, each with the rows that are left
+        size = config.data.size((axis,))
+        is_narrow, rows = axis in narrow, rows // size
+        sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)
+        itemsize = np.dtype(np.float32).itemsize if is_narrow else itemsize
+    return sent
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
