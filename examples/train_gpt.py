@@ -5,6 +5,7 @@
     python examples/train_gpt.py --precision bf16          compute in bfloat16, master weights in float32
     python examples/train_gpt.py --batch 64 --accumulate 4 each device's rows in four microbatches
     python examples/train_gpt.py --tensor-parallel 2       heads and features over 2 of the devices, ZeRO over the rest
+    python examples/train_gpt.py --gather int8 --reduce int4  parameters and gradients travel quantised
     python examples/train_gpt.py --offload host            optimizer state in host memory; or disk
     python examples/train_gpt.py --data book.txt           text of your own
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
@@ -38,7 +39,7 @@ from pictures import draw_loss, draw_memory, progress_bar, show_memory
 from rich.console import Console
 from text import Corpus, even_windows, load, random_windows
 
-from zerojax import Offload, Precision, ZeroState, ZeroTransformation, report, zero_shard
+from zerojax import Offload, Precision, Wire, ZeroState, ZeroTransformation, report, zero_shard
 from zerojax.checkpoint import Checkpointer, on_preemption
 
 SIMULATED_DEVICES = 8
@@ -46,6 +47,7 @@ EVALUATIONS = 5
 HELD_OUT_BYTES = 2**16
 SAMPLE_BYTES = 150
 WAITS = {"host": "in host memory", "disk": "on disk"}
+FORMATS = ("int4", "int8", "float8_e4m3fn", "float8_e5m2")
 PRECISIONS = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
 
 
@@ -117,7 +119,10 @@ def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: Lit
     offload = None
     if args.offload and stage:
         offload = Offload(optimizer=args.offload, path=args.out / "state" if args.offload == "disk" else None)
-    return zero_shard(optimizer, stage=stage, mesh=mesh, precision=PRECISIONS[args.precision](), offload=offload)
+    gather = args.gather if stage == 3 else None  # what the table compares with has no more than its stage can carry
+    wire = Wire(gather, args.reduce) if gather or (args.reduce and stage) else None
+    precision = PRECISIONS[args.precision]()
+    return zero_shard(optimizer, stage=stage, mesh=mesh, precision=precision, offload=offload, wire=wire)
 
 
 class Curve(NamedTuple):
@@ -237,6 +242,8 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
     parser.add_argument(
         "--precision", default="fp32", choices=PRECISIONS, help="the type to compute in (default: %(default)s)"
     )
+    for name, of in (("--gather", "stage 3: parameters"), ("--reduce", "gradients")):
+        parser.add_argument(name, choices=FORMATS, help=f"format in which {of} travel (default: as they are)")
     parser.add_argument("--offload", choices=("host", "disk"), help="where optimizer state waits (default: the device)")
     parser.add_argument(
         "--tensor-parallel",
@@ -262,6 +269,8 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
     args = parser.parse_args()
     if args.offload and not args.stage:
         parser.error("--offload needs --stage 1, 2 or 3: stage 0 divides nothing")
+    if (args.gather and args.stage < 3) or (args.reduce and not args.stage):
+        parser.error("--gather needs --stage 3, and --reduce --stage 1, 2 or 3")
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
     if args.heads % args.tensor_parallel:

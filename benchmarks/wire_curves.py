@@ -1,0 +1,85 @@
+"""Learning with quantised collectives, and without: the example's GPT, curves side by side.
+
+    python benchmarks/wire_curves.py                       800 steps each, docs/wire_curves.png and results/wire.json
+
+Stage 3 on 8 GPUs or simulated devices, the same data and first weights. What is compared is the held-out loss in bits
+per byte at the end.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import jax
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+import train_gpt  # noqa: E402
+from gpt import next_byte_loss  # noqa: E402
+from text import load  # noqa: E402
+
+WAYS = {
+    "as they are": [],
+    "gather int8": ["--gather", "int8"],
+    "gather int8, reduce int8": ["--gather", "int8", "--reduce", "int8"],
+    "gather int8, reduce int4": ["--gather", "int8", "--reduce", "int4"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "wire_curves.png")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "wire.json")
+    asked = parser.parse_args()
+    curves = {name: learn(["--steps", str(asked.steps), *options]) for name, options in WAYS.items()}
+    last = {name: curve.held_out[asked.steps] for name, curve in curves.items()}
+    exact = last["as they are"]
+    for name, bits in last.items():
+        print(f"{name:28} {bits:.4f} bits per byte held out, {bits / exact - 1:+.2%}")
+    draw(curves, asked.picture)
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "steps": asked.steps,
+        "held out, bits per byte": {name: round(bits, 5) for name, bits in last.items()},
+        "beside as they are": {name: round(bits / exact - 1, 5) for name, bits in last.items()},
+    }
+    asked.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def learn(options: list[str]) -> train_gpt.Curve:
+    """The curve of one run."""
+    sys.argv[1:] = options
+    args = train_gpt.options()
+    tx = train_gpt.transformation(args, train_gpt.mesh_of(args.devices), args.stage)
+    model, init = train_gpt.model_of(args)
+    state = tx.create(tx.init_params(init))
+    return train_gpt.train(tx, state, next_byte_loss(model), load(None), args, steps=args.steps)[1]
+
+
+def draw(curves: dict[str, train_gpt.Curve], path: Path) -> None:
+    """Held-out loss by step, and of the training loss what each way adds to the first, averaged over 40 steps."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    first = next(iter(curves.values()))
+    for i, (name, curve) in enumerate(curves.items()):
+        left.plot(list(curve.held_out), list(curve.held_out.values()), "o-", color=f"C{i}", label=name, alpha=0.7)
+        more = [bits - first.train[step] for step, bits in curve.train.items()]
+        means = [sum(more[k : k + 40]) / 40 for k in range(len(more) - 39)]
+        right.plot(range(40, len(more) + 1), means, color=f"C{i}")
+    left.set(xlabel="step", ylabel="bits per byte, held out", ylim=(None, 1.2 * list(first.held_out.values())[1]))
+    right.set(xlabel="step", ylabel="more bits per byte than as they are, training")
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
