@@ -70,6 +70,21 @@ def test_what_is_not_finite_stays_so_and_alone(fmt, value):
     assert codec.encode(x).nbytes == codec.bytes(70) == 5 * (BLOCK * FORMATS[fmt] // 8 + 4)
 
 
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.parametrize("value", [0.3, -0.07, 1e-3])
+def test_stochastic_rounding_is_right_in_the_mean(fmt, value):
+    """Though a number far below a step is nearest to zero; also where one number stands everywhere."""
+    codec = Codec(fmt, BLOCK, stochastic=True)
+    x = np.full((4096, BLOCK), value, np.float32)
+    x[:, 0] = 1  # the block's largest
+    found = np.asarray(jax.jit(lambda x: codec.decode(codec.encode(x), BLOCK))(x))
+    step = 1 / {"int4": 7, "int8": 127}[fmt]
+    assert (np.abs(found - x) < step).all()
+    assert abs(found[:, 1:].mean() - value) < 4 * step / 2 / np.sqrt(found.size)  # four standard errors at most
+    np.testing.assert_allclose(found[:, 0], 1, rtol=1e-6)
+    assert (codec.decode(codec.encode(jnp.zeros((2, 70))), 70) == 0).all()
+
+
 def leaf_of(axes, shape, dim):
     shards = math.prod({"host": 2, "gpu": 4}[axis] for axis in axes)
     return Leaf("['w']", shape, np.dtype(np.float32), axes, shards, "sharded", dim, wire=QUANTISED)
@@ -176,6 +191,7 @@ CASES = {
     "gather": (Wire(gather="int8", block=BLOCK), {}, 0.02),
     "reduce": (Wire(reduce="int8", block=BLOCK), {}, 0.02),
     "both": (WIRE, {}, 0.2),
+    "stochastic": (dataclasses.replace(WIRE, rounding="stochastic"), {}, 0.3),
     "across": (Wire(gather="float8_e4m3fn", reduce="int8", block=BLOCK, over="host"), {}, 0.1),
     "inside": (WIRE, {"params_axis": "gpu"}, 0.2),
 }
@@ -280,6 +296,7 @@ def test_each_leaf_says_how_it_is_sent():
     [
         (ValueError, "quantises nothing without gather= or reduce=", lambda: Wire()),
         (ValueError, r"Wire\(gather=\) is one of None, 'int4', 'int8'", lambda: Wire(gather="int2")),
+        (ValueError, r"Wire\(rounding=\"stochastic\"\) rounds", lambda: Wire(gather="int8", rounding="stochastic")),
         (ValueError, r"Wire\(block=3\) must be even", lambda: Wire(gather="int8", block=3)),
         (TypeError, r"Wire\(over=\) names mesh axes", lambda: Wire(gather="int8", over=(1,))),
         (TypeError, r"Wire\(where=\) is a function", lambda: Wire(gather="int8", where=[3])),

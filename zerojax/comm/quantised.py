@@ -40,10 +40,12 @@ class Codec:
     Attributes:
         format: One of `FORMATS`.
         block: Elements that share a scale; even.
+        stochastic: Whether integers are rounded up or down at random, off by less than a step, right in the mean.
     """
 
     format: str
     block: int
+    stochastic: bool = False
 
     def bytes(self, size: int) -> int:
         """Bytes of `size` elements, padding and scales included."""
@@ -76,7 +78,8 @@ class Codec:
     def _narrow(self, x: Float[Array, "*rows block"]) -> UInt8[Array, "*rows bytes"]:
         if self.format not in INTEGER_LIMITS:
             return lax.bitcast_convert_type(x.astype(self.format), jnp.uint8)
-        whole = jnp.clip(jnp.round(x), -self._limit, self._limit).astype(jnp.int8)
+        rounded = jnp.floor(x + uniform(x)) if self.stochastic else jnp.round(x)
+        whole = jnp.clip(rounded, -self._limit, self._limit).astype(jnp.int8)
         if self.format == "int8":
             return lax.bitcast_convert_type(whole, jnp.uint8)
         low, high = jnp.split(lax.bitcast_convert_type(whole, jnp.uint8), 2, axis=-1)
@@ -90,6 +93,19 @@ class Codec:
             signed = jnp.concatenate([lax.shift_left(signed, jnp.int8(4)), signed], axis=-1)
             signed = lax.shift_right_arithmetic(signed, jnp.int8(4))
         return signed.astype(jnp.float32)
+
+
+def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
+    """Numbers from 0 to below 1, drawn from the bits of each number and its position.
+
+    References:
+        The finaliser of MurmurHash3 (Appleby 2011), which mixes 32 bits.
+    """
+    position = lax.iota(jnp.uint32, x.size).reshape(x.shape) * jnp.uint32(0x9E3779B1)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ position
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def all_gather(

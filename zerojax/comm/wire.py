@@ -44,7 +44,9 @@ class Encoding:
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:
         """How a leaf's gradients are quantised for a reduction; None: they are sent as they are."""
-        return self._codec(leaf, None if self.wire is None else self.wire.reduce)
+        codec = self._codec(leaf, None if self.wire is None else self.wire.reduce)
+        stochastic = self.wire is not None and self.wire.rounding == "stochastic"
+        return dataclasses.replace(codec, stochastic=True) if codec and stochastic else codec
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
         """The axes of a leaf that carry what is quantised."""

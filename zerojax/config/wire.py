@@ -30,6 +30,8 @@ class Wire:
         gather: Format in which stage 3 all-gathers parameters, such as `"int8"`; None: as they are.
         reduce: Format in which gradients are reduce-scattered, such as `"int4"`; None: as they are.
         block: Elements that share a scale.
+        rounding: How gradients are rounded to integers: `"nearest"`, or `"stochastic"`: up or down, each as often as
+            makes the mean right, drawn from the bits of the number itself and where it is.
         over: The mesh axes whose links carry it, such as `"host"`; over others all is sent as it is. None: all axes.
         where: Which parameters: a function of `(path, leaf)`, `leaf` a `jax.ShapeDtypeStruct` of logical shape, or
             shell patterns such as `("*/kernel",)`. None: all but vectors, and those with "embed" in their path.
@@ -49,6 +51,7 @@ class Wire:
     gather: Format | None = None
     reduce: Format | None = None
     block: int = 256
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     over: str | tuple[str, ...] | None = None
     where: Callable[[str, Any], bool] | Sequence[str] | None = None
 
@@ -58,6 +61,12 @@ class Wire:
             check_word(f"Wire({name}=)", getattr(self, name), (None, *FORMATS))
         if self.gather is None and self.reduce is None:
             raise ValueError('Wire() quantises nothing without gather= or reduce=, such as gather="int8".')
+        check_word("Wire(rounding=)", self.rounding, ("nearest", "stochastic"))
+        if self.rounding == "stochastic" and self.reduce not in ("int4", "int8"):
+            raise ValueError(
+                f'Wire(rounding="stochastic") rounds gradients to integers, and reduce={self.reduce!r} sends none. '
+                f'Give reduce="int4" or "int8", or leave rounding out.'
+            )
         check_count("Wire(block=)", self.block, "elements", least=2)
         if self.block % 2:
             raise ValueError(f"Wire(block={self.block}) must be even: two elements of 4 bits share a byte.")
