@@ -157,6 +157,11 @@ class Planner:
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
+        if config.batch_spec is not None:
+            raise ValueError(
+                "plan.fit lays out data axes alone, and batch_spec= of tx divides dims over others. Fit without it, or "
+                "compare plans of meshes that have them: zerojax.plan(step, state, batch, topology=...)."
+            )
         shapes = logical_shapes(params, keep_shardings=False)
 
         def compile_plan(candidate: Candidate) -> Plan:
