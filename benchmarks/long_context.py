@@ -122,7 +122,9 @@ def main() -> None:
             start = time.perf_counter()
             found = planned(way, count * UNIT, topology=args.topology)
             peaks[count * UNIT] = found.peak
-            print(f"  {way}: {count * UNIT:,} tokens, {found.peak / 1e9:.1f} GB, {time.perf_counter() - start:.0f} s")
+            took = f"compiled in {time.perf_counter() - start:.0f} s"
+            least = f"{found.seconds:.2f} s at peak rates, waiting {found.waiting:.3%}"
+            print(f"  {way}: {count * UNIT:,} tokens, {found.peak / 1e9:.1f} GB, {least}, {took}", flush=True)
             return found.peak
 
         if args.lengths:
