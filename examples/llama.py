@@ -5,6 +5,9 @@
 
 `published` is all that ties the model to the names and the forms of the files. Export takes the same
 mapping, and transformers loads what it writes beside the same config.json.
+
+For training on long sequences, `next_token_loss(Llama(config, loss_tiles=64, mlp_tiles=16))` computes logits, and
+what is inside of the feed-forward layers, tile by tile (docs/long_context.md).
 """
 
 import argparse
@@ -12,6 +15,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from train_gpt import mesh_of, positive
 
-from zerojax import zero_shard
+from zerojax import tiled, zero_shard
 from zerojax.checkpoint import import_params
 
 
@@ -42,44 +47,96 @@ class Config:
     tied: bool = False
 
 
-class Block(nn.Module):
-    """Attention in which groups of heads share keys and values, then a gated feed-forward layer."""
+def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention to what came before; groups of heads of `q` share those of `k` and `v`."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward layer; each position by itself."""
 
     config: Config
 
     @nn.compact
+    def __call__(self, h):
+        dense = functools.partial(nn.Dense, use_bias=False)
+        h = nn.silu(dense(self.config.hidden, name="gate")(h)) * dense(self.config.hidden, name="up")(h)
+        return dense(self.config.width, name="down")(h)
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer in tiles of the sequence, each on a normalised copy of the stream."""
+
+    config: Config
+    mlp_tiles: int
+    attention: Callable
+
+    @nn.compact
     def __call__(self, x, _=None):
-        c = self.config
+        c, x = self.config, checkpoint_name(x, "layer_input")
         norm = functools.partial(nn.RMSNorm, epsilon=c.epsilon)
         dense = functools.partial(nn.DenseGeneral, use_bias=False)
         h = norm(name="attention_norm")(x)
         q = dense((c.heads, c.head), name="query")(h)
         k, v = (dense((c.kv_heads, c.head), name=name)(h) for name in ("key", "value"))
-        attended = jax.nn.dot_product_attention(rotate(q, c), rotate(k, c), v, is_causal=True)
-        x = x + dense(c.width, axis=(-2, -1), name="out")(attended)
-        h = norm(name="mlp_norm")(x)
-        h = nn.silu(dense(c.hidden, name="gate")(h)) * dense(c.hidden, name="up")(h)
-        return x + dense(c.width, name="down")(h), None
+        x = x + dense(c.width, axis=(-2, -1), name="out")(self.attention(rotate(q, c), rotate(k, c), v))
+        h, mlp = norm(name="mlp_norm")(x), FeedForward(c, name="mlp")
+        if self.mlp_tiles == 1 or self.is_initializing():
+            return x + mlp(h), None
+        pure: Any = FeedForward(c, parent=None).apply  # a module that is bound cannot be called in another loop
+        return x + tiled(pure, tiles=self.mlp_tiles)(mlp.variables, h), None
 
 
 class Llama(nn.Module):
-    """Logits for the token that follows each of `tokens`."""
+    """Logits for the token that follows each of `tokens`; with `targets`, how improbable these are, in nats.
+
+    Attributes:
+        config: Sizes.
+        loss_tiles: In how many tiles of the sequence the logits of `targets` are computed.
+        mlp_tiles: In how many tiles the feed-forward layers are.
+        attention: `attention(q, k, v)`, each (row, position, head, channel).
+        policy: Of the layers' remat; it may offload "layer_input".
+    """
 
     config: Config
+    loss_tiles: int = 1
+    mlp_tiles: int = 1
+    attention: Callable = causal
+    policy: Callable | None = None
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens, targets=None):
         c = self.config
         embed = nn.Embed(c.vocabulary, c.width, name="embed")
         blocks = nn.scan(
-            nn.remat(Block, prevent_cse=False),
+            nn.remat(Block, prevent_cse=False, policy=self.policy),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=c.layers,
         )
-        x, _ = blocks(c, name="layers")(embed(tokens), None)
+        x, _ = blocks(c, self.mlp_tiles, self.attention, name="layers")(embed(tokens), None)
         x = nn.RMSNorm(epsilon=c.epsilon, name="norm")(x)
-        return embed.attend(x) if c.tied else nn.Dense(c.vocabulary, use_bias=False, name="head")(x)
+        head = nn.Dense(c.vocabulary, use_bias=False, name="head")
+        if targets is None:
+            return embed.attend(x) if c.tied else head(x)
+        kernel = embed.embedding.T if c.tied else head.variables["params"]["kernel"]
+        nll = tiled(negative_log_likelihood, tiles=self.loss_tiles) if self.loss_tiles > 1 else negative_log_likelihood
+        return nll(kernel, x, targets)
+
+
+def negative_log_likelihood(kernel: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """How improbable each target is, in nats, float32."""
+    return optax.softmax_cross_entropy_with_integer_labels((x @ kernel).astype(jnp.float32), targets)
+
+
+def next_token_loss(model: Llama) -> Callable:
+    """Mean negative log-likelihood of every token of a window but its first; over those that `real` marks, if given."""
+
+    def loss(params, tokens, real=None):
+        nll: Any = model.apply(params, tokens[:, :-1], tokens[:, 1:])
+        return jnp.mean(nll, where=None if real is None else real[:, 1:])
+
+    return loss
 
 
 def rotate(x: jax.Array, config: Config) -> jax.Array:
@@ -110,9 +167,9 @@ def published(config: Config) -> dict[str, Any]:
         layer + "self_attn.o_proj.weight": (leaf + "out/kernel", "e (h d) -> h d e"),
         layer + "self_attn.rotary_emb.inv_freq": None,  # in old files
         layer + "post_attention_layernorm.weight": leaf + "mlp_norm/scale",
-        layer + "mlp.gate_proj.weight": (leaf + "gate/kernel", dense),
-        layer + "mlp.up_proj.weight": (leaf + "up/kernel", dense),
-        layer + "mlp.down_proj.weight": (leaf + "down/kernel", dense),
+        layer + "mlp.gate_proj.weight": (leaf + "mlp/gate/kernel", dense),
+        layer + "mlp.up_proj.weight": (leaf + "mlp/up/kernel", dense),
+        layer + "mlp.down_proj.weight": (leaf + "mlp/down/kernel", dense),
         "model.norm.weight": "params/norm/scale",
         "lm_head.weight": None if config.tied else ("params/head/kernel", dense),
     }

@@ -7,8 +7,9 @@
     python examples/parallel.py tensor --stage 1     another ZeRO stage
 
 zerojax divides rows, and what its stage shards, over "data". The other axis is the model's: leaves that are
-sharded over it, as Flax's partition metadata says, stay so, and "data" goes on another dim of theirs. Activations
-follow by `with_sharding_constraint`, layers of the pipeline in a `shard_map`. The loss is that of one device.
+sharded over it, as Flax's partition metadata says, stay so, and "data" goes on another dim of theirs. Positions are
+divided over "sequence" as the batch is placed, `batch_spec=`. Activations follow by `with_sharding_constraint`, layers
+of the pipeline in a `shard_map`. The loss is that of one device.
 
 Each way trains a byte-level model on Python's standard library, on 8 GPUs or 8 simulated devices, and prints the
 first and the last loss, and how a parameter and its moment in Adam are sharded.
@@ -41,17 +42,19 @@ class Way(NamedTuple):
         size: Devices along it.
         between: How activations between two blocks are divided: rows, positions.
         shown: A parameter that is sharded over both axes.
+        batch: How the batch is divided; None: rows over "data".
     """
 
     axis: str
     size: int
     between: tuple
     shown: str
+    batch: P | None = None
 
 
 WAYS = {
     "tensor": Way("model", 2, ("data", "model"), "block_0/up/kernel"),
-    "sequence": Way("sequence", 4, ("data", "sequence"), "block_0/up/kernel"),
+    "sequence": Way("sequence", 4, ("data", "sequence"), "block_0/up/kernel", P("data", "sequence")),
     # the devices of all experts share the rows for what is no expert
     "expert": Way("expert", 4, (("data", "expert"),), "block_0/mixture/up"),
     "pipeline": Way("stage", 4, ("data",), "blocks/up/kernel"),
@@ -63,13 +66,13 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     way, mesh = WAYS[args.way], mesh_for(args.way)
     model = Decoder(args.way, args.width, args.layers, mesh=mesh)
-    tx = zero_shard(optax.adamw(3e-3), stage=args.stage, mesh=mesh, persist_below=256)
+    tx = zero_shard(optax.adamw(3e-3), stage=args.stage, mesh=mesh, persist_below=256, batch_spec=way.batch)
     init = lambda key: model.init(key, jnp.zeros((DEVICES, args.seq), jnp.int32))["params"]
     state, step, losses = tx.create(tx.init_params(init, jax.random.key(0))), tx.train_step(loss_of(model)), []
     text = load().train
     for i in range(args.steps):
         windows = random_windows(text, rows=args.batch, length=args.seq, seed=0, step=i)
-        state, metrics = step(state, windows)
+        state, metrics = step(state, (windows[:, :-1], windows[:, 1:]))
         losses.append(float(metrics["loss"]))
     print(f"{args.way} parallel, ZeRO stage {args.stage}, {dict(mesh.shape)}: {mesh.size} × {mesh.devices.flat[0]}")
     print(f"loss {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {args.steps}")
@@ -82,9 +85,10 @@ def main() -> None:
 def loss_of(model: "Decoder") -> Callable:
     """Mean negative log-likelihood of the next byte, and of a mixture how uneven its experts' loads are."""
 
-    def loss(params, windows):
-        logits, sown = model.apply({"params": params}, windows[:, :-1], mutable=["losses"])
-        nll: Any = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    def loss(params, batch):
+        tokens, targets = batch
+        logits, sown = model.apply({"params": params}, tokens, mutable=["losses"])
+        nll: Any = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return nll.mean() + 0.01 * sum(jax.tree.leaves(sown))
 
     return loss
@@ -113,7 +117,7 @@ class Decoder(nn.Module):
         embed = nn.Embed(VOCABULARY, self.width, embedding_init=annotated(nn.initializers.normal(0.2), axis, None))
         block = Block(self.way, self.heads, self.mesh, parent=None)
         between = WAYS[self.way].between
-        x = divided(embed(divided(tokens, self.mesh, *between)), self.mesh, *between)
+        x = divided(embed(tokens), self.mesh, *between)
         if self.way == "pipeline":
             x = pipelined(block, self.param("blocks", stacked, block, self.layers, x), x, self.mesh)
         else:

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 process = int(sys.argv[1])
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
 
 from zerojax import Offload, zero_shard  # noqa: E402
 from zerojax.comm import processes  # noqa: E402
+from zerojax.data import shard_batches  # noqa: E402
 from zerojax.offload import host  # noqa: E402
 
 ROWS = np.arange(32.0, dtype=np.float32).reshape(8, 4)
@@ -79,6 +82,27 @@ def too_little_memory():
     )
 
 
+def with_positions(own):
+    """Rows over two devices and positions over two; `own`: each process has both devices of a row."""
+    devices = np.array(jax.devices()).reshape(2, 2)
+    mesh = Mesh(devices if own else devices.T, ("data", "sequence"))
+    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1, mesh=mesh, batch_spec=P("data", "sequence"))
+    batch = ROWS.reshape(4, 2, 4)
+    (placed,) = shard_batches([batch[2 * process :][:2]], tx, rows="process")
+    (whole,) = shard_batches([batch], tx)
+    for given in (placed, whole, batch):
+        _, metrics = tx.train_step(loss)(tx.create({"w": jnp.ones((4, 16))}), given)
+        np.testing.assert_allclose(metrics["loss"], (ROWS.sum(-1) ** 2).mean())
+
+
+def positions():
+    with_positions(own=True)
+
+
+def shared_rows():
+    with_positions(own=False)
+
+
 def absent():
     processes.TIMEOUT_S = 2
     if process:
@@ -96,6 +120,8 @@ CASES = (
     another_step,
     weights_of_zero,
     too_little_memory,
+    positions,
+    shared_rows,
     absent,
 )
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def init(model):
 
 
 def batches(count=3):
-    return np.random.default_rng(0).integers(256, size=(count, BATCH, LENGTH + 1), dtype=np.int32)
+    """Pairs of tokens and targets."""
+    windows = np.random.default_rng(0).integers(256, size=(count, BATCH, LENGTH + 1), dtype=np.int32)
+    return [(rows[:, :-1], rows[:, 1:]) for rows in windows]
 
 
 @functools.cache
@@ -63,7 +65,8 @@ def on_one_device(way, name):
 
 
 def zero(way, stage, name="adamw", **options):
-    return zero_shard(OPTIMIZERS[name], stage=stage, mesh=mesh_for(way), persist_below=100, **options)
+    options = {"mesh": mesh_for(way), "batch_spec": WAYS[way].batch, "persist_below": 100} | options
+    return zero_shard(OPTIMIZERS[name], stage=stage, **options)
 
 
 def prepared(way, tx, **options):

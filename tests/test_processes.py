@@ -21,6 +21,8 @@ SAID = {
     "other_options": rf"{STEP}options is StepOptions\(accumulate=2.* not StepOptions\(accumulate=1",
     "own_rows_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
     "another_step": rf"{STEP}step is 0, not 1",
+    "positions": "$",  # nothing
+    "shared_rows": "ValueError: rows=.process.*along axis 'sequence' share rows and are of several processes",
     "weights_of_zero": r"ValueError: The weights of a batch",
     "too_little_memory": r"MemoryError: (On process 0: )?The offloaded optimizer state needs \d+ B of host memory",
 }

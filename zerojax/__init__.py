@@ -7,7 +7,7 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from zerojax import checkpoint, data, offload, plot
     from zerojax.config import DynamicScale, Offload, Precision, Wire
-    from zerojax.gather import block
+    from zerojax.gather import block, tiled
     from zerojax.inspect.collectives import Collective, Collectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
 # compiled programs, and neither needs checkpoints.
 _MODULES = {
     "config": "DynamicScale Offload Precision Wire",
-    "gather": "block",
+    "gather": "block tiled",
     "inspect.collectives": "Collective Collectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
@@ -78,6 +78,7 @@ __all__ = [
     "plan",
     "plot",
     "report",
+    "tiled",
     "weight_ema",
     "zero_shard",
 ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from zerojax.comm.mesh import batch_sharding
 from zerojax.config import check_count, check_word
-from zerojax.train.batch import check_batch
+from zerojax.config.data_mesh import in_words
+from zerojax.train.batch import batch_shardings, check_batch
 from zerojax.zero import ZeroTransformation
 
 __all__ = ["ShardedBatches", "shard_batches"]
@@ -31,7 +33,7 @@ def shard_batches(
     remainder: Literal["drop", "pad"] = "drop",
     accumulate: int = 1,
 ) -> ShardedBatches:
-    """Place each batch of a loader on the mesh, its rows divided over the devices, ahead of its step.
+    """Place each batch of a loader on the mesh, divided over the devices as `tx` says, ahead of its step.
 
     Args:
         batches: Trees of anything with `__array__` or DLPack: of NumPy, grain, tf.data or torch.
@@ -51,7 +53,7 @@ def shard_batches(
     Raises:
         TypeError: If a count is no integer; from the iterator, if a leaf is no array.
         ValueError: If an option is unknown; from the iterator, if devices and microbatches do not
-            divide the rows of a batch, or in `"pad"` a batch has more rows than the first.
+            divide the rows of a batch, `batch_spec` its other dims, or in `"pad"` a batch has more rows than the first.
     """
     if not isinstance(tx, ZeroTransformation):
         raise TypeError(f"shard_batches places batches as the step of tx takes them: give tx, not {type(tx).__name__}.")
@@ -119,8 +121,9 @@ class Placement:
     def __init__(self, tx: ZeroTransformation, of_process: bool, pads: bool, accumulate: int):
         """Keep what the caller chose."""
         self._config, self._pads, self._accumulate = tx.config, pads, accumulate
-        self._sharding = batch_sharding(tx.config.user_mesh, tx.config.data)
         self._processes = jax.process_count() if of_process else 1
+        if self._processes > 1:
+            check_rows_of_processes(tx.config.user_mesh, tx.config.axis)
         self._rows: int | None = None
 
     def place(self, batch: Any) -> Any:
@@ -143,14 +146,31 @@ class Placement:
             arrays = padded(arrays, rows, self._rows)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) * self._processes, *x.shape[1:]), x.dtype), arrays)
         check_batch(shapes, self._config.data, self._accumulate)
-        return jax.tree.map(self._put, arrays)
+        return jax.tree.map(self._put, arrays, batch_shardings(self._config, self._config.user_mesh, shapes))
 
-    def _put(self, x: Any) -> jax.Array:
+    def _put(self, x: Any, sharding: NamedSharding) -> jax.Array:
         if self._processes > 1:
-            return jax.make_array_from_process_local_data(self._sharding, np.asarray(x))
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         if isinstance(x, jax.Array) or jax.process_count() == 1:
-            return jax.device_put(x, self._sharding)
-        return jax.make_array_from_callback(x.shape, self._sharding, lambda index: x[index])
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
+    """Refuse a mesh on which a row is on devices of several processes: none of them has rows of its own.
+
+    Raises:
+        ValueError: Naming the axes over which they are.
+    """
+    others = tuple(name for name in mesh.axis_names if name not in axis)
+    dims = [mesh.axis_names.index(name) for name in (*axis, *others)]
+    parts = mesh.devices.transpose(dims).reshape(math.prod(mesh.shape[name] for name in axis), -1)
+    if any(len({device.process_index for device in part}) > 1 for part in parts):
+        raise ValueError(
+            f'rows="process" gives each process the rows of its devices, but devices along {in_words(others)} share '
+            f'rows and are of several processes. Give the whole batch on each, rows="global", or build the mesh with '
+            f"{in_words(others)} within processes."
+        )
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from zerojax.comm.explicit import on_auto_mesh, to_explicit
 from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
-from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config, LeafMask, Offload, Precision, Wire, check_count
+from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offload, Precision, Wire, check_count
 from zerojax.config.data_mesh import spec_entry
-from zerojax.layout.padded import is_padded, without_padding
+from zerojax.layout.padded import stored_mask, without_padding
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.as_params import as_params
@@ -56,14 +56,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
-        """The transformation of a configuration; `zero_shard` makes and checks one.
-
-        Args:
-            config: What is wrapped, and where its parts live.
-
-        Returns:
-            The pair that optax sees.
-        """
+        """The transformation of a configuration; `zero_shard` makes and checks one."""
         # keywords, as optax's protocols name them; a partial keeps the configuration where rebuilding finds it
         return cls(functools.partial(init, config), functools.partial(update, config))
 
@@ -317,6 +310,7 @@ def zero_shard(
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
+    batch_spec: Any = None,
     view: Literal["global", "device"] = "global",
     wire: Wire | None = None,
 ) -> ZeroTransformation:
@@ -352,6 +346,8 @@ def zero_shard(
             program, brings all of it to the device at once. JAX adds nothing to an array in host memory: with
             `params="host"`, a loop of your own moves the parameters to `jax.memory.Space.Device` before
             `optax.apply_updates`, and the result back with `jax.device_put(result, tx.shardings(params).params)`.
+        batch_spec: How the batch is divided: a `PartitionSpec` such as `P("data", "sequence")`, which begins with
+            `axis` and of which a leaf takes as many entries as it has dims; or a tree of them. None: dim 0 alone.
         view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`: all is as on one device.
             `"device"`: the rows of its device, as under `pmap`, and its mean is taken over the devices; it may use
             collectives over `axis`.
@@ -377,9 +373,6 @@ def zero_shard(
         tx = tx.gradient_transformation()
     axes = resolve_axes(axis)
     mesh = resolve_mesh(mesh, axes)
-    chosen: Any = trainable
-    if trainable is not None and not callable(trainable):  # a mask; made of parameters in storage it has their nodes
-        chosen = LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, trainable, is_leaf=is_padded))
     config = Config(
         tx,
         stage,
@@ -392,8 +385,9 @@ def zero_shard(
         bucket_bytes=bucket_bytes,
         reshard_after_forward=reshard_after_forward,
         precision=precision,
-        trainable=chosen,
+        trainable=stored_mask(trainable),
         offload=offload,
+        batch_spec=BatchSpec.of(batch_spec),
         view=view,
         wire=wire,
     )

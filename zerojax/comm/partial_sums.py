@@ -57,6 +57,11 @@ class PartialSum:
 
     rows: jax.Array
 
+    @property
+    def shape(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of the sum."""
+        return jax.ShapeDtypeStruct(self.rows.shape[1:], self.rows.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
@@ -88,7 +93,7 @@ def evaluate(
     Args:
         jaxpr: The backward pass.
         consts: Its constants.
-        args: Its arguments.
+        args: Its arguments; what it only adds to gradients may be `PartialSum`s.
         grads: Which of its results are gradients of parameters.
         workers: Data-parallel workers.
         island: `island(eqn, divided, values)` makes the rows of one equation's result.
@@ -97,7 +102,8 @@ def evaluate(
     Returns:
         The results; a gradient that is rows has a dim more.
     """
-    closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), list(args))
+    shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
+    closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), shapes)
     flat, more = compat.opened(closed)
     only_grads = _only_of(flat, grads)
     zeros: set = set()
@@ -110,7 +116,7 @@ def evaluate(
         if any(isinstance(x, PartialSum) for x in values):
             return _linear(eqn, values, workers)
         if eqn.primitive.name == "scan" and not only_grads.isdisjoint(eqn.outvars):
-            return _scan(eqn, values, [i for i, var in enumerate(eqn.outvars) if var in only_grads], again)
+            return _scan(eqn, values, [i for i, var in enumerate(eqn.outvars) if var in only_grads], again, workers)
         if out in only_grads and (divided := _divided(eqn, workers, zeros)) is not None:
             return [PartialSum(island(eqn, divided, values))]
         return None if rule is None else rule(eqn, values)
@@ -134,24 +140,40 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     return jaxprs.evaluate(jaxpr, consts, args, rule)
 
 
-def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable) -> list:
-    """A scan whose results `grads` are of gradients alone; those that it stacks are left as rows."""
+def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable, workers: int) -> list:
+    """A scan whose results `grads` are of gradients alone; those that it adds up, or stacks, are left as rows."""
     scan = compat.scan_params(eqn)
-    stacked = [i for i in grads if i >= scan.carry]
-    consts, rest = values[: scan.consts], values[scan.consts :]
-    carry, slices = rest[: scan.carry], rest[scan.carry :]
     jaxpr, closed_over = compat.opened(scan.body)
+    summed = _added_up(jaxpr, scan, grads)
+    rows = [*summed, *(i for i in grads if i >= scan.carry)]
+    consts, rest = values[: scan.consts], values[scan.consts :]
+    carry, slices = list(rest[: scan.carry]), rest[scan.carry :]
+    for i in summed:
+        carry[i] = as_rows(carry[i], workers)
 
     def body(carry, slices):
-        results = evaluate(jaxpr, closed_over, [*consts, *carry, *slices], grads=stacked)
+        given = [PartialSum(x) if i in summed else x for i, x in enumerate(carry)]
+        results = evaluate(jaxpr, closed_over, [*consts, *given, *slices], grads=rows)
         return results[: scan.carry], results[scan.carry :]
 
     carry, stacks = lax.scan(body, carry, slices, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
     results = [*carry, *stacks]
-    for i in stacked:
+    for i in rows:
         if results[i].ndim > len(eqn.outvars[i].aval.shape):
-            results[i] = PartialSum(jnp.moveaxis(results[i], 1, 0))
+            results[i] = PartialSum(results[i] if i < scan.carry else jnp.moveaxis(results[i], 1, 0))
     return results
+
+
+def _added_up(jaxpr: Any, scan: compat.ScanParams, grads: Sequence[int]) -> list[int]:
+    """Which of the gradients among a loop's carries it only adds to: of what all of its iterations use."""
+    carries, stacked = [i for i in grads if i < scan.carry], [i for i in grads if i >= scan.carry]
+    while carries:
+        found = _only_of(jaxpr, [*carries, *stacked])
+        kept = [i for i in carries if jaxpr.invars[scan.consts + i] in found and jaxpr.outvars[i] in found]
+        if kept == carries:
+            break
+        carries = kept
+    return carries
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
@@ -161,12 +183,11 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
     found: set = set()
     is_found = lambda var: var in found or compat.is_dropped(var)
-    for eqn in reversed(jaxpr.eqns):
-        for var in eqn.outvars:
-            if var in refused or not (var in wanted or var in uses):
-                continue
-            if all(_is_linear(use) and all(map(is_found, use.outvars)) for use, _ in uses.get(var, ())):
-                found.add(var)
+    for var in (*(var for eqn in reversed(jaxpr.eqns) for var in eqn.outvars), *jaxpr.invars):
+        if var in refused or not (var in wanted or var in uses):
+            continue
+        if all(_is_linear(use) and all(map(is_found, use.outvars)) for use, _ in uses.get(var, ())):
+            found.add(var)
     return found
 
 

@@ -1,5 +1,6 @@
 """What the caller chose: every option is a frozen record, checked where it is made."""
 
+from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count, check_word
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy
@@ -13,6 +14,7 @@ __all__ = [
     "CHUNK_BYTES",
     "PERSIST_BELOW",
     "STAGES",
+    "BatchSpec",
     "Config",
     "DataMesh",
     "DynamicScale",

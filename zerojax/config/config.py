@@ -10,6 +10,7 @@ from typing import Any
 import optax
 from jax.sharding import AxisType, Mesh
 
+from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
 from zerojax.config.offload import Offload
@@ -51,8 +52,9 @@ class Config:
         precision: Types of a step; None leaves every type as the parameters and the loss have it.
         trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
         offload: What is offloaded to host memory or disk; None: nothing.
-        wire: What collectives carry in few bits; None: nothing.
+        batch_spec: How dims of the batch are divided; None: dim 0 over `axis` alone.
         view: `"global"`: the loss sees all rows of the batch; `"device"`: each device's its own.
+        wire: What collectives carry in few bits; None: nothing.
 
     Raises:
         TypeError: If `tx` is no optax transformation, a count is no integer, or another option of another type.
@@ -72,6 +74,7 @@ class Config:
     precision: Precision | None = None
     trainable: Callable[[str, Any], bool] | None = None
     offload: Offload | None = None
+    batch_spec: BatchSpec | None = None
     view: str = "global"
     wire: Wire | None = None
 
@@ -95,6 +98,8 @@ class Config:
                 )
         if self.params_axis:
             self._check_params_axis()
+        if self.batch_spec is not None:
+            self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
         if not isinstance(self.precision, Precision | None):

@@ -10,10 +10,12 @@ vjp             a function's two passes, and what must be kept between them
 sharded_param   a parameter's shard, and what is done to it before the gather
 evaluate        casts made before the gather
 working_set     how much is gathered at a time
+tiled           a loop over tiles of a sequence, as one block
 """
 
 from zerojax.gather.engine import block, gather_on_use
 from zerojax.gather.residuals import StandIn
+from zerojax.gather.tiled import tiled
 from zerojax.gather.working_set import WorkingSet, working_set
 
-__all__ = ["StandIn", "WorkingSet", "block", "gather_on_use", "working_set"]
+__all__ = ["StandIn", "WorkingSet", "block", "gather_on_use", "tiled", "working_set"]

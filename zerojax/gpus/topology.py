@@ -122,9 +122,9 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
     return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",)) -> Any:
-    """A mesh of a number of devices of no kind, to lay out for; all of them on the last axis."""
-    sizes = (1,) * (len(axes) - 1) + (count,)
+def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
+    """A mesh of a number of devices of no kind, to lay out for: of several axes the first has the hosts."""
+    sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config import LeafMask
+
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
@@ -109,6 +111,13 @@ def without_padding(tree: PyTree) -> PyTree:
 def is_padded(x) -> bool:
     """Whether a node is a `Padded`; for `is_leaf=`."""
     return isinstance(x, Padded)
+
+
+def stored_mask(mask: Callable | PyTree) -> Any:
+    """A choice of parameters, a predicate or a mask, as a predicate; a mask made of stored ones has their nodes."""
+    if mask is None or callable(mask):
+        return mask
+    return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded))
 
 
 def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:

@@ -13,7 +13,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zerojax.config import Config, Offload, check_count
+import numpy as np
+
+from zerojax.config import Config, DataMesh, Offload, check_count
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
@@ -21,7 +23,7 @@ from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.estimate_table import Estimate, StageEstimate
 from zerojax.planning.shapes import abstract, with_rows
-from zerojax.planning.stage_bytes import estimate_stage
+from zerojax.planning.stage_bytes import HOST, estimate_stage, sent_bytes
 from zerojax.units import format_bytes
 
 # Estimated peaks of unlike layers are up to this share too high: what exceeds the memory by no more is compiled.
@@ -47,6 +49,8 @@ class Candidate:
         offloaded: Bytes in host memory and on disk, per device.
         seconds: Least time of one row of the global batch; infinite where `peak` is a lower bound.
         verdict: Whether it was chosen, or why not.
+        shard_axis: As for `zero_shard`; empty: all axes.
+        params_axis: As for `zero_shard`; empty: all axes.
     """
 
     devices: int
@@ -58,6 +62,14 @@ class Candidate:
     offloaded: int
     seconds: float = math.inf
     verdict: str = ""
+    shard_axis: tuple[str, ...] = ()
+    params_axis: tuple[str, ...] = ()
+
+    @property
+    def sharding(self) -> str:
+        """The option that keeps shards within a host, or that there is none."""
+        options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
+        return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
 
     @property
     def placement(self) -> str:
@@ -69,11 +81,12 @@ class Candidate:
     @property
     def variant(self) -> tuple:
         """All that was chosen but the batch."""
-        return self.devices, self.stage, self.loss, self.offload
+        return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
 
     def __str__(self) -> str:
         """The choice, in one line."""
-        return f"stage {self.stage}, loss {self.loss!r}, state on the {self.placement}, {self.rows:,} rows"
+        sharding = f", {self.sharding}" if self.shard_axis or self.params_axis else ""
+        return f"stage {self.stage}{sharding}, loss {self.loss!r}, state on the {self.placement}, {self.rows:,} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +102,8 @@ class SearchSpace:
         link: As for `plan`.
         network: As for `plan`.
         host_link: Bytes per second each way between a GPU and its host; None: PCIe's.
+        hosts: Of how many hosts the GPUs are, within which shards may be too; None: shards are over all devices,
+            or as the configuration has it.
 
     Raises:
         TypeError: If a number of rows is no integer.
@@ -103,6 +118,7 @@ class SearchSpace:
     link: float | None = None
     network: float | None = None
     host_link: float | None = None
+    hosts: int | None = None
 
     def __post_init__(self):
         """Check rows, memory and host link; `Device` checks the other links."""
@@ -114,7 +130,28 @@ class SearchSpace:
 
     def device(self, count: int) -> Device:
         """One of `count` GPUs."""
-        return Device.of(Topology.parse(f"{self.gpu}:{count}"), link=self.link, network=self.network)
+        return Device.of(Topology.parse(self.topology(count)), link=self.link, network=self.network)
+
+    def topology(self, count: int) -> str:
+        """The GPUs, as a topology is written."""
+        return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
+
+    def axes(self, config: Config) -> tuple[str, ...]:
+        """The data axes to lay out: hosts and the GPUs of each, where hosts are told apart."""
+        return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
+
+    def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
+        """Over which axes a stage may shard, as fields of a configuration: over all, or within hosts as well."""
+        if self.hosts is None:
+            return [{}]
+        axes = self.axes(config)
+        over = lambda **chosen: {"axis": axes, "shard_axis": (), "params_axis": ()} | chosen
+        found = [over()]
+        if 1 < self.hosts < count and stage > 0:
+            found.append(over(shard_axis=axes[-1:]))
+            if stage == 3 and (offload is None or offload.params is None):
+                found.append(over(params_axis=axes[-1:]))
+        return found
 
     def usable(self, count: int) -> float:
         """Bytes of one of `count` GPUs that may be used."""
@@ -132,16 +169,17 @@ class SearchSpace:
 
 
 class Setup(NamedTuple):
-    """A stage and an offload on a number of devices: all that depends neither on loss nor on batch."""
+    """A stage, its axes and an offload on a number of devices: all that depends neither on loss nor on batch."""
 
     config: Config
     layout: Layout
     row: StageEstimate
 
     @classmethod
-    def of(cls, config: Config, params: Any, stage: int, offload: Offload | None, count: int) -> Setup:
-        """Lay out shapes of parameters; stage, offload and mesh of the configuration are replaced."""
-        config = dataclasses.replace(config, stage=stage, offload=offload, user_mesh=abstract_mesh(count, config.axis))
+    def of(cls, config: Config, params: Any, space: SearchSpace, count: int, chosen: Mapping[str, Any]) -> Setup:
+        """Lay out shapes of parameters; what is chosen, and the mesh, replace those of the configuration."""
+        mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
+        config = dataclasses.replace(config, user_mesh=mesh, **chosen)
         plan = make_plan(config, params)
         return cls(config, plan.layout, estimate_stage(config, plan, accumulate=1))
 
@@ -150,7 +188,11 @@ def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
     """Every way to train on a number of devices, estimated."""
-    setups = [Setup.of(config, params, stage, offload, count) for stage, offload in space.combinations]
+    setups = [
+        Setup.of(config, params, space, count, {"stage": stage, "offload": offload} | sharding)
+        for stage, offload in space.combinations
+        for sharding in space.shardings(config, count, stage, offload)
+    ]
     for name, loss in losses.items():
         estimated = lambda setup, rows: estimate_candidate(name, loss, setup, batch, space, rows)  # noqa: B023
         if space.rows is not None:
@@ -177,12 +219,15 @@ def estimate_candidate(
     config, layout, row = setup
     least = row.resident + row.update // 2  # the state, and the gradients as the optimizer sees them
     candidate = Candidate(row.devices, row.stage, name, config.offload, rows, least, row.host + row.disk)
+    if space.hosts is not None:
+        candidate = dataclasses.replace(candidate, shard_axis=config.shard_axis, params_axis=config.params_axis)
     if rejection(candidate, space.usable(row.devices)):
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
     row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
     assert row.peak is not None
-    seconds = step_seconds(row, cost.seconds(space.device(row.devices)), space)
+    sending = sending_seconds(config, layout, space.device(row.devices))
+    seconds = step_seconds(row, cost.seconds(space.device(row.devices)), sending, space)
     return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
 
 
@@ -194,16 +239,28 @@ def rejection(candidate: Candidate, usable: float) -> str:
     return f"does not fit: {least}{format_bytes(candidate.peak)}, estimated"
 
 
-def step_seconds(row: StageEstimate, kernels: float, space: SearchSpace) -> float:
+def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
+    """Least time of a step's collectives, one after the other: each over the links of the devices it goes around."""
+    sent = sent_bytes(config, layout, accumulate=1)
+    return sum(count / device.ring_bandwidth(group_along(config.data, axes)) for axes, count in sent.items())
+
+
+def group_along(data: DataMesh, axes: tuple[str, ...]) -> list[int]:
+    """The devices along some axes, and first along the others, by their number in the mesh."""
+    numbers = np.arange(math.prod(size for _, size in data.sizes)).reshape([size for _, size in data.sizes])
+    return numbers[tuple(slice(None) if name in axes else 0 for name, _ in data.sizes)].ravel().tolist()
+
+
+def step_seconds(row: StageEstimate, kernels: float, communication: float, space: SearchSpace) -> float:
     """Least time of a step.
 
     Args:
         row: The estimate of its stage.
         kernels: Seconds of the plain gradient on one device's rows.
+        communication: Seconds of its collectives.
         space: GPU and links.
     """
     device = space.device(row.devices)
-    communication = row.sent / device.ring_bandwidth(range(row.devices))
     passes = max(kernels, communication) if row.stage == 3 else kernels + communication
     update = 2 * row.resident / device.bandwidth
     link = space.host_link or HOST_LINKS[space.gpu]

@@ -19,7 +19,7 @@ from zerojax.comm.quantised import Codec
 from zerojax.comm.wire import Encoding
 from zerojax.config import Config, Wire
 from zerojax.gather import WorkingSet
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.collectives import Collective, Collectives, cause_of, collectives
 from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import memory_analysis
@@ -136,7 +136,8 @@ def check(
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
     shapes = to_auto(logical_shapes(params, keep_shardings=topology is None))
-    mesh = tx.config.mesh if topology is None else absent_mesh(topology, axes=tx.config.axis)
+    axes, mesh = tx.config.axis, tx.config.mesh
+    mesh = mesh if topology is None else absent_mesh_like(mesh, topology, axes=axes)
     config = dataclasses.replace(tx.config, user_mesh=mesh)
     stored = ZeroTransformation.of(config).shard(shapes)
     loss = Loss(loss_fn, has_aux, weighted)

@@ -18,7 +18,7 @@ from zerojax.planning.nonfinite import origins
 from zerojax.planning.reference import Reference, keeping_gradients
 from zerojax.planning.snapshot import Snapshot, differences, first_nonfinite, snapshot
 from zerojax.train.arguments import packed
-from zerojax.train.batch import check_batch
+from zerojax.train.batch import batch_shardings, check_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
@@ -149,6 +149,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
     if not set(step.config.mesh.devices.flat) <= set(jax.devices()):
         raise ValueError("The mesh of tx is of absent devices, and compare runs the loss. Give a mesh of real devices.")
     check_batch(given["batch"], step.config.data, step.options.accumulate)
+    batch_shardings(step.config, step.config.mesh, given["batch"])
 
 
 def at_stage(config: Config, stage: int) -> Config:

@@ -34,15 +34,20 @@ class Fit:
         for candidate in self.tried:
             if candidate.variant not in shown or candidate == self.chosen:
                 shown[candidate.variant] = candidate
-        width = max(len(name) for name in ("loss", *(c.loss for c in shown.values()))) + 2
+        column = lambda title, cells: max(len(cell) for cell in (title, *cells)) + 2
+        loss = column("loss", [c.loss for c in shown.values()])
+        within = any(c.shard_axis or c.params_axis for c in shown.values())
+        over = column("shards over", [c.sharding for c in shown.values()]) if within else 0
+        cell = lambda text: f"{text:{over}s}" if within else ""
         lines = [
             f"{self.chosen} on {self.plan.topology}",
             f"  compiled: {format_bytes(self.plan.peak)} of {format_bytes(self.plan.usable)} usable per device",
-            f"devices  stage  {'loss':{width}s}{'state':16s}{'rows':>8s}{'peak':>10s}{'per row':>10s}",
+            f"devices  stage  {cell('shards over')}{'loss':{loss}s}{'state':16s}"
+            f"{'rows':>8s}{'peak':>10s}{'per row':>10s}",
         ]
         lines += [
-            f"{c.devices:7d}  {c.stage:5d}  {c.loss:{width}s}{c.placement:16s}{c.rows:8,d}{format_bytes(c.peak):>10s}"
-            f"{'' if c.seconds == math.inf else format_seconds(c.seconds):>10s}  {c.verdict}"
+            f"{c.devices:7d}  {c.stage:5d}  {cell(c.sharding)}{c.loss:{loss}s}{c.placement:16s}{c.rows:8,d}"
+            f"{format_bytes(c.peak):>10s}{'' if c.seconds == math.inf else format_seconds(c.seconds):>10s}  {c.verdict}"
             for c in shown.values()
         ]
         return "\n".join(lines)
@@ -93,9 +98,10 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """The cheapest first; among equal costs the simplest: no offload, a low stage, an early loss, a small batch."""
+    """The cheapest first; among equals: no offload, a low stage, shards over all, an early loss, a small batch."""
     rest = sorted(estimated, key=lambda c: c.seconds)
-    simplest = lambda c: (c.offload is not None, c.stage, losses.index(c.loss), c.rows)
+    within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
+    simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)
     while rest:
         equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]
         yield from sorted(equal, key=simplest)

@@ -100,7 +100,7 @@ class Planner:
         batch: Any,
         *args: Any,
         gpu: str = "h200",
-        devices: int | None = 8,
+        devices: int | str | None = 8,
         stages: int | Sequence[int] = tuple(STAGES),
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         rows: int | Sequence[int] | None = None,
@@ -110,7 +110,8 @@ class Planner:
 
         Candidates are estimated first: the plain gradient of each loss is compiled for one GPU
         and each number of rows. They are ordered by estimated seconds per row; costs within 2%
-        are equal, and then no offload, a low stage, an early loss and a small batch come first.
+        are equal, and then no offload, a low stage, shards over all devices, an early loss and a small batch
+        come first.
         Those whose estimate exceeds the memory by more than a quarter are rejected; of the
         others the first whose compiled step fits is chosen.
 
@@ -125,7 +126,9 @@ class Planner:
             batch: A batch of any number of rows, the same in each leaf; shapes are enough.
             *args: Further arguments of the loss; shapes are enough.
             gpu: Kind of GPU, as in a topology: `"h200"`.
-            devices: Number of GPUs; None searches for the fewest: 1, 2, 4, 8 and so on.
+            devices: Number of GPUs; None searches for the fewest: 1, 2, 4, 8 and so on. Or a topology, such as
+                `"h200:8x8"`, in place of `gpu` too: then `shard_axis` and `params_axis` within its hosts are chosen
+                from as well, and replace those of `tx`.
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several; None is no offload, the only one at
                 stage 0. The compiled plan counts parameters in host memory as the device's.
@@ -147,22 +150,33 @@ class Planner:
         losses = {str(name): loss for name, loss in named.items()}
         if not losses:
             raise ValueError("loss_fn names no loss. Give one, or several by name.")
+        hosts = None
+        if isinstance(devices, str) and ":" in devices:
+            parsed = Topology.parse(devices)
+            gpu, hosts, devices = parsed.kind, parsed.hosts, parsed.size
         if devices is not None:
             check_count("devices", devices, "GPUs", least=1)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if rows is None else as_sequence(rows)
-        space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, **hardware)
-        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [devices]
+        space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, hosts=hosts, **hardware)
+        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
+        if config.batch_spec is not None:
+            raise ValueError(
+                "plan.fit lays out data axes alone, and batch_spec= of tx divides dims over others. Fit without it, or "
+                "compare plans of meshes that have them: zerojax.plan(step, state, batch, topology=...)."
+            )
         shapes = logical_shapes(params, keep_shardings=False)
 
         def compile_plan(candidate: Candidate) -> Plan:
-            topology = f"{gpu}:{candidate.devices}"
+            topology, axes = space.topology(candidate.devices), space.axes(config)
             chosen = {"stage": candidate.stage, "offload": candidate.offload}
-            mesh = absent_mesh(topology, axes=config.axis)
+            if hosts is not None:
+                chosen |= {"axis": axes, "shard_axis": candidate.shard_axis, "params_axis": candidate.params_axis}
+            mesh = absent_mesh(topology, axes=axes)
             sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **chosen))
             step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
             limits = {name: getattr(space, name) for name in ("memory", "link", "network")}

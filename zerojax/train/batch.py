@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.mesh import batch_sharding
 from zerojax.config import Config, DataMesh, Precision
+from zerojax.config.batch_spec import entry_names
 from zerojax.config.data_mesh import in_words
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
 
 
 def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
-    """Divide a batch's rows over the devices, unless they already are.
+    """Divide a batch over the devices, its rows and what `batch_spec` says, unless it already is.
 
     Args:
-        config: Mesh and axis.
+        config: Mesh, axis and spec of the batch.
         batch: Arrays of any kind and place, or shapes.
         accumulate: Into how many microbatches each device will divide its rows.
 
@@ -66,11 +67,44 @@ def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
         Arrays on the mesh; of shapes, shapes with their sharding.
 
     Raises:
-        ValueError: As `check_batch`.
+        ValueError: As `check_batch` and `batch_shardings`.
     """
     check_batch(batch, config.data, accumulate)
-    sharding = batch_sharding(config.user_mesh, config.data)
-    return jax.tree.map(lambda x: placed(x, sharding), batch)
+    return jax.tree.map(placed, batch, batch_shardings(config, config.user_mesh, batch))
+
+
+def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
+    """How each leaf of a batch is divided on a mesh.
+
+    Raises:
+        ValueError: If `batch_spec` does not fit the batch: its tree, or sizes that do not divide.
+    """
+    if config.batch_spec is None:
+        sharding = batch_sharding(mesh, config.data)
+        return jax.tree.map(lambda _: sharding, batch)
+    specs = config.batch_spec.over(batch)
+    if undivided := first_undivided(config, batch, specs):
+        name, dim, size, axes = undivided
+        parts = config.data.size(axes)
+        below, above = size // parts * parts, -(-size // parts) * parts
+        raise ValueError(
+            f"Cannot divide {name} over mesh {in_words(axes)}: its dim {dim} has a size of {size}, and the "
+            f"{'axis has' if len(axes) == 1 else 'axes have'} {parts} devices. Give a size of "
+            f"{f'{below} or {above}' if below else above} (inputs and targets each, not a window that is one longer), "
+            f"or a batch_spec= that does not divide this dim."
+        )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
+    """The first leaf of a batch with a dim behind dim 0 that its spec's axes do not divide: name, dim, size, axes."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    for (path, x), spec in zip(leaves, each, strict=True):
+        for dim, (size, entry) in enumerate(zip(jnp.shape(x), spec, strict=False)):
+            if dim and size % config.data.size(entry_names(entry)):
+                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_names(entry)
+    return None
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:

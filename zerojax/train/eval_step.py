@@ -17,7 +17,7 @@ from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.train.arguments import packed, unpacked
-from zerojax.train.batch import place_batch, placed
+from zerojax.train.batch import first_undivided, place_batch, placed
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
@@ -71,5 +71,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
 
 def divides(config: Config, batch: PyTree) -> bool:
-    """Whether the devices divide the rows of every leaf."""
-    return all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch))
+    """Whether the devices divide the rows of every leaf, and `batch_spec` its other dims."""
+    if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
+        return False
+    return config.batch_spec is None or first_undivided(config, batch, config.batch_spec.over(batch)) is None

@@ -15,14 +15,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.mesh import batch_sharding, constrain, replicated
+from zerojax.comm.mesh import constrain, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.train.accumulation import accumulate as accumulate_microbatches
 from zerojax.train.aux import combine, merged, unmarked
-from zerojax.train.batch import check_args, check_batch, fold_keys
+from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
 from zerojax.train.loss import Loss, mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.view import View
@@ -78,8 +78,9 @@ def loss_and_grads(
     view, scale = View(config, layout, grads, loss, accumulate), jnp.asarray(scale, jnp.float32)
     if not view.is_one_loss:
         check_args(args)
+    if config.view == "global" or config.batch_spec is not None:
+        batch = lax.with_sharding_constraint(batch, batch_shardings(config, config.mesh, batch))
     if config.view == "global":
-        batch = jax.lax.with_sharding_constraint(batch, batch_sharding(config.mesh, config.data))
         found = view_gradients(view, stored, batch, args, mutable, scale)
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)]
         # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.

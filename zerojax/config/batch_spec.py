@@ -1,0 +1,96 @@
+"""How the dims of a batch are divided: dim 0, the rows, over the data axes, others over axes of the model's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zerojax.config.data_mesh import in_words
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+    """A `PartitionSpec` for every leaf of a batch, or a tree of them; hashable.
+
+    Attributes:
+        specs: Those of the tree, in order.
+        structure: The tree's.
+    """
+
+    specs: tuple[PartitionSpec, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, given: Any) -> BatchSpec | None:
+        """What the caller gave; None for None.
+
+        Raises:
+            TypeError: If a leaf is no `PartitionSpec` of names.
+        """
+        if given is None:
+            return None
+        specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+        for spec in specs:
+            if not isinstance(spec, PartitionSpec) or not all(isinstance(name, str) for name in names_of(spec)):
+                raise TypeError(
+                    f"batch_spec= is a jax.sharding.PartitionSpec of mesh axes, such as "
+                    f'PartitionSpec("data", "sequence"), or a tree of them, not {spec!r}.'
+                )
+        return cls(tuple(specs), structure)
+
+    def check(self, axis: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+        """Refuse what a mesh cannot do.
+
+        Args:
+            axis: The axes of the rows.
+            sizes: Name and size of every axis of the mesh.
+
+        Raises:
+            ValueError: If a spec divides rows over other axes, or names an axis twice, or one that is not there.
+        """
+        for spec in self.specs:
+            named = names_of(spec)
+            if missing := tuple(name for name in dict.fromkeys(named) if name not in sizes):
+                raise ValueError(
+                    f"batch_spec={spec} names {in_words(missing)}, and the axes of the mesh are {tuple(sizes)}. "
+                    f"Name axes of the mesh, or build it with an axis called {missing[0]!r}."
+                )
+            if not len(spec) or entry_names(spec[0]) != axis:
+                raise ValueError(
+                    f"batch_spec={spec} does not divide dim 0 over {in_words(axis)}, as rows are: axis={axis!r}. "
+                    f"Begin it with {(axis[0] if len(axis) == 1 else axis)!r}, or give other axes in axis=."
+                )
+            if len(set(named)) < len(named):
+                raise ValueError(f"batch_spec={spec} names an axis twice. Divide one dim over each.")
+
+    def over(self, batch: Any) -> Any:
+        """The spec of each leaf of a batch; of fewer dims those it has.
+
+        Raises:
+            ValueError: If the tree of specs does not fit that of the batch.
+        """
+        cut = lambda spec, x: PartitionSpec(*tuple(spec)[: np.ndim(x) if np.isscalar(x) else len(x.shape)])
+        try:
+            tree = jax.tree.unflatten(self.structure, self.specs)
+            each = lambda spec, part: jax.tree.map(lambda x: cut(spec, x), part)
+            return jax.tree.map(each, tree, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        except ValueError as error:
+            raise ValueError(
+                f"batch_spec= is the tree {self.structure}, and the batch {jax.tree.structure(batch)}. Give one spec "
+                f"for all leaves, or a tree of specs with the structure of the batch, or of its beginning."
+            ) from error
+
+
+def entry_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of one entry of a `PartitionSpec`."""
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def names_of(spec: PartitionSpec) -> list[Any]:
+    """All mesh axes that a `PartitionSpec` names, dim by dim."""
+    return [name for entry in spec for name in entry_names(entry)]
