@@ -318,6 +318,7 @@ def zero_shard(
     trainable: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
     view: Literal["global", "device"] = "global",
+    matrix_updates: Literal["auto", "owner", "sharded"] = "auto",
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -396,5 +397,6 @@ def zero_shard(
         trainable=chosen,
         offload=offload,
         view=view,
+        matrix_updates=matrix_updates,
     )
     return ZeroTransformation.of(config)

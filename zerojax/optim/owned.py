@@ -1,0 +1,341 @@
+"""Owner-computed updates: cores of one program are stacked, and each is computed by one device, once.
+
+Otherwise the compiler divides every product of a core among all devices: it sums over them after each, and what
+cannot be divided (the square of a Gram matrix) every device repeats. What is cheaper is decided by counting FLOPs
+and bytes in the traced program.
+
+References:
+    Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon with the matrices gathered on some devices.
+    Ahn et al. 2025, arXiv 2504.05295: orthonormalised updates, each matrix by one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+
+from zerojax import compat, jaxprs
+from zerojax.comm.owners import Owners
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.cores import Core, CoreFinder
+from zerojax.optim.dims import LostError, Work, follow
+from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.traced import TracedUpdate, trace_update
+from zerojax.placement.storage import to_storage
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+# An H200's TF32 products and NVLink, and what a collective takes at least. Their ratios decide, and differ little
+# between GPUs; where nothing is known of the devices, these count.
+FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
+# Bytes of a matrix that one device may take whole; it holds several of its size while it computes.
+LARGEST = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedGroup:
+    """Cores of one program that are computed together.
+
+    Attributes:
+        cores: One a parameter.
+        slices: How many matrices each is: its dim 0 where it is a stack of them, else 1.
+        jaxpr: The program of one matrix.
+        within: How many devices compute one matrix.
+        seconds: Estimated for all of them at peak rates, computed by owners.
+        seconds_sharded: The same, each divided among all devices.
+    """
+
+    cores: tuple[Core, ...]
+    slices: tuple[int, ...]
+    jaxpr: Any
+    within: int
+    seconds: float
+    seconds_sharded: float
+
+    @property
+    def items(self) -> int:
+        """How many matrices there are."""
+        return sum(self.slices)
+
+    @property
+    def leaf(self) -> Leaf:
+        """How the first of the arrays that are moved is laid out."""
+        return self.cores[0].arrays[0][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedUpdate:
+    """Which cores of an update are computed by owners.
+
+    Attributes:
+        traced: The update.
+        groups: The cores.
+        left: Why other parameters whose matrices are multiplied are not among them.
+    """
+
+    traced: TracedUpdate
+    groups: tuple[OwnedGroup, ...]
+    left: dict[int, str]
+
+
+def owner_computed(
+    config: Config,
+    plan: ShardingPlan,
+    grads: Sequence[Array],
+    state: Sequence[Array],
+    params: Sequence[Array] | None,
+    extra: dict,
+) -> tuple[list[Array], list[Array]]:
+    """The wrapped transformation's update of logical arrays, matrices by their owners; `(updates, state)`."""
+    tx, tree = wrapped_tx(config, plan.trained), plan.trained.treedef
+
+    def flat_update(grads, state, params, _=()):
+        moved = None if params is None else jax.tree.unflatten(tree, params)
+        updates, new = tx.update(
+            jax.tree.unflatten(tree, grads), jax.tree.unflatten(plan.state_def, state), moved, **extra
+        )
+        return jax.tree.leaves(updates), jax.tree.leaves(new)
+
+    if config.matrix_updates == "sharded" or not any(leaf.kind == "sharded" for leaf in plan.grads):
+        return flat_update(grads, state, params)
+    given = [grads, state, [] if params is None else params]
+
+    def trace(stacks: frozenset[int]) -> TracedUpdate:
+        first = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, weak_type=x.weak_type)
+
+        def owns(k):
+            i = plan.owners[k]
+            return i in stacks and plan.state[k].shape[:1] == plan.grads[i].shape[:1]
+
+        taken = [stacks, {k for k in range(len(state)) if owns(k)}, stacks]
+        seen = [
+            [first(jax.typeof(x)) if i in some else jax.typeof(x) for i, x in enumerate(values)]
+            for values, some in zip(given, taken, strict=True)
+        ]
+        fn = flat_update if params is not None else lambda grads, state, _, extra: flat_update(grads, state, None)
+        return trace_update(fn, *seen, [])
+
+    traced = trace(frozenset())
+    found = owned_update(config, plan, traced, trace)
+    if not found.groups:
+        return flat_update(grads, state, params)
+    results = evaluate(config, found, [x for values in given for x in values])
+    return results[: len(grads)], results[len(grads) :]
+
+
+def owned_update(
+    config: Config, plan: ShardingPlan, traced: TracedUpdate, retrace: Callable[[frozenset[int]], TracedUpdate]
+) -> OwnedUpdate:
+    """Find what owners compute.
+
+    Args:
+        config: What is chosen: by cost, or always, or never.
+        plan: How the leaves are sharded.
+        traced: The update of logical arrays.
+        retrace: The update with some parameters, and what is as large of their state, being the first of a stack's
+            matrices alone: dim 0 is 1.
+    """
+    cores, left = CoreFinder(traced, plan.grads, plan.state, plan.owners).find()
+    stacks = {i: core for i, core in cores.items() if _is_stack(core, traced)}
+    sliced = retrace(frozenset(stacks)) if stacks else traced
+    if sliced.structure != traced.structure:
+        stacks, sliced = {}, traced
+    alike: dict[Any, list[Core]] = {}
+    for i, core in cores.items():
+        jaxpr = core.jaxpr(sliced if i in stacks else traced)
+        if i not in stacks and any(where.dim is None for _, where in core.arrays):
+            continue
+        key = jaxprs.signature(jaxpr)
+        layouts = tuple(_item(where, i in stacks) for _, where in (*core.arrays, *core.outs))
+        if key is None or not core.arrays:
+            left[i] = "its update has effects, or reads nothing that is sharded"
+        else:
+            alike.setdefault((key, layouts, core.shared), []).append(core)
+    groups = []
+    for members in alike.values():
+        slices = tuple(stacks[core.leaf].arrays[0][1].shape[0] if core.leaf in stacks else 1 for core in members)
+        jaxpr = members[0].jaxpr(sliced if members[0].leaf in stacks else traced)
+        chosen = _choose(config, tuple(members), slices, jaxpr)
+        taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedGroup) else set()
+        if isinstance(chosen, OwnedGroup):
+            groups.append(chosen)
+        reason = chosen if isinstance(chosen, str) else "it is one more than the owners share evenly"
+        left |= {core.leaf: reason for core in members if core.leaf not in taken}
+    return _without_chains(OwnedUpdate(traced, tuple(groups), left))
+
+
+def _item(leaf: Leaf, is_slice: bool) -> Leaf:
+    """How one matrix is laid out."""
+    return dataclasses.replace(leaf, path="", reason="", shape=(1, *leaf.shape[1:]) if is_slice else leaf.shape)
+
+
+def _is_stack(core: Core, traced: TracedUpdate) -> bool:
+    """Whether a core is a batch of matrices over dim 0, which is not the one that is sharded."""
+    arrays = (*core.arrays, *core.outs)
+    count = arrays[0][1].shape[0]
+    if any(len(where.shape) < 3 or where.shape[0] != count or where.dim == 0 for _, where in arrays) or count == 1:
+        return False
+    if core.small or core.small_outs:
+        return False
+    dims: list = [0] * len(core.arrays) + [None] * len(core.shared)
+    try:
+        outs, _ = follow(core.jaxpr(traced), dims, may_sum=False)
+    except LostError:
+        return False
+    return outs == [0] * len(core.outs)
+
+
+def _choose(config: Config, cores: tuple[Core, ...], slices: tuple[int, ...], jaxpr: Any) -> OwnedGroup | str:
+    """The cheapest way of computing cores of one program, or why it is not by owners."""
+    arrays = [where for _, where in (*cores[0].arrays, *cores[0].outs)]
+    items = [_item(where, slices[0] > 1) for where in arrays]
+    shards, moved = arrays[0].shards, sum(item.bytes for item in items)
+    work, follows = _work(cores[0], jaxpr)
+    sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
+    if not follows:  # the compiler gathers it
+        sharded = _seconds(work.flops, moved * (shards - 1) / shards, 2)
+    several = follows and len(arrays[0].axes) == 1
+    best, smallest = None, min(item.bytes for item in items)
+    for within in (w for w in range(1, shards) if shards % w == 0 and (several or w == 1)):
+        owners = shards // within
+        if max(item.bytes for item in items) > LARGEST * within or smallest == 0:
+            continue
+        for count in {len(cores), _even(slices, owners)} - {0}:
+            total = sum(slices[:count])
+            slots = -(-total // owners)
+            sent = moved * slots / within * ((owners - 1) / owners + (within > 1))
+            sent += slots * 2 * (within - 1) / within * work.summed
+            flops = slots * (work.divided / within + work.repeated)
+            seconds = _seconds(flops, sent, 2 + (slots * work.sums if within > 1 else 0))
+            rest = sharded * (sum(slices) - total)
+            group = OwnedGroup(cores[:count], slices[:count], jaxpr, within, seconds, sharded * total)
+            if best is None or seconds + rest < best[0]:
+                best = seconds + rest, group
+    if best is None:
+        return f"one device should not take a matrix of {moved} bytes"
+    if config.matrix_updates == "auto" and best[0] >= sharded * sum(slices):
+        return "dividing each product among all devices is cheaper"
+    return best[1]
+
+
+def _work(core: Core, jaxpr: Any) -> tuple[Work, bool]:
+    """What one matrix costs, and whether its products can be divided along the dim that is sharded."""
+    dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
+    try:
+        return follow(jaxpr, dims, may_sum=True)[1], True
+    except LostError:
+        try:
+            return follow(jaxpr, [None] * len(dims), may_sum=True)[1], False
+        except LostError:
+            return Work(), False
+
+
+def _seconds(flops: float, sent: float, collectives: float) -> float:
+    return flops / FLOPS + sent / LINK + collectives * LATENCY
+
+
+def _even(slices: Sequence[int], owners: int) -> int:
+    """How many of some leaves, the first ones, the owners share evenly; 0 if none."""
+    totals = [sum(slices[:n]) for n in range(len(slices) + 1)]
+    return max(n for n, total in enumerate(totals) if total % owners == 0)
+
+
+def _without_chains(found: OwnedUpdate) -> OwnedUpdate:
+    """Without groups that read what another group computes: all are computed at once."""
+    made: set = set()
+    variables = found.traced.variables
+    cores = [core for group in found.groups for core in group.cores]
+    inside = {e for core in cores for e in core.eqns}
+    for e, eqn in enumerate(found.traced.jaxpr.eqns):
+        if e in inside or any(not compat.is_literal(v) and v in made for v in eqn.invars):
+            made.update(eqn.outvars)
+    reads = lambda core: (*(n for n, _ in core.arrays), *core.small, *core.shared)
+    chained = [g for g in found.groups if any(variables[n] in made for core in g.cores for n in reads(core))]
+    reason = "its update reads what is computed of other matrices"
+    left = {core.leaf: reason for group in chained for core in group.cores}
+    groups = tuple(group for group in found.groups if group not in chained)
+    return dataclasses.replace(found, groups=groups, left=found.left | left)
+
+
+def evaluate(config: Config, found: OwnedUpdate, values: Sequence) -> list:
+    """Evaluate an update, the cores by owners.
+
+    Args:
+        config: The mesh.
+        found: What owners compute.
+        values: Gradients, state and parameters, as the update was traced; logical shapes.
+
+    Returns:
+        Its results.
+    """
+    traced = found.traced
+    jaxpr, variables = traced.jaxpr, traced.variables
+    inside = {e for group in found.groups for core in group.cores for e in core.eqns}
+    late: set = set()
+    before, after = [], []
+    for e, eqn in enumerate(jaxpr.eqns):
+        if e in inside or any(v in late for v in jaxprs.variables_in(eqn.invars)):
+            late.update(eqn.outvars)
+            after += [] if e in inside else [e]
+        else:
+            before.append(e)
+    env = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(traced.consts), strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+    reads = lambda core: (*(n for n, _ in core.arrays), *core.small, *core.shared)
+    wanted = {variables[n] for group in found.groups for core in group.cores for n in reads(core)}
+    results = jaxprs.variables_in(jaxpr.outvars)
+    _evaluate(jaxpr, before, env, wanted | _read(jaxpr, after) | set(results))
+    for group in found.groups:
+        env |= _compute(config, group, env, variables)
+    _evaluate(jaxpr, after, env, set(results))
+    return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+
+def _read(jaxpr: Any, eqns: Sequence[int]) -> set:
+    return {v for e in eqns for v in jaxprs.variables_in(jaxpr.eqns[e].invars)}
+
+
+def _evaluate(jaxpr: Any, eqns: Sequence[int], env: dict, wanted: set) -> None:
+    """Evaluate some equations, and add to `env` what of their results is wanted."""
+    made = [v for e in eqns for v in jaxpr.eqns[e].outvars if v in wanted]
+    given = [v for v in _read(jaxpr, eqns) if v in env]
+    part = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], given, made)
+    env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
+
+
+def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
+    """Compute a group's cores; the values of their results."""
+    first, leaves = group.cores[0], group.leaf
+    owners = Owners.of(config.mesh, leaves.axes, group.within)
+    is_stack = group.slices[0] > 1
+    value = lambda n: env[variables[n]]
+
+    def stack(x, where: Leaf):
+        x = to_storage(config, x, where)
+        return x[:, None] if is_stack else x[None]
+
+    arrays = [[stack(value(core.arrays[a][0]), core.arrays[a][1]) for core in group.cores] for a in range(len(first.arrays))]
+    small = [jax.numpy.stack([value(core.small[a]) for core in group.cores]) for a in range(len(first.small))]
+    fn = lambda *args: jax.core.eval_jaxpr(group.jaxpr, (), *args)
+    items = lambda found: [_item(where, is_stack) for _, where in found]
+    outs, small_outs = owners.compute(
+        fn, arrays, items(first.arrays), small, [value(n) for n in first.shared], items(first.outs)
+    )
+    found, at = {}, 0
+    for core, count in zip(group.cores, group.slices, strict=True):
+        for x, (n, where) in zip(outs, core.outs, strict=True):
+            part = x[at : at + count, 0] if is_stack else x[at]
+            assert where.dim is not None
+            found[variables[n]] = jax.lax.slice_in_dim(part, 0, where.shape[where.dim], axis=where.dim)
+        found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
+        at += count
+    return found
