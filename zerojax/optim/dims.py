@@ -44,7 +44,7 @@ class Work:
     Attributes:
         divided: FLOPs of products that have the dim: each device does its part if the dim is sharded.
         repeated: FLOPs of the others: each device does all of them.
-        summed: Bytes of results that are summed over the dim: each is all-reduced.
+        summed: Bytes of results that are summed over the dim, each by an all-reduce; of a gathered operand, half.
         sums: How many these are.
     """
 
@@ -68,6 +68,11 @@ class Work:
     def sum(self, var: Any) -> None:
         """Sum a result over the dim."""
         self.summed += nbytes(var)
+        self.sums += 1
+
+    def gather(self, var: Any) -> None:
+        """Gather an operand, which sends half of what a sum of its size does."""
+        self.summed += nbytes(var) / 2
         self.sums += 1
 
 
@@ -158,27 +163,23 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
         work.repeated += flops
         return None
     work.divided += flops
-    both = dims[0] is not None and dims[1] is not None
-    for pairs, sums in ((zip(*batch, strict=True), False), (zip(*contracted, strict=True), True)):
-        for place, pair in enumerate(pairs):
-            if any(d is not None and d == of for d, of in zip(dims, pair, strict=True)):
-                if (both and tuple(dims) != tuple(map(int, pair))) or (sums and not may_sum):
-                    raise LostError(eqn)
-                if not both and not sums and not may_sum:
-                    raise LostError(eqn)
-                if sums:
-                    work.sum(eqn.outvars[0])
-                return None if sums else place
-    if both:
+    pairs = [(pair, sums, n) for kind, sums in ((batch, False), (contracted, True)) for n, pair in enumerate(zip(*kind))]
+    named = lambda: [found for found in pairs if any(d is not None and d == of for d, of in zip(dims, found[0]))]
+    if not may_sum and any(sums or None in dims or tuple(dims) != tuple(map(int, pair)) for pair, sums, _ in named()):
         raise LostError(eqn)
-    place = len(batch[0])
-    for side in (0, 1):
-        for d in range(len(shapes[side])):
-            if d not in contracted[side] and d not in batch[side]:
-                if dims[side] == d:
-                    return place
-                place += 1
-    raise LostError(eqn)
+    if None not in dims and (len(named()) != 1 or tuple(dims) != tuple(map(int, named()[0][0]))):
+        if not may_sum:
+            raise LostError(eqn)
+        work.gather(eqn.invars[1])  # one operand has it elsewhere: the compiler gathers that
+        dims = [dims[0], None]
+    for _, sums, place in named():
+        if sums:
+            work.sum(eqn.outvars[0])
+        return None if sums else place
+    free = [[d for d in range(len(shapes[n])) if d not in contracted[n] and d not in batch[n]] for n in (0, 1)]
+    if dims[0] is not None:
+        return len(batch[0]) + free[0].index(dims[0])
+    return len(batch[0]) + len(free[0]) + free[1].index(dims[1])
 
 
 def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list[int | None]:
@@ -207,7 +208,7 @@ def _moved(eqn: Any, name: str, dims: list[int | None], may_sum: bool, work: Wor
     if given:
         raise LostError(eqn)
     if name in ELEMENTWISE:
-        if any(o.aval.shape not in ((), shape) for o in (*eqn.invars, *eqn.outvars)):
+        if any(o.aval.ndim not in (0, len(out)) for o in eqn.invars) or len(shape) != len(out) or out[d] != shape[d]:
             raise LostError(eqn)
         return d
     if name == "transpose":

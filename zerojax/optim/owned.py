@@ -98,36 +98,36 @@ def owner_computed(
     """The wrapped transformation's update of logical arrays, matrices by their owners; `(updates, state)`."""
     tx, tree = wrapped_tx(config, plan.trained), plan.trained.treedef
 
-    def flat_update(grads, state, params, _=()):
-        moved = None if params is None else jax.tree.unflatten(tree, params)
+    numbers, extra_tree = jax.tree.flatten(extra)
+    is_array = [isinstance(x, jax.Array) for x in numbers]
+    given = [grads, state, [] if params is None else params, [x for x, yes in zip(numbers, is_array) if yes]]
+
+    def flat_update(grads, state, moved, arrays):
+        rest = iter(arrays)
+        keywords = [next(rest) if yes else x for x, yes in zip(numbers, is_array, strict=True)]
         updates, new = tx.update(
-            jax.tree.unflatten(tree, grads), jax.tree.unflatten(plan.state_def, state), moved, **extra
+            jax.tree.unflatten(tree, grads),
+            jax.tree.unflatten(plan.state_def, state),
+            None if params is None else jax.tree.unflatten(tree, moved),
+            **jax.tree.unflatten(extra_tree, keywords),
         )
         return jax.tree.leaves(updates), jax.tree.leaves(new)
 
     if config.matrix_updates == "sharded" or not any(leaf.kind == "sharded" for leaf in plan.grads):
-        return flat_update(grads, state, params)
-    given = [grads, state, [] if params is None else params]
+        return flat_update(*given)
 
     def trace(stacks: frozenset[int]) -> TracedUpdate:
-        first = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, weak_type=x.weak_type)
-
-        def owns(k):
-            i = plan.owners[k]
-            return i in stacks and plan.state[k].shape[:1] == plan.grads[i].shape[:1]
-
-        taken = [stacks, {k for k in range(len(state)) if owns(k)}, stacks]
+        owns = lambda k: plan.owners[k] in stacks and plan.state[k].shape[:1] == plan.grads[plan.owners[k]].shape[:1]
+        taken = stacks, {k for k in range(len(state)) if owns(k)}, stacks, ()
         seen = [
-            [first(jax.typeof(x)) if i in some else jax.typeof(x) for i, x in enumerate(values)]
+            [jax.ShapeDtypeStruct((1, *x.shape[1:]) if i in some else x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for i, x in enumerate(values)]
             for values, some in zip(given, taken, strict=True)
         ]
-        fn = flat_update if params is not None else lambda grads, state, _, extra: flat_update(grads, state, None)
-        return trace_update(fn, *seen, [])
+        return trace_update(flat_update, *seen)
 
-    traced = trace(frozenset())
-    found = owned_update(config, plan, traced, trace)
+    found = owned_update(config, plan, trace(frozenset()), trace)
     if not found.groups:
-        return flat_update(grads, state, params)
+        return flat_update(*given)
     results = evaluate(config, found, [x for values in given for x in values])
     return results[: len(grads)], results[len(grads) :]
 
@@ -159,7 +159,7 @@ def owned_update(
         if key is None or not core.arrays:
             left[i] = "its update has effects, or reads nothing that is sharded"
         else:
-            alike.setdefault((key, layouts, core.shared), []).append(core)
+            alike.setdefault((key, layouts), []).append(core)
     groups = []
     for members in alike.values():
         slices = tuple(stacks[core.leaf].arrays[0][1].shape[0] if core.leaf in stacks else 1 for core in members)
@@ -324,11 +324,20 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
         return x[:, None] if is_stack else x[None]
 
     arrays = [[stack(value(core.arrays[a][0]), core.arrays[a][1]) for core in group.cores] for a in range(len(first.arrays))]
-    small = [jax.numpy.stack([value(core.small[a]) for core in group.cores]) for a in range(len(first.small))]
-    fn = lambda *args: jax.core.eval_jaxpr(group.jaxpr, (), *args)
+    others = list(zip(*(core.shared for core in group.cores), strict=True))
+    same = [len(set(of_each)) == 1 for of_each in others]  # else a number that each leaf computes for itself
+    of_each = [*zip(*(core.small for core in group.cores)), *(x for x, one in zip(others, same) if not one)]
+    counts = jax.numpy.array(group.slices)
+    small = [jax.numpy.repeat(jax.numpy.stack([value(n) for n in ns]), counts, axis=0, total_repeat_length=group.items) for ns in of_each]
+
+    def fn(*args):
+        fixed, rest = len(first.arrays) + len(first.small), iter(args[len(first.arrays) + len(first.small) : len(first.arrays) + len(small)])
+        common = iter(args[len(first.arrays) + len(small) :])
+        return jax.core.eval_jaxpr(group.jaxpr, (), *args[:fixed], *(next(common if one else rest) for one in same))
+
     items = lambda found: [_item(where, is_stack) for _, where in found]
     outs, small_outs = owners.compute(
-        fn, arrays, items(first.arrays), small, [value(n) for n in first.shared], items(first.outs)
+        fn, arrays, items(first.arrays), small, [value(ns[0]) for ns, one in zip(others, same) if one], items(first.outs)
     )
     found, at = {}, 0
     for core, count in zip(group.cores, group.slices, strict=True):
