@@ -72,7 +72,7 @@ class Owners:
         small: Sequence[Array],
         shared: Sequence[Array],
         outs: Sequence[Leaf],
-    ) -> tuple[list[Shaped[Array, "items *storage"]], list[Array]]:
+    ) -> tuple[list[Shaped[Array, items * storage]], list[Array]]:
         """Compute something of each item of a stack, each owner for its items.
 
         Args:
@@ -93,9 +93,9 @@ class Owners:
         small = [x[filled] for x in small]
 
         def whole(*values):
-            taken = [trim(x, leaf.dim, leaf.shape[leaf.dim]) for x, leaf in zip(values, leaves, strict=False)]
+            taken = [trim(x, at(leaf), leaf.shape[at(leaf)]) for x, leaf in zip(values, leaves, strict=False)]
             results = fn(*taken, *values[len(leaves) :])
-            padded = [pad(x, leaf.dim, leaf.storage_shape[leaf.dim]) for x, leaf in zip(results, outs, strict=False)]
+            padded = [pad(x, at(leaf), leaf.storage_shape[at(leaf)]) for x, leaf in zip(results, outs, strict=False)]
             return [*padded, *results[len(outs) :]]
 
         def local(stacked, shared):
@@ -121,7 +121,7 @@ class Owners:
 
         def local(arrays):
             rows = [jnp.concatenate(stacks)[filled] for stacks in arrays]
-            return [_merged(x, leaf.dim) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]
+            return [_merged(x, at(leaf)) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]
 
         specs = [self._stored(leaf) for leaf in leaves]
         return self._everywhere(
@@ -132,7 +132,7 @@ class Owners:
         """The inverse of `_bring`."""
 
         def local(results):
-            split = [_split(x, leaf.dim, self.count) for x, leaf in zip(results, leaves, strict=True)]
+            split = [_split(x, at(leaf), self.count) for x, leaf in zip(results, leaves, strict=True)]
             return [x.reshape(-1, *x.shape[2:])[:items] for x in self._exchange(split, back=True)]
 
         return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
@@ -168,12 +168,11 @@ class Owners:
         return lax.ppermute(x, (*self.axes, *self.within), [(b, a) for a, b in pairs] if back else pairs)
 
     def _stored(self, leaf: Leaf) -> PartitionSpec:
-        assert leaf.dim is not None
-        return PartitionSpec(*[None] * (leaf.dim + 1), (*self.axes, *self.within))
+        return PartitionSpec(*[None] * (at(leaf) + 1), (*self.axes, *self.within))
 
     def _owned(self, leaves: Sequence[Leaf]) -> list[PartitionSpec]:
         within = spec_entry(self.within) if self.within else None
-        return [PartitionSpec(spec_entry(self.axes), *[None] * (leaf.dim or 0), within) for leaf in leaves]
+        return [PartitionSpec(spec_entry(self.axes), *[None] * at(leaf), within) for leaf in leaves]
 
     def _everywhere(self, local: Callable, in_specs: tuple, out_specs: list) -> Callable:
         axes = {*self.axes, *self.within}
@@ -182,15 +181,19 @@ class Owners:
         )
 
 
-def _merged(x: Array, dim: int | None) -> Array:
+def at(leaf: Leaf) -> int:
+    """The dim of a sharded leaf that is sharded."""
+    assert leaf.dim is not None
+    return leaf.dim
+
+
+def _merged(x: Array, dim: int) -> Array:
     """`(sources, slots, *slice)` as `(slots, *item)`: the slices along a dim of the item."""
-    assert dim is not None
     x = jnp.moveaxis(x, 0, dim + 1)
     return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
 
 
-def _split(x: Array, dim: int | None, parts: int) -> Array:
+def _split(x: Array, dim: int, parts: int) -> Array:
     """The inverse of `_merged`."""
-    assert dim is not None
     x = x.reshape(*x.shape[: dim + 1], parts, -1, *x.shape[dim + 2 :])
     return jnp.moveaxis(x, dim + 1, 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +70,7 @@ class CoreFinder:
         alone = [k for k, i in enumerate(self.owners) if i is None and state[k].shape]
         self._follow()
         for k in alone:  # it may belong to the one parameter that it depends on, whatever its path
-            found = self.depends.get(traced.jaxpr.outvars[traced.num_params + k], frozenset()) - {("state", k)}
+            found = self._union([traced.jaxpr.outvars[traced.num_params + k]])
             self.owners[k] = next(iter(found)) if len(found) == 1 else None
         self._follow()
 
@@ -110,12 +109,12 @@ class CoreFinder:
                 refused[i] = found
             else:
                 cores[i] = found
-        for e, eqn in enumerate(self.traced.jaxpr.eqns):
-            if has_products(eqn):
-                for i in (found := self._union(eqn.invars)) if len(self._union(eqn.invars)) > 1 else ():
-                    if isinstance(i, int) and self.grads[i].kind == "sharded" and self.grads[i].shape[1:]:
-                        cores.pop(i, None)
-                        refused[i] = f"its update is computed together with that of {len(found) - 1} others"
+        for eqn in filter(has_products, self.traced.jaxpr.eqns):
+            together = self._union(eqn.invars)
+            for i in together if len(together) > 1 else ():
+                if self.grads[i].kind == "sharded" and len(self.grads[i].shape) > 1:
+                    cores.pop(i, None)
+                    refused[i] = f"its update is computed together with that of {len(together) - 1} others"
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
@@ -234,8 +233,3 @@ def _inverse(before: dict[int, set[int]]) -> dict[int, set[int]]:
         for other in needed:
             after[other].add(e)
     return after
-
-
-def size_of(var: Any) -> int:
-    """Elements of a variable's value."""
-    return math.prod(var.aval.shape)

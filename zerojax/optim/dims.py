@@ -163,22 +163,25 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
         work.repeated += flops
         return None
     work.divided += flops
-    pairs = [(pair, sums, n) for kind, sums in ((batch, False), (contracted, True)) for n, pair in enumerate(zip(*kind))]
-    named = lambda: [found for found in pairs if any(d is not None and d == of for d, of in zip(dims, found[0]))]
-    if not may_sum and any(sums or None in dims or tuple(dims) != tuple(map(int, pair)) for pair, sums, _ in named()):
+    pairs = [(pair, n, False) for n, pair in enumerate(zip(*batch, strict=True))]
+    pairs += [(pair, n, True) for n, pair in enumerate(zip(*contracted, strict=True))]
+    has = lambda pair: any(d is not None and d == int(of) for d, of in zip(dims, pair, strict=True))
+    found = [one for one in pairs if has(one[0])]
+    matched = len(found) == 1 and tuple(dims) == tuple(map(int, found[0][0]))
+    if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
-    if None not in dims and (len(named()) != 1 or tuple(dims) != tuple(map(int, named()[0][0]))):
-        if not may_sum:
-            raise LostError(eqn)
+    if None not in dims and not matched:
         work.gather(eqn.invars[1])  # one operand has it elsewhere: the compiler gathers that
         dims = [dims[0], None]
-    for _, sums, place in named():
+        found = [one for one in pairs if has(one[0])]
+    for _, place, sums in found:
         if sums:
             work.sum(eqn.outvars[0])
         return None if sums else place
     free = [[d for d in range(len(shapes[n])) if d not in contracted[n] and d not in batch[n]] for n in (0, 1)]
     if dims[0] is not None:
         return len(batch[0]) + free[0].index(dims[0])
+    assert dims[1] is not None
     return len(batch[0]) + len(free[0]) + free[1].index(dims[1])
 
 

@@ -12,27 +12,15 @@ References:
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import jax
-import jax.core
+from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
-from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.cores import Core, CoreFinder
 from zerojax.optim.dims import LostError, Work, follow
-from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.traced import TracedUpdate, trace_update
-from zerojax.placement.storage import to_storage
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
+from zerojax.optim.traced import TracedUpdate
 
 # An H200's TF32 products and NVLink, and what a collective takes at least. Their ratios decide, and differ little
 # between GPUs; where nothing is known of the devices, these count.
@@ -72,6 +60,20 @@ class OwnedGroup:
         return self.cores[0].arrays[0][1]
 
 
+class UpdatedLeaves(NamedTuple):
+    """What an update reads and replaces.
+
+    Attributes:
+        grads: One `Leaf` a trained parameter, for its gradient and its update.
+        state: One `Leaf` for each leaf of the state.
+        owners: For each leaf of the state, the trained parameter it belongs to, or None.
+    """
+
+    grads: tuple[Leaf, ...]
+    state: tuple[Leaf, ...]
+    owners: tuple[int | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class OwnedUpdate:
     """Which cores of an update are computed by owners.
@@ -87,64 +89,19 @@ class OwnedUpdate:
     left: dict[int, str]
 
 
-def owner_computed(
-    config: Config,
-    plan: ShardingPlan,
-    grads: Sequence[Array],
-    state: Sequence[Array],
-    params: Sequence[Array] | None,
-    extra: dict,
-) -> tuple[list[Array], list[Array]]:
-    """The wrapped transformation's update of logical arrays, matrices by their owners; `(updates, state)`."""
-    tx, tree = wrapped_tx(config, plan.trained), plan.trained.treedef
-
-    numbers, extra_tree = jax.tree.flatten(extra)
-    is_array = [isinstance(x, jax.Array) for x in numbers]
-    given = [grads, state, [] if params is None else params, [x for x, yes in zip(numbers, is_array) if yes]]
-
-    def flat_update(grads, state, moved, arrays):
-        rest = iter(arrays)
-        keywords = [next(rest) if yes else x for x, yes in zip(numbers, is_array, strict=True)]
-        updates, new = tx.update(
-            jax.tree.unflatten(tree, grads),
-            jax.tree.unflatten(plan.state_def, state),
-            None if params is None else jax.tree.unflatten(tree, moved),
-            **jax.tree.unflatten(extra_tree, keywords),
-        )
-        return jax.tree.leaves(updates), jax.tree.leaves(new)
-
-    if config.matrix_updates == "sharded" or not any(leaf.kind == "sharded" for leaf in plan.grads):
-        return flat_update(*given)
-
-    def trace(stacks: frozenset[int]) -> TracedUpdate:
-        owns = lambda k: plan.owners[k] in stacks and plan.state[k].shape[:1] == plan.grads[plan.owners[k]].shape[:1]
-        taken = stacks, {k for k in range(len(state)) if owns(k)}, stacks, ()
-        seen = [
-            [jax.ShapeDtypeStruct((1, *x.shape[1:]) if i in some else x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for i, x in enumerate(values)]
-            for values, some in zip(given, taken, strict=True)
-        ]
-        return trace_update(flat_update, *seen)
-
-    found = owned_update(config, plan, trace(frozenset()), trace)
-    if not found.groups:
-        return flat_update(*given)
-    results = evaluate(config, found, [x for values in given for x in values])
-    return results[: len(grads)], results[len(grads) :]
-
-
 def owned_update(
-    config: Config, plan: ShardingPlan, traced: TracedUpdate, retrace: Callable[[frozenset[int]], TracedUpdate]
+    config: Config, leaves: UpdatedLeaves, traced: TracedUpdate, retrace: Callable[[frozenset[int]], TracedUpdate]
 ) -> OwnedUpdate:
     """Find what owners compute.
 
     Args:
         config: What is chosen: by cost, or always, or never.
-        plan: How the leaves are sharded.
+        leaves: How they are sharded.
         traced: The update of logical arrays.
         retrace: The update with some parameters, and what is as large of their state, being the first of a stack's
             matrices alone: dim 0 is 1.
     """
-    cores, left = CoreFinder(traced, plan.grads, plan.state, plan.owners).find()
+    cores, left = CoreFinder(traced, *leaves).find()
     stacks = {i: core for i, core in cores.items() if _is_stack(core, traced)}
     sliced = retrace(frozenset(stacks)) if stacks else traced
     if sliced.structure != traced.structure:
@@ -155,7 +112,7 @@ def owned_update(
         if i not in stacks and any(where.dim is None for _, where in core.arrays):
             continue
         key = jaxprs.signature(jaxpr)
-        layouts = tuple(_item(where, i in stacks) for _, where in (*core.arrays, *core.outs))
+        layouts = tuple(item_of(where, i in stacks) for _, where in (*core.arrays, *core.outs))
         if key is None or not core.arrays:
             left[i] = "its update has effects, or reads nothing that is sharded"
         else:
@@ -173,7 +130,7 @@ def owned_update(
     return _without_chains(OwnedUpdate(traced, tuple(groups), left))
 
 
-def _item(leaf: Leaf, is_slice: bool) -> Leaf:
+def item_of(leaf: Leaf, is_slice: bool) -> Leaf:
     """How one matrix is laid out."""
     return dataclasses.replace(leaf, path="", reason="", shape=(1, *leaf.shape[1:]) if is_slice else leaf.shape)
 
@@ -197,7 +154,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 def _choose(config: Config, cores: tuple[Core, ...], slices: tuple[int, ...], jaxpr: Any) -> OwnedGroup | str:
     """The cheapest way of computing cores of one program, or why it is not by owners."""
     arrays = [where for _, where in (*cores[0].arrays, *cores[0].outs)]
-    items = [_item(where, slices[0] > 1) for where in arrays]
+    items = [item_of(where, slices[0] > 1) for where in arrays]
     shards, moved = arrays[0].shards, sum(item.bytes for item in items)
     work, follows = _work(cores[0], jaxpr)
     sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
@@ -264,87 +221,3 @@ def _without_chains(found: OwnedUpdate) -> OwnedUpdate:
     left = {core.leaf: reason for group in chained for core in group.cores}
     groups = tuple(group for group in found.groups if group not in chained)
     return dataclasses.replace(found, groups=groups, left=found.left | left)
-
-
-def evaluate(config: Config, found: OwnedUpdate, values: Sequence) -> list:
-    """Evaluate an update, the cores by owners.
-
-    Args:
-        config: The mesh.
-        found: What owners compute.
-        values: Gradients, state and parameters, as the update was traced; logical shapes.
-
-    Returns:
-        Its results.
-    """
-    traced = found.traced
-    jaxpr, variables = traced.jaxpr, traced.variables
-    inside = {e for group in found.groups for core in group.cores for e in core.eqns}
-    late: set = set()
-    before, after = [], []
-    for e, eqn in enumerate(jaxpr.eqns):
-        if e in inside or any(v in late for v in jaxprs.variables_in(eqn.invars)):
-            late.update(eqn.outvars)
-            after += [] if e in inside else [e]
-        else:
-            before.append(e)
-    env = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(traced.consts), strict=True))
-    env |= dict(zip(jaxpr.invars, values, strict=True))
-    reads = lambda core: (*(n for n, _ in core.arrays), *core.small, *core.shared)
-    wanted = {variables[n] for group in found.groups for core in group.cores for n in reads(core)}
-    results = jaxprs.variables_in(jaxpr.outvars)
-    _evaluate(jaxpr, before, env, wanted | _read(jaxpr, after) | set(results))
-    for group in found.groups:
-        env |= _compute(config, group, env, variables)
-    _evaluate(jaxpr, after, env, set(results))
-    return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
-
-
-def _read(jaxpr: Any, eqns: Sequence[int]) -> set:
-    return {v for e in eqns for v in jaxprs.variables_in(jaxpr.eqns[e].invars)}
-
-
-def _evaluate(jaxpr: Any, eqns: Sequence[int], env: dict, wanted: set) -> None:
-    """Evaluate some equations, and add to `env` what of their results is wanted."""
-    made = [v for e in eqns for v in jaxpr.eqns[e].outvars if v in wanted]
-    given = [v for v in _read(jaxpr, eqns) if v in env]
-    part = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], given, made)
-    env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
-
-
-def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
-    """Compute a group's cores; the values of their results."""
-    first, leaves = group.cores[0], group.leaf
-    owners = Owners.of(config.mesh, leaves.axes, group.within)
-    is_stack = group.slices[0] > 1
-    value = lambda n: env[variables[n]]
-
-    def stack(x, where: Leaf):
-        x = to_storage(config, x, where)
-        return x[:, None] if is_stack else x[None]
-
-    arrays = [[stack(value(core.arrays[a][0]), core.arrays[a][1]) for core in group.cores] for a in range(len(first.arrays))]
-    others = list(zip(*(core.shared for core in group.cores), strict=True))
-    same = [len(set(of_each)) == 1 for of_each in others]  # else a number that each leaf computes for itself
-    of_each = [*zip(*(core.small for core in group.cores)), *(x for x, one in zip(others, same) if not one)]
-    counts = jax.numpy.array(group.slices)
-    small = [jax.numpy.repeat(jax.numpy.stack([value(n) for n in ns]), counts, axis=0, total_repeat_length=group.items) for ns in of_each]
-
-    def fn(*args):
-        fixed, rest = len(first.arrays) + len(first.small), iter(args[len(first.arrays) + len(first.small) : len(first.arrays) + len(small)])
-        common = iter(args[len(first.arrays) + len(small) :])
-        return jax.core.eval_jaxpr(group.jaxpr, (), *args[:fixed], *(next(common if one else rest) for one in same))
-
-    items = lambda found: [_item(where, is_stack) for _, where in found]
-    outs, small_outs = owners.compute(
-        fn, arrays, items(first.arrays), small, [value(ns[0]) for ns, one in zip(others, same) if one], items(first.outs)
-    )
-    found, at = {}, 0
-    for core, count in zip(group.cores, group.slices, strict=True):
-        for x, (n, where) in zip(outs, core.outs, strict=True):
-            part = x[at : at + count, 0] if is_stack else x[at]
-            assert where.dim is not None
-            found[variables[n]] = jax.lax.slice_in_dim(part, 0, where.shape[where.dim], axis=where.dim)
-        found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
-        at += count
-    return found

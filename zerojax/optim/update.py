@@ -21,7 +21,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
-from zerojax.optim.owned import owner_computed
+from zerojax.optim.owner_computed import owner_computed
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
 
