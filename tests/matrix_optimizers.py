@@ -46,6 +46,11 @@ def shampoo(rate):
     return optax.GradientTransformation(init, update)
 
 
+def _distinct(n):
+    """A Gram matrix to begin with whose eigenvectors do not depend on rounding."""
+    return jnp.diag(1 + jnp.arange(n, dtype=jnp.float32))
+
+
 class SoapState(NamedTuple):
     """Moments in the basis of Shampoo's preconditioner, which is computed anew every other step."""
 
@@ -62,7 +67,7 @@ def soap(rate, every=2):
     def init(params):
         squares = lambda make: jax.tree.map(lambda x: tuple(make(n) for n in x.shape) if _is_matrix(x) else (), params)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, squares(lambda n: jnp.zeros((n, n))), squares(jnp.eye))
+        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, squares(_distinct), squares(jnp.eye))
 
     def rotated(x, basis, back=False):
         if not basis:
@@ -83,7 +88,7 @@ def soap(rate, every=2):
             mu = 0.9 * mu + 0.1 * g
             turned = rotated(g, basis)
             nu = 0.95 * nu + 0.05 * turned**2
-            step = rotated(rotated(mu, basis) / (jnp.sqrt(nu) + 1e-3), basis, back=True)
+            step = rotated(rotated(mu, basis) / (jnp.sqrt(nu) + 0.1), basis, back=True)
             out.append(-rate * step)
             kept.append((mu, nu, gram, basis))
         return tree.unflatten(out), SoapState(count, *(tree.unflatten(x) for x in zip(*kept, strict=True)))

@@ -72,7 +72,7 @@ class Owners:
         small: Sequence[Array],
         shared: Sequence[Array],
         outs: Sequence[Leaf],
-    ) -> tuple[list[Shaped[Array, items * storage]], list[Array]]:
+    ) -> tuple[list[Array], list[Array]]:
         """Compute something of each item of a stack, each owner for its items.
 
         Args:
@@ -88,9 +88,8 @@ class Owners:
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)
-        filled = np.arange(slots * self.count) % items  # a slot too many repeats an item: nothing is computed of zeros
-        brought = self._bring(arrays, leaves, filled)
-        small = [x[filled] for x in small]
+        brought = self._bring(arrays, leaves, slots * self.count)
+        small = [_repeated(x, slots * self.count) for x in small]
 
         def whole(*values):
             taken = [trim(x, at(leaf), leaf.shape[at(leaf)]) for x, leaf in zip(values, leaves, strict=False)]
@@ -116,11 +115,11 @@ class Owners:
         small_outs = [lax.with_sharding_constraint(x, everywhere)[:items] for x in results[len(outs) :]]
         return self._return(results[: len(outs)], outs, items), small_outs
 
-    def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], filled: np.ndarray) -> list[Array]:
+    def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
         """From stacks of which each device has a slice of every item to those whose items are divided."""
 
         def local(arrays):
-            rows = [jnp.concatenate(stacks)[filled] for stacks in arrays]
+            rows = [_repeated(jnp.concatenate(stacks), slots) for stacks in arrays]
             return [_merged(x, at(leaf)) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]
 
         specs = [self._stored(leaf) for leaf in leaves]
@@ -185,6 +184,12 @@ def at(leaf: Leaf) -> int:
     """The dim of a sharded leaf that is sharded."""
     assert leaf.dim is not None
     return leaf.dim
+
+
+def _repeated(stack: Array, slots: int) -> Array:
+    """A stack with as many items as there are slots, from the start again: nothing is computed of zeros."""
+    times = -(-slots // stack.shape[0])
+    return stack if stack.shape[0] == slots else jnp.concatenate([stack] * times)[:slots]
 
 
 def _merged(x: Array, dim: int) -> Array:

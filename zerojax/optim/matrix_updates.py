@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +14,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.owned import OwnedUpdate, UpdatedLeaves, owned_update
+from zerojax.optim.owned import UpdatedLeaves, owned_update
 from zerojax.optim.traced import TracedUpdate, trace_update
 
 if TYPE_CHECKING:
@@ -100,37 +100,38 @@ class FlatUpdate:
         )
         return jax.tree.leaves(updates), jax.tree.leaves(new)
 
-    def find(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> OwnedUpdate:
-        """What owners compute of the update of some values, or of their shapes."""
+    def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
+        """`trace(stacks, size)` of some values, or of their shapes; see `owned.owned_update`."""
         numbers, tree = jax.tree.flatten(extra)
-        fixed = [None if hasattr(x, "aval") or isinstance(x, jax.ShapeDtypeStruct) else x for x in numbers]
-        given = [grads, state, params or [], [x for x, value in zip(numbers, fixed, strict=True) if value is None]]
+        fixed = [None if is_traced(x) else x for x in numbers]
+        given = [grads, state, params or [], [x for x in numbers if is_traced(x)]]
 
         def update(grads, state, moved, arrays):
             rest = iter(arrays)
             filled = [next(rest) if value is None else value for value in fixed]
             return self(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
 
-        def trace(stacks: frozenset[int]) -> TracedUpdate:
+        def trace(stacks: frozenset[int] = frozenset(), size: int = 0) -> TracedUpdate:
             _, leaves, owners = self.leaves
-            within = {k for k, i in enumerate(owners) if i in stacks and leaves[k].shape == self.leaves.grads[i].shape}
-            within |= {k for k, i in enumerate(owners) if i in stacks and _same_count(leaves[k], self.leaves.grads[i])}
+            as_long = lambda k, i: i in stacks and leaves[k].shape[:1] == self.leaves.grads[i].shape[:1]
+            of_state = {k for k, i in enumerate(owners) if as_long(k, i)}
             seen = [
-                [_shape(x, first=i in some) for i, x in enumerate(values)]
-                for values, some in zip(given, (stacks, within, stacks, ()), strict=True)
+                [_shape(x, size if i in some else None) for i, x in enumerate(values)]
+                for values, some in zip(given, (stacks, of_state, stacks, ()), strict=True)
             ]
             return trace_update(update, *seen)
 
-        return owned_update(self.config, self.leaves, trace(frozenset()), trace)
+        return trace
 
 
-def _same_count(leaf: Leaf, grad: Leaf) -> bool:
-    return leaf.shape[:1] == grad.shape[:1]
+def is_traced(x: Any) -> bool:
+    """Whether a further argument of an update is an array, or stands for one; others are fixed in the program."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _shape(x: Any, *, first: bool) -> jax.ShapeDtypeStruct:
-    """A value's shape and type, as on one device; of a stack the first matrix's."""
-    shape = (1, *x.shape[1:]) if first else x.shape
+def _shape(x: Any, size: int | None) -> jax.ShapeDtypeStruct:
+    """A value's shape and type, as on one device; of a stack the first matrices'."""
+    shape = x.shape if size is None else (size, *x.shape[1:])
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
@@ -144,15 +145,17 @@ def matrix_updates(
     shapes = lambda leaves: [jax.ShapeDtypeStruct(_seen(leaf), leaf.dtype) for leaf in leaves]
     grads, state = shapes(leaves.grads), shapes(leaves.state)
     extra = {"value": jax.ShapeDtypeStruct((), jnp.float32)}
+    trace = FlatUpdate(config, trained, leaves, state_def).tracer(grads, state, grads, extra)
     try:
-        found = FlatUpdate(config, trained, leaves, state_def).find(grads, state, grads, extra)
-    except Exception:
+        traced = trace()
+    except Exception:  # whatever a transformation raises that needs more arguments
         return None
+    found = owned_update(config, leaves, traced, trace)
     paths = leaves.grads
     owned = tuple(
         OwnedMatrices(
             tuple(paths[core.leaf].path for core in group.cores),
-            group.items,
+            group.items * max(group.size, 1),
             group.leaf.shards // group.within,
             group.within,
             group.seconds,

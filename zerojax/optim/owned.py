@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,15 +36,17 @@ class OwnedGroup:
 
     Attributes:
         cores: One a parameter.
-        slices: How many matrices each is: its dim 0 where it is a stack of them, else 1.
-        jaxpr: The program of one matrix.
+        counts: How many items each is: one, or what a stack of matrices is divided into.
+        size: Length of an item's dim 0 where the parameters are stacks of matrices, mostly 1; 0: they are not.
+        jaxpr: The program of one item.
         within: How many devices compute one matrix.
         seconds: Estimated for all of them at peak rates, computed by owners.
         seconds_sharded: The same, each divided among all devices.
     """
 
     cores: tuple[Core, ...]
-    slices: tuple[int, ...]
+    counts: tuple[int, ...]
+    size: int
     jaxpr: Any
     within: int
     seconds: float
@@ -51,13 +54,17 @@ class OwnedGroup:
 
     @property
     def items(self) -> int:
-        """How many matrices there are."""
-        return sum(self.slices)
+        """How many items there are."""
+        return sum(self.counts)
 
     @property
     def leaf(self) -> Leaf:
         """How the first of the arrays that are moved is laid out."""
         return self.cores[0].arrays[0][1]
+
+    def item(self, leaf: Leaf) -> Leaf:
+        """How one item of an array is laid out."""
+        return item_of(leaf, self.size)
 
 
 class UpdatedLeaves(NamedTuple):
@@ -90,7 +97,7 @@ class OwnedUpdate:
 
 
 def owned_update(
-    config: Config, leaves: UpdatedLeaves, traced: TracedUpdate, retrace: Callable[[frozenset[int]], TracedUpdate]
+    config: Config, leaves: UpdatedLeaves, traced: TracedUpdate, retrace: Callable[[frozenset[int], int], TracedUpdate]
 ) -> OwnedUpdate:
     """Find what owners compute.
 
@@ -98,41 +105,58 @@ def owned_update(
         config: What is chosen: by cost, or always, or never.
         leaves: How they are sharded.
         traced: The update of logical arrays.
-        retrace: The update with some parameters, and what is as large of their state, being the first of a stack's
-            matrices alone: dim 0 is 1.
+        retrace: The update with some parameters, and what is as long of their state, being the first of a stack's
+            matrices alone, as many as it is told.
     """
     cores, left = CoreFinder(traced, *leaves).find()
-    stacks = {i: core for i, core in cores.items() if _is_stack(core, traced)}
-    sliced = retrace(frozenset(stacks)) if stacks else traced
-    if sliced.structure != traced.structure:
-        stacks, sliced = {}, traced
+    stacks = {i: core.arrays[0][1].shape[0] for i, core in cores.items() if _is_stack(core, traced)}
+    sliced, size = _sliced(traced, retrace, stacks)
+    stacks = stacks if size else {}
     alike: dict[Any, list[Core]] = {}
     for i, core in cores.items():
         jaxpr = core.jaxpr(sliced if i in stacks else traced)
         if i not in stacks and any(where.dim is None for _, where in core.arrays):
             continue
         key = jaxprs.signature(jaxpr)
-        layouts = tuple(item_of(where, i in stacks) for _, where in (*core.arrays, *core.outs))
+        layouts = tuple(item_of(where, size if i in stacks else 0) for _, where in (*core.arrays, *core.outs))
         if key is None or not core.arrays:
             left[i] = "its update has effects, or reads nothing that is sharded"
         else:
             alike.setdefault((key, layouts), []).append(core)
     groups = []
     for members in alike.values():
-        slices = tuple(stacks[core.leaf].arrays[0][1].shape[0] if core.leaf in stacks else 1 for core in members)
-        jaxpr = members[0].jaxpr(sliced if members[0].leaf in stacks else traced)
-        chosen = _choose(config, tuple(members), slices, jaxpr)
+        of_stacks = size if members[0].leaf in stacks else 0
+        counts = tuple(stacks[core.leaf] // size if of_stacks else 1 for core in members)
+        jaxpr = members[0].jaxpr(sliced if of_stacks else traced)
+        chosen = _choose(config, OwnedGroup(tuple(members), counts, of_stacks, jaxpr, 1, 0.0, 0.0))
         taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedGroup) else set()
         if isinstance(chosen, OwnedGroup):
             groups.append(chosen)
-        reason = chosen if isinstance(chosen, str) else "it is one more than the owners share evenly"
+        reason = chosen if isinstance(chosen, str) else "owners share the others evenly"
         left |= {core.leaf: reason for core in members if core.leaf not in taken}
     return _without_chains(OwnedUpdate(traced, tuple(groups), left))
 
 
-def item_of(leaf: Leaf, is_slice: bool) -> Leaf:
-    """How one matrix is laid out."""
-    return dataclasses.replace(leaf, path="", reason="", shape=(1, *leaf.shape[1:]) if is_slice else leaf.shape)
+def _sliced(traced: TracedUpdate, retrace: Callable, stacks: dict[int, int]) -> tuple[TracedUpdate, int]:
+    """The same program on few matrices of each stack, and how many; 0 if there is none.
+
+    One alone may make another program: `jax.numpy` takes batches of one apart.
+    """
+    common = math.gcd(*stacks.values())
+    for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
+        try:
+            sliced = retrace(frozenset(stacks), size)
+        except Exception:  # a transformation may take no stack as short as this
+            continue
+        if sliced.structure == traced.structure:
+            return sliced, size
+    return traced, 0
+
+
+def item_of(leaf: Leaf, size: int) -> Leaf:
+    """How one item is laid out; see `OwnedGroup.size`."""
+    shape = (size, *leaf.shape[1:]) if size else leaf.shape
+    return dataclasses.replace(leaf, path="", reason="", shape=shape)
 
 
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
@@ -151,36 +175,36 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
     return outs == [0] * len(core.outs)
 
 
-def _choose(config: Config, cores: tuple[Core, ...], slices: tuple[int, ...], jaxpr: Any) -> OwnedGroup | str:
-    """The cheapest way of computing cores of one program, or why it is not by owners."""
-    arrays = [where for _, where in (*cores[0].arrays, *cores[0].outs)]
-    items = [item_of(where, slices[0] > 1) for where in arrays]
-    shards, moved = arrays[0].shards, sum(item.bytes for item in items)
-    work, follows = _work(cores[0], jaxpr)
+def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
+    """The cheapest way of computing cores of one program, perhaps of some of them; or why it is not by owners."""
+    first, counts, shards = group.cores[0], group.counts, group.leaf.shards
+    sizes = [group.item(where).bytes for _, where in (*first.arrays, *first.outs)]
+    work, follows = _work(first, group.jaxpr)
     sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
     if not follows:  # the compiler gathers it
-        sharded = _seconds(work.flops, moved * (shards - 1) / shards, 2)
-    several = follows and len(arrays[0].axes) == 1
-    best, smallest = None, min(item.bytes for item in items)
+        sharded = _seconds(work.flops, sum(sizes) * (shards - 1) / shards, 2)
+    several = follows and len(group.leaf.axes) == 1
+    best = None
     for within in (w for w in range(1, shards) if shards % w == 0 and (several or w == 1)):
         owners = shards // within
-        if max(item.bytes for item in items) > LARGEST * within or smallest == 0:
+        if max(sizes) > LARGEST * within:
             continue
-        for count in {len(cores), _even(slices, owners)} - {0}:
-            total = sum(slices[:count])
-            slots = -(-total // owners)
-            sent = moved * slots / within * ((owners - 1) / owners + (within > 1))
+        for count in {len(counts), _even(counts, owners)} - {0}:
+            items = sum(counts[:count])
+            slots = -(-items // owners)
+            sent = sum(sizes) * slots / within * ((owners - 1) / owners + (within > 1))
             sent += slots * 2 * (within - 1) / within * work.summed
             flops = slots * (work.divided / within + work.repeated)
             seconds = _seconds(flops, sent, 2 + (slots * work.sums if within > 1 else 0))
-            rest = sharded * (sum(slices) - total)
-            group = OwnedGroup(cores[:count], slices[:count], jaxpr, within, seconds, sharded * total)
-            if best is None or seconds + rest < best[0]:
-                best = seconds + rest, group
+            total = seconds + sharded * (sum(counts) - items)
+            if best is None or total < best[0]:
+                several_cores = {"cores": group.cores[:count], "counts": counts[:count], "within": within}
+                times = {"seconds": seconds, "seconds_sharded": sharded * items}
+                best = total, dataclasses.replace(group, **several_cores, **times)
     if best is None:
-        return f"one device should not take a matrix of {moved} bytes"
-    if config.matrix_updates == "auto" and best[0] >= sharded * sum(slices):
-        return "dividing each product among all devices is cheaper"
+        return f"a matrix of {max(sizes)} bytes is more than one device should take"
+    if config.matrix_updates == "auto" and best[0] >= sharded * sum(counts):
+        return "that is cheaper"
     return best[1]
 
 
@@ -200,9 +224,9 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
     return flops / FLOPS + sent / LINK + collectives * LATENCY
 
 
-def _even(slices: Sequence[int], owners: int) -> int:
+def _even(counts: Sequence[int], owners: int) -> int:
     """How many of some leaves, the first ones, the owners share evenly; 0 if none."""
-    totals = [sum(slices[:n]) for n in range(len(slices) + 1)]
+    totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 
 

@@ -13,8 +13,8 @@ from zerojax import compat, jaxprs
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.matrix_updates import FlatUpdate
-from zerojax.optim.owned import OwnedGroup, OwnedUpdate, UpdatedLeaves, item_of
+from zerojax.optim.matrix_updates import FlatUpdate, is_traced
+from zerojax.optim.owned import OwnedGroup, OwnedUpdate, UpdatedLeaves, owned_update
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import to_storage, unpadded
 
@@ -33,12 +33,15 @@ def owner_computed(
     """The wrapped transformation's update of logical arrays, matrices by their owners; `(updates, state)`."""
     leaves = UpdatedLeaves(plan.grads, plan.state, plan.owners)
     update = FlatUpdate(config, plan.trained, leaves, plan.state_def)
-    values = [list(x) for x in (grads, state, params or [])]
-    found = update.find(values[0], values[1], None if params is None else values[2], extra) if may_own(plan) else None
-    if found is None or not found.groups:
-        return update(values[0], values[1], None if params is None else values[2], extra)
-    arrays = [x for x in jax.tree.leaves(extra) if hasattr(x, "aval")]
-    results = evaluate(config, found, [x for each in (*values, arrays) for x in each])
+    values = list(grads), list(state), None if params is None else list(params)
+    if not may_own(plan):
+        return update(*values, extra)
+    trace = update.tracer(*values, extra)
+    found = owned_update(config, leaves, trace(), trace)
+    if not found.groups:
+        return update(*values, extra)
+    arrays = filter(is_traced, jax.tree.leaves(extra))
+    results = evaluate(config, found, [*grads, *state, *(params or ()), *arrays])
     return results[: len(grads)], results[len(grads) :]
 
 
@@ -95,19 +98,19 @@ def _evaluate(jaxpr: Any, eqns: Sequence[int], env: dict, wanted: set) -> None:
 
 def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
     """Compute a group's cores; the values of their results."""
-    first, is_stack = group.cores[0], group.slices[0] > 1
+    first = group.cores[0]
     value = lambda n: env[variables[n]]
 
     def stack(n: int, where: Leaf) -> Array:
         x = to_storage(config, value(n), where)
-        return x[:, None] if is_stack else x[None]
+        return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
 
     arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
     numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
     same = [len(set(of_each)) == 1 for of_each in numbers]  # else a number that each leaf has for itself
 
     def each_item(of_each: Sequence[int]) -> Array:
-        rows = zip(of_each, group.slices, strict=True)
+        rows = zip(of_each, group.counts, strict=True)
         return jnp.stack([x for n, count in rows for x in [value(n)] * count])
 
     def fn(*args):
@@ -118,15 +121,16 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
     outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
         fn,
         arrays,
-        [item_of(where, is_stack) for _, where in first.arrays],
+        [group.item(where) for _, where in first.arrays],
         [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
         [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
-        [item_of(where, is_stack) for _, where in first.outs],
+        [group.item(where) for _, where in first.outs],
     )
     found, at = {}, 0
-    for core, count in zip(group.cores, group.slices, strict=True):
+    for core, count in zip(group.cores, group.counts, strict=True):
         for x, (n, where) in zip(outs, core.outs, strict=True):
-            found[variables[n]] = unpadded(x[at : at + count, 0] if is_stack else x[at], where)
+            stored = x[at : at + count].reshape(-1, *x.shape[2:]) if group.size else x[at]
+            found[variables[n]] = unpadded(stored, where)
         found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
         at += count
     return found
