@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.dims import has_products
 from zerojax.optim.elementwise import ELEMENTWISE
@@ -83,10 +83,14 @@ class CoreFinder:
             elif kind == STATE and self.owners[k] is not None:
                 self.depends[var] = frozenset((self.owners[k],))
         self.by_leaf: dict[int, list[int]] = {}
+        of_several: set = set()  # scalars, such as a sum over all leaves, and its parts so far
         for e, eqn in enumerate(self.traced.jaxpr.eqns):
             found = self._union(eqn.invars)
+            is_several = len(found) > 1 or any(v in of_several for v in jaxprs.variables_in(eqn.invars))
             for var in eqn.outvars:
-                if not (var.aval.shape == () and len(found) > 1):
+                if is_several and var.aval.shape == ():
+                    of_several.add(var)
+                else:
                     self.depends[var] = found
             if len(found) == 1:
                 self.by_leaf.setdefault(next(iter(found)), []).append(e)
