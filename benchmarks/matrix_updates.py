@@ -1,4 +1,4 @@
-"""The update of matrices on the GPT yardstick, compiled alone for GPUs that are not there: what moves, what is computed.
+"""The update of matrices on the GPT yardstick, compiled alone for GPUs that are not there.
 
     python benchmarks/matrix_updates.py                              8 layers, 8 x H200
     python benchmarks/matrix_updates.py --topology h200:8x8          64 GPUs
@@ -75,7 +75,6 @@ def measure(optimizer: str, how: str, *, topology: str = "h200:8", layers: int =
     params = tx.shard(jax.eval_shape(init, jax.random.key(0)))
     state = tx.create(params)
     start = time.perf_counter()
-    # with a step's other small sums: XLA for 64 GPUs fails on a sum of one number alone
     compiled = jax.jit(tx.update).lower(params, state.opt_state, params).compile()
     text, gpu = compiled.as_text(), Device.of(Topology.parse(topology))
     found, times = collectives(text), roofline(read(text), overlap(text), gpu)
