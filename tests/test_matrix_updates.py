@@ -275,6 +275,14 @@ def test_a_checkpoint_of_stage_1_goes_on_at_stage_3_by_owners(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_in_the_context_changes_nothing(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        assert_parity(owned("adaptive", 3, mesh), loss, params(), batches(), reference=reference("adaptive"))
+
+
+@pytest.mark.slow
 def test_fewer_matrices_than_devices_have_owners_of_several(monkeypatch):
     """As large matrices would: here waiting costs nothing, and products much."""
     monkeypatch.setattr(owned_module, "LATENCY", 0)

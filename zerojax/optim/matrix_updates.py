@@ -20,6 +20,8 @@ from zerojax.optim.traced import TracedUpdate, trace_update
 if TYPE_CHECKING:
     pass
 
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
 
 @dataclasses.dataclass(frozen=True)
 class OwnedMatrices:
@@ -119,7 +121,8 @@ class FlatUpdate:
                 [_shape(x, size if i in some else None) for i, x in enumerate(values)]
                 for values, some in zip(given, (stacks, of_state, stacks, ()), strict=True)
             ]
-            return trace_update(update, *seen)
+            with jax.sharding.use_abstract_mesh(NO_MESH):  # equations remember the context, and may run in a shard_map
+                return trace_update(update, *seen)
 
         return trace
 

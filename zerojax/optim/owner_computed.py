@@ -37,7 +37,11 @@ def owner_computed(
     if not may_own(plan):
         return update(*values, extra)
     trace = update.tracer(*values, extra)
-    found = owned_update(config, leaves, trace(), trace)
+    try:
+        traced = trace()
+    except Exception:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
+        return update(*values, extra)
+    found = owned_update(config, leaves, traced, trace)
     if not found.groups:
         return update(*values, extra)
     arrays = filter(is_traced, jax.tree.leaves(extra))
