@@ -143,7 +143,7 @@ def matrix_updates(
     config: Config, trained: Layout, leaves: UpdatedLeaves, state_def: jax.tree_util.PyTreeDef
 ) -> MatrixUpdates | None:
     """How the matrices of an update are computed; None if it takes more arguments than a training step gives."""
-    if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" for leaf in leaves.grads):
+    if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" or leaf.shards == 1 for leaf in leaves.grads):
         return MatrixUpdates()
     shapes = lambda leaves: [jax.ShapeDtypeStruct(_seen(leaf), leaf.dtype) for leaf in leaves]
     grads, state = shapes(leaves.grads), shapes(leaves.state)
