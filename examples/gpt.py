@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from optax.contrib import MuonDimensionNumbers
 
 from zerojax import ZeroTransformation
 
@@ -88,6 +89,23 @@ class GPT(nn.Module):
         )
         x, _ = blocks(self.heads, self.context, self.axis, name="blocks")(nn.RMSNorm()(embed(tokens)), None)
         return embed.attend(nn.RMSNorm()(x))
+
+
+def muon_matrices(params: Any) -> Any:
+    """Which parameters are matrices for Muon, as `muon_weight_dimension_numbers` wants it; the others are Adam's.
+
+    Dim 0 of a block's parameters is the layer. Several heads are the columns of one matrix, or in `out` its rows.
+    """
+
+    def one(path, x):
+        name = path[-2].key
+        if name in ("query", "key", "value"):
+            return MuonDimensionNumbers(1, (2, 3))
+        if name == "out":
+            return MuonDimensionNumbers((1, 2), 3)
+        return MuonDimensionNumbers(1, 2) if name in ("up", "down") else None
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def rotate(x: jax.Array, start: int | jax.Array = 0) -> jax.Array:

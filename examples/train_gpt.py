@@ -33,7 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gpt import GPT, generator, next_byte_loss
+import optax.contrib
+from gpt import GPT, generator, muon_matrices, next_byte_loss
 from memory import stage_memory
 from pictures import draw_loss, draw_memory, progress_bar, show_memory
 from rich.console import Console
@@ -115,7 +116,12 @@ def model_of(args: argparse.Namespace) -> tuple[GPT, Callable]:
 
 def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: Literal[0, 1, 2, 3]) -> ZeroTransformation:
     """The optimizer at a stage; stage 0 has nothing to offload."""
-    optimizer = optax.adamw(schedule(args.lr, args.steps), b2=0.95, weight_decay=0.1)
+    rate = schedule(args.lr, args.steps)
+    if args.optimizer == "muon":  # updates of one size, whatever a matrix's shape: Adam's rate and decay fit
+        options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": muon_matrices}
+        optimizer = optax.contrib.muon(rate, adam_b2=0.95, weight_decay=0.1, adam_weight_decay=0.1, **options)
+    else:
+        optimizer = optax.adamw(rate, b2=0.95, weight_decay=0.1)
     offload = None
     if args.offload and stage:
         offload = Offload(optimizer=args.offload, path=args.out / "state" if args.offload == "disk" else None)
@@ -244,6 +250,7 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
     )
     for name, of in (("--gather", "stage 3: parameters"), ("--reduce", "gradients")):
         parser.add_argument(name, choices=FORMATS, help=f"format in which {of} travel (default: as they are)")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="(default: %(default)s)")
     parser.add_argument("--offload", choices=("host", "disk"), help="where optimizer state waits (default: the device)")
     parser.add_argument(
         "--tensor-parallel",

@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -20,12 +19,11 @@ from zerojax.offload.host import to_device
 from zerojax.optim.as_params import as_params
 from zerojax.optim.plan import make_plan
 from zerojax.placement.init_params import init_programs
-from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params, place_replicated
+from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params
 from zerojax.placement.storage import in_storage, named_tree, storage_forms
-from zerojax.streaming.init_state import init_opt_state, state_shapes
+from zerojax.train.begin import begin_run
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
-from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.optax_pair import init, init_shardings, update
 from zerojax.train.same_run import live_plan
 from zerojax.train.state import ZeroState
@@ -213,17 +211,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         config = self.config
         plan = make_plan(config, params)
-        shapes = are_shapes(params)
-        plan = plan if shapes else live_plan(config, plan)
-
-        def begin(params, mutable):
-            others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
-            step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
-            wide = place_params(config, plan.layout, params)
-            opt_state = state_shapes(config, plan) if shapes else init_opt_state(config, plan, wide)
-            stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
-            return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
-
+        plan = plan if are_shapes(params) else live_plan(config, plan)
+        begin = functools.partial(begin_run, config, plan)
         shardings = lambda _: ZeroState.shardings(config, plan)
         return on_auto_mesh(config.user_mesh, begin, params, mutable, shardings=shardings)
 
@@ -313,6 +302,7 @@ def zero_shard(
     batch_spec: Any = None,
     view: Literal["global", "device"] = "global",
     wire: Wire | None = None,
+    matrix_updates: Literal["auto", "owner", "sharded"] = "auto",
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over a mesh axis.
 
@@ -352,6 +342,9 @@ def zero_shard(
             `"device"`: the rows of its device, as under `pmap`, and its mean is taken over the devices; it may use
             collectives over `axis`.
         wire: What collectives carry in few bits, such as `Wire(gather="int8", reduce="int4")`. None: nothing.
+        matrix_updates: Who computes what an update multiplies matrices for, as Muon's does: `"owner"`, one device
+            each matrix, or a few where there are fewer matrices than devices; `"sharded"`, all devices each product;
+            `"auto"`, what takes less time, counted in FLOPs and bytes. The plan and the report say which.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -390,5 +383,6 @@ def zero_shard(
         batch_spec=BatchSpec.of(batch_spec),
         view=view,
         wire=wire,
+        matrix_updates=matrix_updates,
     )
     return ZeroTransformation.of(config)

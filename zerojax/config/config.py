@@ -24,6 +24,7 @@ STAGES = {
     3: "optimizer state, gradients and parameters sharded",
 }
 VIEWS = ("global", "device")
+MATRIX_UPDATES = ("auto", "owner", "sharded")
 PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
 
@@ -55,6 +56,7 @@ class Config:
         batch_spec: How dims of the batch are divided; None: dim 0 over `axis` alone.
         view: `"global"`: the loss sees all rows of the batch; `"device"`: each device's its own.
         wire: What collectives carry in few bits; None: nothing.
+        matrix_updates: Which devices compute the update of a matrix: `"owner"`, `"sharded"`, or the cheaper, `"auto"`.
 
     Raises:
         TypeError: If `tx` is no optax transformation, a count is no integer, or another option of another type.
@@ -77,6 +79,7 @@ class Config:
     batch_spec: BatchSpec | None = None
     view: str = "global"
     wire: Wire | None = None
+    matrix_updates: str = "auto"
 
     def __post_init__(self):
         """Check every field."""
@@ -90,6 +93,8 @@ class Config:
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
         if self.view not in VIEWS:
             raise ValueError(f'Unknown view of the loss {self.view!r}. Give "global" or "device".')
+        if self.matrix_updates not in MATRIX_UPDATES:
+            raise ValueError(f'Unknown matrix_updates={self.matrix_updates!r}. Give "auto", "owner" or "sharded".')
         for argument in ("shard_axis", "params_axis"):
             if missing := [name for name in getattr(self, argument) if name not in self.axis]:
                 raise ValueError(

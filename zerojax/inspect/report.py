@@ -70,6 +70,7 @@ class Report:
         host: For each part that is offloaded to host memory, bytes there of the device that has most.
         disk: As `host`, on disk.
         update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
+        matrices: Which matrices owners update, what it saves, and why others are not among them; a line each.
     """
 
     bytes: dict[str, int]
@@ -78,6 +79,7 @@ class Report:
     host: dict[str, int] = dataclasses.field(default_factory=dict)
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     update: str = ""
+    matrices: str = ""
 
     @property
     def total(self) -> int:
@@ -103,14 +105,18 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """The totals, and a line for each part, module and leaf; equal modules share one."""
-        return f"{self.title}\n\n{as_text(self.tree)}"
+        """The totals, how matrices are updated, and a line for each part, module and leaf; equal modules share one."""
+        return f"{self._head}\n\n{as_text(self.tree)}"
 
     __repr__ = __str__
 
     def __rich__(self) -> Tree:
         """The same for `rich.print`."""
-        return as_rich(self.title, self.tree)
+        return as_rich(self._head, self.tree)
+
+    @property
+    def _head(self) -> str:
+        return "\n".join(filter(None, [self.title, self.matrices]))
 
 
 def report(state: Any) -> Report:
@@ -151,7 +157,8 @@ def report(state: Any) -> Report:
         note = notes.get((part, inner)) or note_from_array(x, array, sizes)
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
-    return Report(device, per_device, tuple(rows), host, disk, update_choice(state))
+    matrices = getattr(getattr(state, "plan", None), "matrices", None)
+    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), str(matrices or ""))
 
 
 def place_of(array: jax.Array | Chunked) -> str:

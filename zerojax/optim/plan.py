@@ -22,7 +22,9 @@ from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.matrix_updates import MatrixUpdates, matrix_updates
 from zerojax.optim.offloaded import state_offload
+from zerojax.optim.owned import UpdatedLeaves
 from zerojax.optim.partition import Partition
 from zerojax.placement.storage import shapes
 
@@ -41,6 +43,7 @@ class ShardingPlan(CachedHash):
         owners: For each leaf of the state, the trained parameter it belongs to, or None.
         chunkings: For each leaf of the state, how it is divided into chunks that are kept
             outside the device's memory; None: it is on the device.
+        matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
     """
 
@@ -51,6 +54,7 @@ class ShardingPlan(CachedHash):
     state_def: jax.tree_util.PyTreeDef
     owners: tuple[int | None, ...]
     chunkings: tuple[Chunking | None, ...]
+    matrices: MatrixUpdates | None
     choice: Choice | None = None
 
     @functools.cached_property
@@ -77,7 +81,8 @@ class ShardingPlan(CachedHash):
         rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
         rows += [("opt_state", leaf, _offloaded(self.offloaded.get(k))) for k, leaf in enumerate(self.state)]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
-        return "\n".join([title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)])
+        lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
+        return "\n".join([*lines, *filter(None, [str(self.matrices or "")])])
 
 
 def _sent(leaf: Leaf) -> str:
@@ -118,7 +123,10 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     chunkings: tuple[Chunking | None, ...] = (None,) * len(state_leaves)
     if config.offload is not None:
         chunkings = state_offload(config, trained, grads, state_leaves, structure, owners).chunkings
-    return ShardingPlan(layout, trained, grads, state_leaves, structure, owners, chunkings)
+    matrices = MatrixUpdates()
+    if not any(chunkings):
+        matrices = matrix_updates(config, trained, UpdatedLeaves(grads, state_leaves, owners), structure)
+    return ShardingPlan(layout, trained, grads, state_leaves, structure, owners, chunkings, matrices)
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:

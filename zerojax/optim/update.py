@@ -21,7 +21,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
-from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.owner_computed import owner_computed
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
 
@@ -78,7 +78,6 @@ def update(
     Gradients, parameters and updates are in storage shape of `plan.grads`. With master weights
     the updates that are returned are the new parameters.
     """
-    tree = plan.trained.treedef
 
     def views(stored, leaves):
         return [unpadded(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
@@ -88,14 +87,15 @@ def update(
 
     types = [part.dtype for part in plan.grads]
     params = None if params is None else [to_device(x) for x in params]
-    updates, new_state = wrapped_tx(config, plan.trained).update(
-        jax.tree.unflatten(tree, views(cast(grads, types), plan.grads)),
-        jax.tree.unflatten(plan.state_def, views(jax.tree.leaves(state), plan.state)),
-        None if params is None else jax.tree.unflatten(tree, views(cast(params, types), plan.grads)),
-        **extra,
+    updates, new_state = owner_computed(
+        config,
+        plan,
+        views(cast(grads, types), plan.grads),
+        views(jax.tree.leaves(state), plan.state),
+        None if params is None else views(cast(params, types), plan.grads),
+        extra,
     )
-    kept = keep(jax.tree.leaves(new_state), plan.state)
-    return keep(jax.tree.leaves(updates), plan.grads), jax.tree.unflatten(plan.state_def, kept)
+    return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
 
 
 def apply_update(

@@ -68,7 +68,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
-        notes=offload_notes(moved, shapes) if any(shapes.plan.chunkings) else (),
+        notes=(*str(shapes.plan.matrices or "").splitlines(), *offload_notes(moved, shapes)),
     )
     lower = lambda batch: moved.lower(shapes, abstract(batch), *abstract(args))
     return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts)
@@ -99,7 +99,9 @@ def params_on_mesh(layout: Layout, mesh: Mesh) -> Any:
 
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
-    """What a plan does not show of offloaded state."""
+    """What a plan does not show of offloaded state, if there is any."""
+    if not any(state.plan.chunkings):
+        return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
     return (
         "The program, its collectives and its time end with the gradients; the formula is of the whole step. The "

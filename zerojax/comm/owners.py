@@ -1,0 +1,204 @@
+"""Bring matrices, each sharded over all devices, to owners that compute with them whole; and results back.
+
+Many matrices of one shape make a stack. Stored, device r has slice r of each matrix; afterwards owner o has some
+of the matrices, and what it computes goes back the same way: one all-to-all each way, whatever the number of
+matrices. With fewer matrices than devices an owner is several devices, `within` of them, next to each other in
+the mesh and so in one host: each has a slice of the matrix, and the compiler divides the products among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.config.data_mesh import spec_entry
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad, trim
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+OWNER, WITHIN = "zerojax_owner", "zerojax_within"
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """The devices of some mesh axes, as owners.
+
+    Attributes:
+        mesh: The mesh.
+        axes: Its axes along which owners differ.
+        within: Its axes along which the devices of one owner differ; they come after `axes`.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    within: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh, axes: tuple[str, ...], within: int) -> Owners:
+        """Owners of `within` devices each along some axes of a mesh; several devices need a single axis."""
+        if within == 1:
+            return cls(mesh, axes)
+        (axis,) = axes
+        at, shape = mesh.axis_names.index(axis), mesh.devices.shape
+        split = (*shape[:at], shape[at] // within, within, *shape[at + 1 :])
+        names = (*mesh.axis_names[:at], OWNER, WITHIN, *mesh.axis_names[at + 1 :])
+        return cls(Mesh(mesh.devices.reshape(split), names), (OWNER,), (WITHIN,))
+
+    @property
+    def count(self) -> int:
+        """How many owners there are."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def each(self) -> int:
+        """How many devices an owner is."""
+        return math.prod(self.mesh.shape[axis] for axis in self.within)
+
+    def compute(
+        self,
+        fn: Callable,
+        arrays: Sequence[Sequence[Shaped[Array, "*storage"]]],
+        leaves: Sequence[Leaf],
+        small: Sequence[Array],
+        shared: Sequence[Array],
+        outs: Sequence[Leaf],
+    ) -> tuple[list[Array], list[Array]]:
+        """Compute something of each item of a stack, each owner for its items.
+
+        Args:
+            fn: `fn(*arrays, *small, *shared) -> [*outs, *small_outs]` of one item; logical shapes.
+            arrays: For each array that `fn` takes, the stacks whose items follow each other; storage shape.
+            leaves: How an item of each is laid out.
+            small: Further arrays, stacked: a row an item.
+            shared: What is the same for all items.
+            outs: How an item of each result is laid out.
+
+        Returns:
+            `(outs, small_outs)`, stacked. The former are sharded as their leaves say, the latter replicated.
+        """
+        items = sum(x.shape[0] for x in arrays[0])
+        slots = -(-items // self.count)
+        brought = self._bring(arrays, leaves, slots * self.count)
+        small = [_repeated(x, slots * self.count) for x in small]
+
+        def whole(*values):
+            taken = [trim(x, at(leaf), leaf.shape[at(leaf)]) for x, leaf in zip(values, leaves, strict=False)]
+            results = fn(*taken, *values[len(leaves) :])
+            padded = [pad(x, at(leaf), leaf.storage_shape[at(leaf)]) for x, leaf in zip(results, outs, strict=False)]
+            return [*padded, *results[len(outs) :]]
+
+        def local(stacked, shared):
+            if slots == 1:
+                return [x[None] for x in whole(*(x[0] for x in stacked), *shared)]
+            return lax.map(lambda one: whole(*one, *shared), stacked)
+
+        mine = PartitionSpec(spec_entry(self.axes))
+        results = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(mine, PartitionSpec()),
+            out_specs=mine,
+            axis_names={*self.axes},
+            check_vma=False,
+        )([*brought, *small], list(shared))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        small_outs = [lax.with_sharding_constraint(x, everywhere)[:items] for x in results[len(outs) :]]
+        return self._return(results[: len(outs)], outs, items), small_outs
+
+    def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
+        """From stacks of which each device has a slice of every item to those whose items are divided."""
+
+        def local(arrays):
+            rows = [_repeated(jnp.concatenate(stacks), slots) for stacks in arrays]
+            return [_merged(x, at(leaf)) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]
+
+        specs = [self._stored(leaf) for leaf in leaves]
+        return self._everywhere(
+            local, ([[spec] * len(stacks) for spec, stacks in zip(specs, arrays, strict=True)],), self._owned(leaves)
+        )([list(stacks) for stacks in arrays])
+
+    def _return(self, results: Sequence[Array], leaves: Sequence[Leaf], items: int) -> list[Array]:
+        """The inverse of `_bring`."""
+
+        def local(results):
+            split = [_split(x, at(leaf), self.count) for x, leaf in zip(results, leaves, strict=True)]
+            return [x.reshape(-1, *x.shape[2:])[:items] for x in self._exchange(split, back=True)]
+
+        return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
+
+    def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
+        """One all-to-all for all arrays of a type: of `(owners, slots, ...)` each row goes to its owner.
+
+        An owner's devices want slices that follow each other, and are next to each other: slice s of the
+        storage moves to the device that has it afterwards, of which the s-th is not the s-th.
+        """
+        shapes = [x.shape if back else (self.count, -1, *x.shape[1:]) for x in rows]
+        flat = [x.reshape(self.count, -1) for x in rows]
+        out: dict[int, Array] = {}
+        for dtype in dict.fromkeys(x.dtype for x in flat):
+            of_type = [n for n, x in enumerate(flat) if x.dtype == dtype]
+            joined = jnp.concatenate([flat[n] for n in of_type], axis=1)
+            if not back:
+                joined = self._permuted(joined, back=False)
+            with jax.named_scope(f"zerojax_all_to_all[{'back' if back else 'to owners'}]"):
+                moved = lax.all_to_all(joined, self.axes, 0, 0, tiled=True)
+            if back:
+                moved = self._permuted(moved, back=True)
+            ends = np.cumsum([flat[n].shape[1] for n in of_type])[:-1]
+            for n, x in zip(of_type, jnp.split(moved, ends, axis=1), strict=True):
+                out[n] = x.reshape(shapes[n])
+        return [out[n] for n in range(len(rows))]
+
+    def _permuted(self, x: Array, *, back: bool) -> Array:
+        if self.each == 1:
+            return x
+        devices = range(self.count * self.each)
+        pairs = [(s, s % self.count * self.each + s // self.count) for s in devices]
+        return lax.ppermute(x, (*self.axes, *self.within), [(b, a) for a, b in pairs] if back else pairs)
+
+    def _stored(self, leaf: Leaf) -> PartitionSpec:
+        return PartitionSpec(*[None] * (at(leaf) + 1), (*self.axes, *self.within))
+
+    def _owned(self, leaves: Sequence[Leaf]) -> list[PartitionSpec]:
+        within = spec_entry(self.within) if self.within else None
+        return [PartitionSpec(spec_entry(self.axes), *[None] * at(leaf), within) for leaf in leaves]
+
+    def _everywhere(self, local: Callable, in_specs: tuple, out_specs: list) -> Callable:
+        axes = {*self.axes, *self.within}
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+
+
+def at(leaf: Leaf) -> int:
+    """The dim of a sharded leaf that is sharded."""
+    assert leaf.dim is not None
+    return leaf.dim
+
+
+def _repeated(stack: Array, slots: int) -> Array:
+    """A stack with as many items as there are slots, from the start again: nothing is computed of zeros."""
+    times = -(-slots // stack.shape[0])
+    return stack if stack.shape[0] == slots else jnp.concatenate([stack] * times)[:slots]
+
+
+def _merged(x: Array, dim: int) -> Array:
+    """`(sources, slots, *slice)` as `(slots, *item)`: the slices along a dim of the item."""
+    x = jnp.moveaxis(x, 0, dim + 1)
+    return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
+
+
+def _split(x: Array, dim: int, parts: int) -> Array:
+    """The inverse of `_merged`."""
+    x = x.reshape(*x.shape[: dim + 1], parts, -1, *x.shape[dim + 2 :])
+    return jnp.moveaxis(x, dim + 1, 0)

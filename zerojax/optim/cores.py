@@ -1,0 +1,239 @@
+"""The core of a leaf's update: the part of its equations that needs the matrix whole.
+
+Nothing is known about transformations by name. Of the equations behind a parameter's results those are found that
+multiply or decompose matrices, and what lies between them; what is element by element before and after, such as a
+momentum or weight decay, is not part of it and stays divided with the leaf. A core reads arrays of the leaf alone
+and what all leaves share (a count, a schedule, the norm of all gradients): so one device can compute it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax import compat, jaxprs
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.dims import has_products
+from zerojax.optim.elementwise import ELEMENTWISE
+from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate
+
+# A value of a leaf that is not laid out as one of its arrays, such as a norm, is small or refuses the core; elements.
+SMALL = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """The part of one leaf's update that needs it whole, by indices of equations and variables of a trace.
+
+    Attributes:
+        leaf: The trained parameter.
+        eqns: Its equations.
+        arrays: What it reads that is sharded, each with how it is laid out.
+        small: What else it reads of its own.
+        shared: What it reads that all leaves share.
+        outs: Its results that are sharded, each with how it is laid out.
+        small_outs: Its other results.
+    """
+
+    leaf: int
+    eqns: tuple[int, ...]
+    arrays: tuple[tuple[int, Leaf], ...]
+    small: tuple[int, ...]
+    shared: tuple[int, ...]
+    outs: tuple[tuple[int, Leaf], ...]
+    small_outs: tuple[int, ...]
+
+    def jaxpr(self, traced: TracedUpdate) -> Any:
+        """`(*arrays, *small, *shared) -> (*outs, *small_outs)`, on the arrays of a trace of the same structure."""
+        of = lambda indices: [traced.variables[n] for n in indices]
+        invars = of([*(n for n, _ in self.arrays), *self.small, *self.shared])
+        outvars = of([*(n for n, _ in self.outs), *self.small_outs])
+        return compat.part_of(traced.jaxpr, [traced.jaxpr.eqns[e] for e in self.eqns], invars, outvars)
+
+
+class CoreFinder:
+    """Finds the cores of a traced update. Lives as long as one analysis."""
+
+    def __init__(self, traced: TracedUpdate, grads: Sequence[Leaf], state: Sequence[Leaf], owners: Sequence):
+        """Follow what depends on which leaf once.
+
+        Args:
+            traced: The update of logical arrays.
+            grads: One `Leaf` a trained parameter.
+            state: One `Leaf` each leaf of the state.
+            owners: For each leaf of the state, the parameter it belongs to by structure, or None.
+        """
+        self.traced, self.grads, self.state = traced, grads, state
+        self.owners = list(owners)
+        alone = [k for k, i in enumerate(self.owners) if i is None and state[k].shape]
+        self._follow()
+        for k in alone:  # it may belong to the one parameter that it depends on, whatever its path
+            found = self._union([traced.jaxpr.outvars[traced.num_params + k]])
+            self.owners[k] = next(iter(found)) if len(found) == 1 else None
+        self._follow()
+
+    def _follow(self) -> None:
+        """For each variable, the leaves that it depends on other than through scalars of several leaves."""
+        self.depends: dict[Any, frozenset] = {}
+        for var, (kind, k) in self.traced.reads.items():
+            if kind in (GRAD, PARAM):
+                self.depends[var] = frozenset((k,))
+            elif kind == STATE and self.owners[k] is not None:
+                self.depends[var] = frozenset((self.owners[k],))
+        self.by_leaf: dict[int, list[int]] = {}
+        of_several: set = set()  # scalars, such as a sum over all leaves, and its parts so far
+        for e, eqn in enumerate(self.traced.jaxpr.eqns):
+            found = self._union(eqn.invars)
+            is_several = len(found) > 1 or any(v in of_several for v in jaxprs.variables_in(eqn.invars))
+            for var in eqn.outvars:
+                if is_several and var.aval.shape == ():
+                    of_several.add(var)
+                else:
+                    self.depends[var] = found
+            if len(found) == 1:
+                self.by_leaf.setdefault(next(iter(found)), []).append(e)
+
+    def _union(self, atoms: Sequence) -> frozenset:
+        known = (self.depends.get(atom, frozenset()) for atom in atoms if not compat.is_literal(atom))
+        return functools.reduce(frozenset.union, known, frozenset())
+
+    def find(self) -> tuple[dict[int, Core], dict[int, str]]:
+        """The cores, by parameter; and why other parameters, whose matrices are multiplied, have none."""
+        cores, refused = {}, {}
+        for i, leaf in enumerate(self.grads):
+            eqns = self._needed(i)
+            if not any(has_products(self.traced.jaxpr.eqns[e]) for e in eqns):
+                continue
+            if leaf.kind != "sharded":
+                continue
+            found = "other mesh axes divide it" if any(leaf.others) else self._core(i, leaf, eqns)
+            if isinstance(found, str):
+                refused[i] = found
+            else:
+                cores[i] = found
+        for eqn in filter(has_products, self.traced.jaxpr.eqns):
+            together = self._union(eqn.invars)
+            for i in together if len(together) > 1 else ():
+                if self.grads[i].kind == "sharded" and len(self.grads[i].shape) > 1:
+                    cores.pop(i, None)
+                    refused[i] = f"its update is computed together with that of {len(together) - 1} others"
+        return cores, refused
+
+    def _needed(self, i: int) -> list[int]:
+        """The equations behind the leaf's own results that depend on it alone."""
+        outvars, own = self.traced.jaxpr.outvars, frozenset((i,))
+        results = [outvars[i]] + [
+            outvars[self.traced.num_params + k] for k, owner in enumerate(self.owners) if owner == i
+        ]
+        wanted, kept = {v for v in results if not compat.is_literal(v)}, []
+        for e in reversed(self.by_leaf.get(i, ())):
+            eqn = self.traced.jaxpr.eqns[e]
+            if wanted.intersection(eqn.outvars):
+                kept.append(e)
+                wanted.update(v for v in eqn.invars if not compat.is_literal(v) and self.depends.get(v) == own)
+        return kept[::-1]
+
+    def _is_elementwise(self, eqn: Any, shape: tuple[int, ...]) -> bool:
+        name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
+        if any(atom.aval.shape not in ((), shape) for atom in atoms):
+            return False
+        if name == "broadcast_in_dim":
+            return eqn.invars[0].aval.shape == ()
+        return name in ELEMENTWISE or all(atom.aval.shape == () for atom in atoms)
+
+    def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
+        """The core of one leaf, or why it has none."""
+        all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
+        inside, own = set(eqns), frozenset((i,))
+        before = {
+            e: {producers[v] for v in all_eqns[e].invars if not compat.is_literal(v) and producers.get(v) in inside}
+            for e in eqns
+        }
+        heavy = {e for e in eqns if has_products(all_eqns[e])}
+        mixed = {e for e in eqns if e in heavy or not self._is_elementwise(all_eqns[e], leaf.shape)}
+        anchors = mixed & (_reach(reversed(eqns), heavy, _inverse(before)) | _reach(eqns, heavy, before))
+        core = _reach(reversed(eqns), anchors, _inverse(before)) & _reach(eqns, anchors, before)
+        while True:  # what is read must be laid out as an array of the leaf
+            produced = {v for e in core for v in all_eqns[e].outvars}
+            read = dict.fromkeys(
+                v for e in sorted(core) for v in all_eqns[e].invars if not compat.is_literal(v) and v not in produced
+            )
+            more = {
+                producers[v]
+                for v in read
+                if self.depends.get(v) == own and v in producers and self._layout_of(v, i, leaf) is None
+                if v.aval.size > 1
+            }
+            if not more:
+                break
+            core = _reach(reversed(eqns), core | more, _inverse(before)) & _reach(eqns, core | more, before)
+        return self._described(i, leaf, sorted(core), list(read), inside)
+
+    def _described(self, i: int, leaf: Leaf, core: list[int], read: list, inside: set[int]) -> Core | str:
+        """The core with what it reads and makes, or why it is none."""
+        position, own = self.traced.positions, frozenset((i,))
+        arrays, small, shared = [], [], []
+        for v in read:
+            found = self.depends.get(v, frozenset())
+            where = self._layout_of(v, i, leaf) if found == own else None
+            if found - own:
+                return "its update reads arrays of other parameters"
+            if where is not None and where.kind == "sharded":
+                arrays.append((position[v], where))
+            elif v.aval.size > SMALL:
+                return "its update reads a large array that is not sharded"
+            else:
+                (small if found == own else shared).append(position[v])
+        if any(any(where.others) or where.axes != leaf.axes for _, where in arrays):
+            return "other mesh axes divide a part of its state"
+        outs, small_outs, taken = [], [], set(core)
+        eqns = self.traced.jaxpr.eqns
+        used = {v for e, eqn in enumerate(eqns) if e not in taken for v in eqn.invars if not compat.is_literal(v)}
+        used.update(v for v in self.traced.jaxpr.outvars if not compat.is_literal(v))
+        for e in core:
+            for v in eqns[e].outvars:
+                if compat.is_dropped(v) or v not in used:
+                    continue
+                where = self._result_layout(v, i, leaf)
+                if where is not None and where.kind == "sharded":
+                    outs.append((position[v], where))
+                elif v.aval.size > SMALL:
+                    return "its update has a large intermediate of another shape"
+                else:
+                    small_outs.append(position[v])
+        return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
+
+    def _layout_of(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
+        """How something that the core reads is laid out: as the leaf, or as the state that it is."""
+        kind, k = self.traced.reads.get(var, ("", 0))
+        if kind == STATE:
+            return self.state[k]
+        if var.aval.shape == leaf.shape:
+            return dataclasses.replace(leaf, dtype=var.aval.dtype)
+        return None
+
+    def _result_layout(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
+        """How a result of the core is laid out."""
+        for k, owner in enumerate(self.owners):
+            if owner == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
+                return self.state[k]
+        return self._layout_of(var, i, leaf)
+
+
+def _reach(eqns: Any, start: set[int], before: dict[int, set[int]]) -> set[int]:
+    """Those in `start` and all that come after them; `eqns` in order, `before` what each needs."""
+    found: set[int] = set()
+    for e in eqns:
+        if e in start or before[e] & found:
+            found.add(e)
+    return found
+
+
+def _inverse(before: dict[int, set[int]]) -> dict[int, set[int]]:
+    after: dict[int, set[int]] = {e: set() for e in before}
+    for e, needed in before.items():
+        for other in needed:
+            after[other].add(e)
+    return after

@@ -1,0 +1,239 @@
+"""Follow a dim of some arrays through equations, and count the products on the way.
+
+Where the dim goes says two things of a matrix's update: whether it is a batch over that dim, each slice for
+itself; and which of its products are divided if the dim is, and which every device repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax import compat
+from zerojax.jaxprs import nbytes
+from zerojax.optim.elementwise import ELEMENTWISE
+
+# FLOPs of a decomposition of an (m, n) matrix, m >= n, over m * n^2: Golub and Van Loan 2013, sections 4.2 to 8.6.
+DECOMPOSITIONS = {
+    "cholesky": 1 / 3,
+    "eig": 25.0,
+    "eigh": 9.0,
+    "geqrf": 2.0,
+    "householder_product": 2.0,
+    "lu": 1.0,
+    "qr": 4.0,
+    "schur": 25.0,
+    "svd": 14.0,
+    "triangular_solve": 1.0,
+    "tridiagonal": 4 / 3,
+}
+_REDUCES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
+_ALONG = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
+
+
+class LostError(Exception):
+    """The dim is mixed with others, or an equation is not known."""
+
+
+@dataclasses.dataclass
+class Work:
+    """What equations cost where a dim is followed.
+
+    Attributes:
+        divided: FLOPs of products that have the dim: each device does its part if the dim is sharded.
+        repeated: FLOPs of the others: each device does all of them.
+        summed: Bytes of results that are summed over the dim, each by an all-reduce; of a gathered operand, half.
+        sums: How many these are.
+    """
+
+    divided: float = 0.0
+    repeated: float = 0.0
+    summed: float = 0.0
+    sums: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """All FLOPs."""
+        return self.divided + self.repeated
+
+    def add(self, other: Work, times: float = 1) -> None:
+        """Add another's, executed some times."""
+        self.divided += times * other.divided
+        self.repeated += times * other.repeated
+        self.summed += times * other.summed
+        self.sums += times * other.sums
+
+    def sum(self, var: Any) -> None:
+        """Sum a result over the dim."""
+        self.summed += nbytes(var)
+        self.sums += 1
+
+    def gather(self, var: Any) -> None:
+        """Gather an operand, which sends half of what a sum of its size does."""
+        self.summed += nbytes(var) / 2
+        self.sums += 1
+
+
+def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[list[int | None], Work]:
+    """Follow one dim of some of a jaxpr's arguments to its results.
+
+    Args:
+        jaxpr: The equations.
+        dims: For each argument, which of its dims is followed; None: it does not have it.
+        may_sum: Whether it may be summed over, after which a result does not have it any more.
+
+    Returns:
+        For each result which of its dims it is, and what the equations cost.
+
+    Raises:
+        LostError: If the dim cannot be followed, or is summed over where it may not be.
+    """
+    found, work = dict(zip(jaxpr.invars, dims, strict=True)), Work()
+    of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
+    for eqn in jaxpr.eqns:
+        found.update(zip(eqn.outvars, _through(eqn, [of(atom) for atom in eqn.invars], may_sum, work), strict=True))
+    return [of(atom) for atom in jaxpr.outvars], work
+
+
+def has_products(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, multiplies or decomposes matrices."""
+    name = eqn.primitive.name
+    inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return name in DECOMPOSITIONS or name == "dot_general" or any(map(has_products, inner))
+
+
+def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
+    """Where the dim is in each result of one equation; its cost is added."""
+    name, body = eqn.primitive.name, compat.inlined_body(eqn)
+    if body is not None:
+        return _inner(body, dims, may_sum, work)
+    if name == "scan":
+        return _through_scan(eqn, dims, may_sum, work)
+    if name == "cond":
+        return _through_cond(eqn, dims, may_sum, work)
+    if name == "dot_general":
+        return [_through_dot(eqn, dims, may_sum, work)]
+    if name in DECOMPOSITIONS:
+        return _through_decomposition(eqn, dims, work)
+    if all(d is None for d in dims):
+        if has_products(eqn):  # such as a while loop, of unknown length
+            for inner in compat.inner_jaxprs(eqn):
+                _inner(inner, [None] * len(inner.invars), may_sum, work)
+        return [None] * len(eqn.outvars)
+    return [_moved(eqn, name, dims, may_sum, work)] * len(eqn.outvars)
+
+
+def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, times: float = 1) -> list[int | None]:
+    outs, inside = follow(jaxpr, dims, may_sum=may_sum)
+    work.add(inside, times)
+    return outs
+
+
+def _through_scan(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
+    """A carry has the dim in the same place throughout; the slices of what is scanned have lost their dim 0."""
+    scan = compat.scan_params(eqn)
+    sliced = scan.consts + scan.carry
+    if 0 in dims[sliced:]:
+        raise LostError(eqn)
+    inside = dims[:sliced] + [None if d is None else d - 1 for d in dims[sliced:]]
+    body = compat.opened(scan.body)[0]
+    outs = _inner(body, inside, may_sum, work, scan.length)
+    if outs[: scan.carry] != dims[scan.consts : sliced]:
+        raise LostError(eqn)
+    return outs[: scan.carry] + [None if d is None else d + 1 for d in outs[scan.carry :]]
+
+
+def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
+    """All branches agree; the dearest counts."""
+    found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
+    if any(outs != found[0][0] for outs, _ in found):
+        raise LostError(eqn)
+    work.add(max((inside for _, inside in found), key=lambda inside: inside.flops))
+    return found[0][0]
+
+
+def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
+    """A product has the dim as a batch, a free or a summed one."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted[0])
+    if dims == [None, None]:
+        work.repeated += flops
+        return None
+    work.divided += flops
+    pairs = [(pair, n, False) for n, pair in enumerate(zip(*batch, strict=True))]
+    pairs += [(pair, n, True) for n, pair in enumerate(zip(*contracted, strict=True))]
+    has = lambda pair: any(d is not None and d == int(of) for d, of in zip(dims, pair, strict=True))
+    found = [one for one in pairs if has(one[0])]
+    matched = len(found) == 1 and tuple(dims) == tuple(map(int, found[0][0]))
+    if not may_sum and not (matched and not found[0][2]):
+        raise LostError(eqn)
+    if None not in dims and not matched:
+        work.gather(eqn.invars[1])  # one operand has it elsewhere: the compiler gathers that
+        dims = [dims[0], None]
+        found = [one for one in pairs if has(one[0])]
+    for _, place, sums in found:
+        if sums:
+            work.sum(eqn.outvars[0])
+        return None if sums else place
+    free = [[d for d in range(len(shapes[n])) if d not in contracted[n] and d not in batch[n]] for n in (0, 1)]
+    if dims[0] is not None:
+        return len(batch[0]) + free[0].index(dims[0])
+    assert dims[1] is not None
+    return len(batch[0]) + len(free[0]) + free[1].index(dims[1])
+
+
+def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list[int | None]:
+    """Each matrix of a batch is decomposed for itself; the dim must be one of the batch."""
+    shape = eqn.invars[0].aval.shape
+    *batch, m, n = shape if len(shape) > 1 else (1, *shape)
+    if eqn.primitive.name == "triangular_solve":
+        m, n = math.prod(eqn.invars[1].aval.shape[-2:]) // n, n
+    flops = DECOMPOSITIONS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
+    given = {d for d in dims if d is not None}
+    if not given:
+        work.repeated += flops
+        return [None] * len(eqn.outvars)
+    if len(given) > 1 or max(given) >= len(batch) or None in dims:
+        raise LostError(eqn)
+    work.divided += flops
+    return [max(given)] * len(eqn.outvars)
+
+
+def _moved(eqn: Any, name: str, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
+    """Where an equation that multiplies nothing puts the dim."""
+    given = {d for d in dims if d is not None}
+    d, params = given.pop(), eqn.params
+    shape = next(atom.aval.shape for atom, dim in zip(eqn.invars, dims, strict=True) if dim is not None)
+    out = eqn.outvars[0].aval.shape
+    if given:
+        raise LostError(eqn)
+    if name in ELEMENTWISE:
+        if any(o.aval.ndim not in (0, len(out)) for o in eqn.invars) or len(shape) != len(out) or out[d] != shape[d]:
+            raise LostError(eqn)
+        return d
+    if name == "transpose":
+        return list(params["permutation"]).index(d)
+    if name == "broadcast_in_dim" and out[params["broadcast_dimensions"][d]] == shape[d]:
+        return params["broadcast_dimensions"][d]
+    if name == "reshape" and params.get("dimensions") is None:
+        for place, size in enumerate(out):
+            if size == shape[d] and math.prod(out[:place]) == math.prod(shape[:d]):
+                return place
+    if name == "squeeze" and d not in params["dimensions"]:
+        return d - sum(int(other) < d for other in params["dimensions"])
+    if name in _REDUCES:
+        if d not in params["axes"]:
+            return d - sum(int(other) < d for other in params["axes"])
+        if may_sum:
+            work.sum(eqn.outvars[0])
+            return None
+    if name in _ALONG and d not in (params.get("axis"), params.get("dimension"), *params.get("dimensions", ())):
+        return d
+    if name == "concatenate" and params["dimension"] != d and None not in dims:
+        return d
+    if name in ("slice", "dynamic_slice") and dims[0] == d and out[d] == shape[d]:
+        return d
+    raise LostError(eqn)

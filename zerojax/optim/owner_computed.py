@@ -1,0 +1,140 @@
+"""The update with matrices computed by their owners: what comes before the cores, the cores, what comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from zerojax import compat, jaxprs
+from zerojax.comm.owners import Owners
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.matrix_updates import FlatUpdate, is_traced
+from zerojax.optim.owned import OwnedGroup, OwnedUpdate, UpdatedLeaves, owned_update
+from zerojax.optim.plan import ShardingPlan
+from zerojax.placement.storage import to_storage, unpadded
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def owner_computed(
+    config: Config,
+    plan: ShardingPlan,
+    grads: Sequence[Array],
+    state: Sequence[Array],
+    params: Sequence[Array] | None,
+    extra: dict,
+) -> tuple[list[Array], list[Array]]:
+    """The wrapped transformation's update of logical arrays, matrices by their owners; `(updates, state)`."""
+    leaves = UpdatedLeaves(plan.grads, plan.state, plan.owners)
+    update = FlatUpdate(config, plan.trained, leaves, plan.state_def)
+    values = list(grads), list(state), None if params is None else list(params)
+    if not may_own(plan):
+        return update(*values, extra)
+    trace = update.tracer(*values, extra)
+    try:
+        traced = trace()
+    except Exception:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
+        return update(*values, extra)
+    found = owned_update(config, leaves, traced, trace)
+    if not found.groups:
+        return update(*values, extra)
+    arrays = filter(is_traced, jax.tree.leaves(extra))
+    results = evaluate(config, found, [*grads, *state, *(params or ()), *arrays])
+    return results[: len(grads)], results[len(grads) :]
+
+
+def may_own(plan: ShardingPlan) -> bool:
+    """Whether owners may compute some of an update: all that is known if it takes arguments that a step does not."""
+    return plan.matrices is None or bool(plan.matrices.owned)
+
+
+def evaluate(config: Config, found: OwnedUpdate, values: Sequence) -> list:
+    """Evaluate an update, the cores by owners.
+
+    Args:
+        config: The mesh.
+        found: What owners compute.
+        values: Gradients, state and parameters, as the update was traced; logical shapes.
+
+    Returns:
+        Its results.
+    """
+    traced = found.traced
+    jaxpr, variables = traced.jaxpr, traced.variables
+    inside = {e for group in found.groups for core in group.cores for e in core.eqns}
+    late: set = set()
+    before, after = [], []
+    for e, eqn in enumerate(jaxpr.eqns):
+        if e in inside or any(v in late for v in jaxprs.variables_in(eqn.invars)):
+            late.update(eqn.outvars)
+            after += [] if e in inside else [e]
+        else:
+            before.append(e)
+    env = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(traced.consts), strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+    reads = lambda core: (*(n for n, _ in core.arrays), *core.small, *core.shared)
+    wanted = {variables[n] for group in found.groups for core in group.cores for n in reads(core)}
+    results = jaxprs.variables_in(jaxpr.outvars)
+    _evaluate(jaxpr, before, env, wanted | _read(jaxpr, after) | set(results))
+    for group in found.groups:
+        env |= _compute(config, group, env, variables)
+    _evaluate(jaxpr, after, env, set(results))
+    return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+
+def _read(jaxpr: Any, eqns: Sequence[int]) -> set:
+    return {v for e in eqns for v in jaxprs.variables_in(jaxpr.eqns[e].invars)}
+
+
+def _evaluate(jaxpr: Any, eqns: Sequence[int], env: dict, wanted: set) -> None:
+    """Evaluate some equations, and add to `env` what of their results is wanted."""
+    made = [v for e in eqns for v in jaxpr.eqns[e].outvars if v in wanted]
+    given = [v for v in _read(jaxpr, eqns) if v in env]
+    part = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], given, made)
+    env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
+
+
+def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
+    """Compute a group's cores; the values of their results."""
+    first = group.cores[0]
+    value = lambda n: env[variables[n]]
+
+    def stack(n: int, where: Leaf) -> Array:
+        x = to_storage(config, value(n), where)
+        return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
+
+    arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
+    numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
+    same = [len(set(of_each)) == 1 for of_each in numbers]  # else a number that each leaf has for itself
+
+    def each_item(of_each: Sequence[int]) -> Array:
+        rows = zip(of_each, group.counts, strict=True)
+        return jnp.stack([x for n, count in rows for x in [value(n)] * count])
+
+    def fn(*args):
+        taken, own = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
+        shared = iter(args[len(args) - sum(same) :])
+        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else own) for one in same))
+
+    outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
+        fn,
+        arrays,
+        [group.item(where) for _, where in first.arrays],
+        [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
+        [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
+        [group.item(where) for _, where in first.outs],
+    )
+    found, at = {}, 0
+    for core, count in zip(group.cores, group.counts, strict=True):
+        for x, (n, where) in zip(outs, core.outs, strict=True):
+            stored = x[at : at + count].reshape(-1, *x.shape[2:]) if group.size else x[at]
+            found[variables[n]] = unpadded(stored, where)
+        found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
+        at += count
+    return found

@@ -1,0 +1,26 @@
+"""The first state of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.config import Config
+from zerojax.optim.plan import ShardingPlan
+from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
+from zerojax.placement.storage import in_storage
+from zerojax.streaming.init_state import init_opt_state, state_shapes
+from zerojax.train.loss_scaling import init_scaling
+from zerojax.train.state import ZeroState
+
+
+def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any) -> ZeroState:
+    """Parameters in storage, a fresh optimizer state, step 0; of shapes, shapes."""
+    shapes = are_shapes(params)
+    others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
+    step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
+    wide = place_params(config, plan.layout, params)
+    opt_state = state_shapes(config, plan) if shapes else init_opt_state(config, plan, wide)
+    stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
+    return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
