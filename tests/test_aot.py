@@ -59,6 +59,19 @@ def test_what_stays_in_a_host_and_what_crosses_hosts_hides(way):
     assert 0 < found["waiting"] <= 0.03
 
 
+def test_quantised_collectives_carry_bytes_that_hide():
+    """Gathers in 8 bits, reductions in 4: a half and a quarter of bfloat16's bytes, scales included."""
+    found = {way: figures("scan", 1, way=way, topology="h200:2x8") for way in ("wire", "wire-inside", "inside")}
+    embedding = 32768 * 2048 / 1.27e9  # of all parameters; it is gathered as it is
+    for way in ("wire", "wire-inside"):
+        assert found[way]["passes"] <= 2 * (0.52 * (1 - embedding) + embedding) + 0.01
+        assert found[way]["inside"] >= 0.89
+        assert found[way]["waiting"] <= 0.03
+    exact = 32768 * 2048 * 2 / 8 / 2 / 2**20  # the embedding's shard is reduced as it is
+    narrow, wide = (found[way]["sent across MiB"] - exact for way in ("wire-inside", "inside"))
+    assert narrow <= 0.28 * wide
+
+
 def test_beside_tensor_parallelism_half_as_much_is_gathered_and_hides():
     """ZeRO over 4 groups of 2 devices, of which each has half the model: two passes over that half."""
     found, share = figures("scan", 1, way="tensor"), figures("scan", 1, topology="h200:4")["all-in"] / 2

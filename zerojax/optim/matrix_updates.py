@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from zerojax.layout.tree import Layout
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.owned import UpdatedLeaves, owned_update
 from zerojax.optim.traced import TracedUpdate, trace_update
-
-if TYPE_CHECKING:
-    pass
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
