@@ -47,6 +47,20 @@ def check_state(config: Config, plan: ShardingPlan, state: PyTree) -> None:
             )
 
 
+def check_new_state(plan: ShardingPlan, state: PyTree) -> None:
+    """Refuse a state that an update has given another tree than `init` had.
+
+    Raises:
+        ValueError: Naming the first leaf that one has and the other has not.
+    """
+    found, structure = jax.tree_util.tree_flatten_with_path(state)
+    if len(found) != len(plan.state):
+        raise ValueError(
+            f"The transformation changes the tree of its state: what update returns {tree_difference(found, plan.state)},"
+            f" and init did not. How the state is sharded is planned from init: let it return a state of the same tree."
+        )
+
+
 def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
     """Refuse parameters that are not those a plan was made for, and a plan of another stage or mesh.
 

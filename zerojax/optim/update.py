@@ -21,6 +21,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
+from zerojax.optim.checks import check_new_state
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
@@ -94,6 +95,7 @@ def update(
         None if params is None else jax.tree.unflatten(tree, views(cast(params, types), plan.grads)),
         **extra,
     )
+    check_new_state(plan, new_state)
     kept = keep(jax.tree.leaves(new_state), plan.state)
     return keep(jax.tree.leaves(updates), plan.grads), jax.tree.unflatten(plan.state_def, kept)
 
