@@ -6,17 +6,20 @@ optax and flax all names are as they were.
 """
 
 import ast
+import collections
 import dataclasses
 import functools
 import inspect
 import json
 import os
 import pathlib
+import re
 import sys
 import types
 
 # Eight, as optax's own sharding tests ask for, before JAX is imported; the mesh may have fewer.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 import optax
@@ -33,12 +36,14 @@ class Wrapping:
     Attributes:
         names: Names in the file's namespace, of modules and functions, whose transformations are sharded.
         placed: Functions of the file whose arrays are replicated over the mesh, as parameters of few elements are.
+        versions: What versions some modules give, for a file that compares them as text, where "0.12" is before "0.7".
         options: Arguments of `zero_shard`, without the mesh.
         mesh: Size, axis and type of axis of the mesh.
     """
 
     names: frozenset
     placed: frozenset
+    versions: dict[str, str]
     options: dict
     mesh: tuple[int, str, str]
 
@@ -76,6 +81,7 @@ class Wrapping:
         space, path = module.__dict__, module.__file__
         waiting = {name: self.view for name in self.names}
         waiting |= {name: functools.partial(self.then, self.place) for name in self.placed}
+        waiting |= {name: functools.partial(Renumbered, version=version) for name, version in self.versions.items()}
         for statement in tree.body:
             exec(compile(ast.Module([statement], []), path, "exec", dont_inherit=True), space)
             for name in waiting.keys() & space.keys():
@@ -101,15 +107,25 @@ class View(types.ModuleType):
         return wrapping.view(getattr(module, name))
 
 
+class Renumbered(types.ModuleType):
+    """A module under another version."""
+
+    def __init__(self, module, version):
+        super().__init__(module.__name__)
+        self.__version__, self._module = version, module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
 class OutsideModule(pytest.Module):
     """A test file, executed by a wrapping."""
 
     def _getobj(self):
         given = json.loads(os.environ["ZEROJAX_OUTSIDE"])
         file = given["files"][str(self.path)]
-        wrapping = Wrapping(
-            frozenset(file["names"]), frozenset(file["placed"]), given["options"], tuple(given["mesh"])
-        )
+        names, placed = frozenset(file["names"]), frozenset(file["placed"])
+        wrapping = Wrapping(names, placed, file["versions"], given["options"], tuple(given["mesh"]))
         module = types.ModuleType(f"outside_{self.path.stem}")
         module.__file__ = str(self.path)
         sys.modules[module.__name__] = module  # dataclasses look their module up
@@ -121,25 +137,40 @@ def pytest_pycollect_makemodule(module_path, parent):
     return OutsideModule.from_parent(parent, path=module_path)
 
 
-OUTCOMES = {}
+def pytest_collection_modifyitems(config, items):
+    """Leave out what the table leaves out, by whole names of tests."""
+    given = json.loads(os.environ["ZEROJAX_OUTSIDE"])
+    kept, left = [], []
+    for item in items:
+        omitted = any(re.fullmatch(pattern, name_of(item.nodeid)) for pattern in given["left_out"][str(item.path)])
+        wanted = given["only"] is None or any(re.fullmatch(p, name_of(item.nodeid)) for p in given["only"])
+        (kept if wanted and not omitted else left).append(item)
+        if omitted and wanted:
+            OUTCOMES[item.path.name][name_of(item.nodeid)] = ("left out", "")
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+OUTCOMES = collections.defaultdict(dict)
+WORSE = ("passed", "skipped", "failed")
+
+
+def name_of(nodeid):
+    """`Class::test` of a test of unittest."""
+    return nodeid.split("::", 1)[1]
 
 
 def pytest_runtest_logreport(report):
-    """Of a test with subtests the worst counts."""
-    name = report.nodeid.rsplit("/", 1)[-1]
+    """Of a test and its subtests the worst counts."""
     if report.outcome == "passed" and report.when != "call":
         return
-    worse = {"passed": 0, "skipped": 1, "failed": 2}
-    said = ""
-    if report.outcome == "skipped":
-        said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    elif report.outcome == "failed":
-        crash = getattr(report.longrepr, "reprcrash", None)
-        said = crash.message if crash else str(report.longrepr)
-    if name not in OUTCOMES or worse[report.outcome] > worse[OUTCOMES[name][0]]:
-        OUTCOMES[name] = (report.outcome, said)
+    found, name = OUTCOMES[pathlib.Path(report.nodeid.split("::")[0]).name], name_of(report.nodeid)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = crash.message if crash else str(report.longrepr or "")
+    if name not in found or WORSE.index(report.outcome) > WORSE.index(found[name][0]):
+        found[name] = (report.outcome, said)
 
 
 def pytest_sessionfinish():
-    path = pathlib.Path(os.environ["ZEROJAX_OUTSIDE_OUTCOMES"])
-    path.write_text(json.dumps(OUTCOMES, indent=1))
+    """For the process that asked."""
+    pathlib.Path(os.environ["ZEROJAX_OUTSIDE_OUTCOMES"]).write_text(json.dumps(OUTCOMES))
