@@ -79,7 +79,7 @@ class Wrapping:
     def execute(self, module, tree):
         """Execute a file statement by statement, and replace each name as soon as it is bound."""
         space, path = module.__dict__, module.__file__
-        waiting = {name: self.view for name in self.names}
+        waiting = dict.fromkeys(self.names, self.view)
         waiting |= {name: functools.partial(self.then, self.place) for name in self.placed}
         waiting |= {name: functools.partial(Renumbered, version=version) for name, version in self.versions.items()}
         for statement in tree.body:

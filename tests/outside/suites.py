@@ -4,7 +4,6 @@ python tests/outside/suites.py      writes the table into docs/outside.md
 """
 
 import dataclasses
-import re
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "outside.md"
@@ -23,12 +22,14 @@ class Reason:
         outcome: "skipped" by the file itself, "failed", or "left out" by us.
         why: The reason.
         without_us: Whether it fails without zerojax, too; that is run.
+        shown: The tests in words; None: as the expression.
     """
 
     tests: str
     outcome: str
     why: str
     without_us: bool = False
+    shown: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Suite:
     needs: tuple[str, ...] = ()
 
 
+def all_but(test, kept, shown, why):
+    """A reason to leave out all cases of a test but those with some numbers."""
+    return Reason(rf"{test}(?!({'|'.join(map(str, kept))})$)\d+", "left out", why, shown=shown)
+
+
 NUMBERS = "parameters that are Python's numbers are refused by name: a number cannot be sharded"
 MESSAGE = "it expects the words of another jax"
 OWN_PROGRAM = "inside of `jax.pmap` each device runs a program of its own: refused by name"
@@ -101,6 +107,29 @@ SUITES = {
                 ("alias",),
                 passed=0,
                 reasons=(
+                    all_but(
+                        "AliasTest::test_optimization",
+                        (2, 12, 18, 24, 44, 54, 106, 130),
+                        "AliasTest::test_optimization, all but 8",
+                        "10 000 steps each: adabelief, adafactor, adagrad, adam, lamb, nadam, radam, yogi are run",
+                    ),
+                    all_but(
+                        "AliasTest::test_state_shape_dtype_shard_stability",
+                        range(3, 198, 6),
+                        "AliasTest::test_state_shape_dtype_shard_stability, all but float64",
+                        "what zerojax does is the same for each type",
+                    ),
+                    all_but(
+                        "LBFGSTest::test_against_plain_implementation",
+                        (3, 4),
+                        "LBFGSTest::test_against_plain_implementation, all but 2",
+                        "the implementation compared with takes most of the time",
+                    ),
+                    Reason(
+                        r"AliasTest::test_(optimization|state_shape_dtype_shard_stability)\d+",
+                        "skipped",
+                        "types and rates that the optimizer does not support",
+                    ),
                     Reason(
                         r"LBFGSTest::test_against_plain_implementation3",
                         "failed",
@@ -112,6 +141,58 @@ SUITES = {
             ),
         ),
         needs=("sklearn", "scipy"),
+    ),
+    "contrib": Suite(
+        "every optimizer of `optax.contrib`, some in `mechanize`, `schedule_free` and `reduce_on_plateau`",
+        "optax",
+        {"stage": 3},
+        (2, "data", "Auto"),
+        (
+            File(
+                "contrib/_common_test.py",
+                ("_get_opt_factory",),
+                passed=185,
+                skipped=3,
+                left_out=357,
+                reasons=(
+                    all_but(
+                        "ContribTest::test_optimizers",
+                        (51, 75),
+                        "ContribTest::test_optimizers, all but 2",
+                        "30 000 steps each: Muon of a matrix and a vector, and `mechanize` are run",
+                    ),
+                    all_but(
+                        "ContribTest::test_optimizers_accept_extra_args",
+                        range(42),
+                        "ContribTest::test_optimizers_accept_extra_args of `mechanize` around others",
+                        "with optimizers that are run alone above",
+                    ),
+                    all_but(
+                        "ContribTest::test_state_shape_dtype_shard_stability",
+                        range(3, 84, 4),
+                        "ContribTest::test_state_shape_dtype_shard_stability, all but float64",
+                        "what zerojax does is the same for each type",
+                    ),
+                    all_but(
+                        "ContribTest::test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
+                        range(18),
+                        "ContribTest::test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such of wrappers",
+                        "the wrapper is not used",
+                    ),
+                    Reason(
+                        r"ContribTest::test_optimizers_can_be_wrapped_in_inject_hyperparams20",
+                        "skipped",
+                        "`reduce_on_plateau` does not support it",
+                    ),
+                    Reason(
+                        r"ContribTest::test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such\d+",
+                        "skipped",
+                        "the optimizer takes no schedule",
+                    ),
+                ),
+                placed=("_setup_parabola", "_setup_rosenbrock", "_setup_mixed_tensor_target"),
+            ),
+        ),
     ),
     "explicit": Suite(
         "every optimizer of `sharding_test`, on a mesh of Explicit axes",
@@ -293,7 +374,7 @@ def rendered():
             lines += ["", "| not passed | of | why |", "|---|---|---|"]
         for f, reason in rows:
             theirs = "; fails without zerojax, too" if reason.without_us else ""
-            tests = re.sub(r"\\w\+", "*", reason.tests).replace("|", "\\|")
+            tests = (reason.shown or reason.tests).replace("|", "\\|")
             lines.append(f"| {reason.outcome}: `{tests}` | `{f.name}` | {reason.why}{theirs} |")
     return "\n".join([*lines[1:], ""])
 
