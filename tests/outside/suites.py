@@ -105,13 +105,15 @@ SUITES = {
             File(
                 "_src/alias_test.py",
                 ("alias",),
-                passed=0,
+                passed=325,
+                skipped=1,
+                left_out=297,
                 reasons=(
                     all_but(
                         "AliasTest::test_optimization",
                         (2, 12, 18, 24, 44, 54, 106, 130),
                         "AliasTest::test_optimization, all but 8",
-                        "10 000 steps each: adabelief, adafactor, adagrad, adam, lamb, nadam, radam, yogi are run",
+                        "10 000 steps each: adabelief, adafactor twice, adam, amsgrad, lamb, rmsprop and yogi are run",
                     ),
                     all_but(
                         "AliasTest::test_state_shape_dtype_shard_stability",
@@ -121,20 +123,15 @@ SUITES = {
                     ),
                     all_but(
                         "LBFGSTest::test_against_plain_implementation",
-                        (3, 4),
+                        (4, 5),
                         "LBFGSTest::test_against_plain_implementation, all but 2",
-                        "the implementation compared with takes most of the time",
+                        "the implementation compared with takes most of the time; and 3 amplifies rounding beyond its 1e-5, "
+                        "without zerojax, too, where programs are compiled with optimisation",
                     ),
                     Reason(
-                        r"AliasTest::test_(optimization|state_shape_dtype_shard_stability)\d+",
+                        r"AliasTest::test_optimization18",
                         "skipped",
-                        "types and rates that the optimizer does not support",
-                    ),
-                    Reason(
-                        r"LBFGSTest::test_against_plain_implementation3",
-                        "failed",
-                        "15 steps amplify rounding beyond its 1e-5",
-                        without_us=True,
+                        "adafactor without a rate is not expected to converge",
                     ),
                 ),
                 placed=("_setup_parabola", "_setup_rosenbrock"),
@@ -176,7 +173,7 @@ SUITES = {
                     all_but(
                         "ContribTest::test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
                         range(18),
-                        "ContribTest::test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such of wrappers",
+                        "ContribTest::test_optimizers_accept_learning_rate_schedule_* of wrappers",
                         "the wrapper is not used",
                     ),
                     Reason(

@@ -53,11 +53,12 @@ def check_new_state(plan: ShardingPlan, state: PyTree) -> None:
     Raises:
         ValueError: Naming the first leaf that one has and the other has not.
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(state)
+    found = jax.tree_util.tree_leaves_with_path(state)
     if len(found) != len(plan.state):
+        what = tree_difference(found, plan.state)
         raise ValueError(
-            f"The transformation changes the tree of its state: what update returns {tree_difference(found, plan.state)},"
-            f" and init did not. How the state is sharded is planned from init: let it return a state of the same tree."
+            f"The transformation changes the tree of its state: what update returns {what}, and init did not. How the "
+            f"state is sharded is planned from init: let it return a state of the same tree."
         )
 
 

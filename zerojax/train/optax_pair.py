@@ -53,8 +53,8 @@ def check_context(config: Config) -> None:
     if others:
         raise ValueError(
             f"update runs inside of jax.pmap or jax.shard_map over {', '.join(map(repr, others))}, and this "
-            f"transformation's mesh has {', '.join(map(repr, config.mesh.axis_names))}. Call it outside, under jax.jit: "
-            f"it divides its work over the mesh itself, and value_and_grad divides the batch."
+            f"transformation's mesh has {', '.join(map(repr, config.mesh.axis_names))}. Call it outside, under "
+            f"jax.jit: it divides its work over the mesh itself, and value_and_grad divides the batch."
         )
 
 
