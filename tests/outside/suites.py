@@ -125,7 +125,7 @@ SUITES = {
                         "LBFGSTest::test_against_plain_implementation",
                         (4, 5),
                         "LBFGSTest::test_against_plain_implementation, all but 2",
-                        "the implementation compared with takes most of the time; 3 amplifies rounding beyond its 1e-5, "
+                        "the implementation compared with takes most of the time; 3 amplifies rounding past its 1e-5, "
                         "without zerojax, too, where programs are compiled with optimisation",
                     ),
                     Reason(
