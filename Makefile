@@ -42,6 +42,12 @@ $(VENV)/.created:
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
+# What tests/outside reads is the installed versions' own, so it is fetched by them.
+$(VENV)/.has-outside: pyproject.toml $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[outside]'
+	$(BIN)/python tests/outside/sources.py
+	@touch $@
+
 $(VENV)/.has-%: pyproject.toml $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@

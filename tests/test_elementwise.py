@@ -1,11 +1,13 @@
 """Which leaves may lie flat is read off the traced update, and never guessed."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
 
+from zerojax import zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.opt_state import owners_of
 from zerojax.layout.tree import lay_out
@@ -87,3 +89,56 @@ def test_what_cannot_be_traced_keeps_leaves_whole():
 
     tx = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), needs_value)
     assert flat(tx) == set()
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.0])
+def test_a_traced_hyperparameter_makes_no_difference(rate):
+    """A factory may be called with one under `jax.jit`, as `optax.inject_hyperparams` calls it: init has no tracer."""
+    tx = lambda rate: optax.chain(optax.clip_by_global_norm(rate), optax.adamw(rate, weight_decay=rate))
+    traced = []
+    jax.make_jaxpr(lambda rate: traced.append(flat(tx(rate))) or rate)(rate)
+    assert traced == [flat(tx(jnp.asarray(rate)))] == [SMALL]
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        (lambda u: jnp.mean(u["matrix"]), {"vector", "scalar"}),
+        (lambda u: u["matrix"][0], {"vector", "scalar"}),
+        (lambda u: jnp.max(u["vector"]) + u["scalar"], {"matrix"}),
+        (optax.tree.norm, SMALL),
+    ],
+)
+def test_what_the_state_measures_of_a_leaf_is_of_its_logical_shape(measure, expected):
+    assert flat(optax.chain(optax.snapshot("measured", measure), optax.adam(1e-3))) == expected
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.adam(1e-3), optax.snapshot("measured", lambda u: jax.tree.map(jnp.mean, u))),
+        optax.ema(0.9),
+    ],
+)
+@pytest.mark.parametrize("params", [jnp.asarray(2.0), {"matrix": jnp.arange(15.0).reshape(3, 5)}])
+def test_the_state_is_that_of_one_device(tx, params, mesh):
+    sharded = zero_shard(tx, stage=3, mesh=mesh)
+    grads = jax.tree.map(lambda x: x + 1, params)
+    state, expected = sharded.init(params), tx.init(params)
+    for _ in range(2):
+        updates, state = sharded.update(grads, state, params)
+        plain, expected = tx.update(grads, expected, params)
+    chex.assert_trees_all_close(updates, plain)
+    logical = lambda x, like: x if x.shape == like.shape else x[: like.size].reshape(like.shape)
+    chex.assert_trees_all_close(jax.tree.map(logical, state, expected), expected)
+
+
+def test_hyperparameters_injected_around_a_sharded_factory(mesh):
+    """The state is that of the factory without them, and the update the same."""
+    factory = lambda learning_rate: zero_shard(optax.adam(learning_rate), stage=2, mesh=mesh)
+    params = {"matrix": jnp.ones((3, 5))}
+    injected = optax.inject_hyperparams(factory)(learning_rate=1e-2)
+    updates, state = jax.jit(injected.update)(params, jax.jit(injected.init)(params), params)
+    expected, plain = factory(1e-2).update(params, factory(1e-2).init(params), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.inner_state, plain)
+    chex.assert_trees_all_close((updates, state.inner_state), (expected, plain))

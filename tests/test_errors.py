@@ -264,3 +264,25 @@ def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
     assert jnp.allclose(metrics["loss"], value, rtol=1e-5)
     noisy, _ = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, train=True, name="noisy", key=key)
     assert not jnp.allclose(noisy, value, rtol=1e-5)
+
+
+def test_a_state_that_grows(mesh):
+    tx = zero_shard(optax.monitor({"norm": optax.tree.norm}), stage=1, mesh=mesh)
+    with pytest.raises(ValueError, match=r"changes the tree of its state: .*has \.measurements\['norm'\] beyond.*init"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_an_update_inside_of_a_program_of_one_device(mesh):
+    tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh)
+    update = lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+    others = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    inside = jax.shard_map(update, mesh=others, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    with pytest.raises(ValueError, match=r"inside of jax\.pmap or jax\.shard_map over 'i'.*mesh has 'data'.*outside"):
+        inside(PARAMS)
+
+
+def test_no_state_for_a_transformation_without_one(mesh):
+    clip, adam = (zero_shard(tx, stage=1, mesh=mesh) for tx in (optax.clip(0.5), optax.adam(1.0)))
+    assert (clip.update(PARAMS, None)[0]["w"] == 0.5).all()
+    with pytest.raises(ValueError, match="does not belong to these parameters: it lacks"):
+        adam.update(PARAMS, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from zerojax.config import Config, LayoutPolicy
 from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.new_state import tree_difference
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import shapes
 
@@ -104,12 +104,3 @@ def roles(layout: Layout) -> Iterator[str]:
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         use = "trained" if i in layout.trained else "frozen"
         yield f"params{part.path} {use}, {part.dtype} computed in {compute}"
-
-
-def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
-    """In words, how the paths of a flattened tree differ from those required."""
-    paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
-    if lacking := [path for path in wanted if path not in paths]:
-        return f"lacks {lacking[0]}"
-    surplus = [path for path in paths if path not in wanted]
-    return f"has {surplus[0]} beyond that" if surplus else "has other nodes"

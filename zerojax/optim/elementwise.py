@@ -4,7 +4,8 @@ Such a leaf may be flattened, padded and divided without changing a number. Noth
 known about transformations by name: `tx.update` is traced twice, with the leaf in its
 logical shape and with it flattened and padded, and both programs are read. The leaf
 qualifies when its update and its state come from its own elements and from scalars
-alone, by the same program in both traces.
+alone, by the same program in both traces, and so does all else in the state that depends
+on it: a measurement of the leaf, say.
 
 A sum over a full leaf (the global norm of `clip_by_global_norm`) is a scalar that both
 traces agree on if padding adds nothing to it, that is, if what is summed is zero where
@@ -15,6 +16,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.core
 import optax
 
 from zerojax import compat, jaxprs
@@ -54,12 +56,14 @@ class Known:
         token: Two values with the same token are computed by the same program.
         owner: Index of the leaf, if `kind` is `LEAF`.
         zero: Whether the value is zero where gradients and parameters are.
+        reads: Indices of all leaves that it depends on.
     """
 
     kind: str
     token: int = 0
     owner: int | None = None
     zero: bool = False
+    reads: frozenset[int] = frozenset()
 
 
 def elementwise_leaves(
@@ -89,19 +93,21 @@ def refused_leaves(
     parts: tuple[Leaf, ...],
     owners: tuple[int | None, ...],
     changed: dict[int, tuple[int, ...]],
-) -> set[int | None]:
+) -> set[int]:
     """The leaves of which an output is not computed element by element by the same program in both traces.
+
+    An output of no leaf must be a scalar of the same program in both; otherwise all leaves it depends on are refused.
 
     `changed` has the shapes of some leaves in the second trace, by index; the rest is as for `elementwise_leaves`.
     """
     logical = read_update(tx, params, parts, owners, {})
     other = read_update(tx, params, parts, owners, changed)
-    return {
-        owner
-        for (owner, a), (_, b) in zip(logical, other, strict=True)
-        if not (a.kind == b.kind == LEAF and a.owner == b.owner == owner and a.token == b.token)
-        and not (a.kind == b.kind == SCALAR and a.token == b.token)
-    }
+    refused: set[int] = set()
+    for (owner, a), (_, b) in zip(logical, other, strict=True):
+        same = a.kind == b.kind and a.token == b.token
+        if not (same and a.kind == LEAF and a.owner == b.owner == owner) and not (same and a.kind == SCALAR):
+            refused |= a.reads | b.reads if owner is None else {owner}
+    return refused
 
 
 def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
@@ -125,19 +131,31 @@ def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) 
     def of_state(i, owner):
         token = hash(("state", i))
         if owner is not None:
-            return Known(LEAF, token, owner)
+            return Known(LEAF, token, owner, reads=frozenset((owner,)))
         return Known(SCALAR if state_leaves[i].shape == () else MIXED, token)
 
     count = range(len(leaves))
-    inputs = [Known(LEAF, hash(("gradient", i)), i, True) for i in count]
+    inputs = [Known(LEAF, hash(("gradient", i)), i, True, frozenset((i,))) for i in count]
     inputs += [of_state(i, owner) for i, owner in enumerate(owners)]
-    inputs += [Known(LEAF, hash(("parameter", i)), i, True) for i in count]
-    return list(zip([*count, *owners], walk(jaxpr, [of_constant(c) for c in consts], inputs), strict=True))
+    inputs += [Known(LEAF, hash(("parameter", i)), i, True, frozenset((i,))) for i in count]
+    return list(zip([*count, *owners], walk(jaxpr, [of_closed_over(c) for c in consts], inputs), strict=True))
 
 
 def walk(jaxpr, consts: list[Known], inputs: list[Known]) -> list[Known]:
     """Interpret a jaxpr over `Known` values."""
     return jaxprs.evaluate(jaxpr, consts, inputs, interpret, literal=of_constant)
+
+
+def of_closed_over(value) -> Known:
+    """What a transformation closes over: a hyperparameter, say.
+
+    Under `jax.jit` it may be traced and have no value, outside of it may be zero: neither may make a difference, or
+    `init` and `update` would not agree on what is flat.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return Known(SCALAR, hash(("closed over", id(value)))) if value.shape == () else Known(MIXED)
+    known = of_constant(value)
+    return dataclasses.replace(known, zero=False) if isinstance(value, jax.Array) else known
 
 
 def of_constant(value) -> Known:
@@ -151,12 +169,18 @@ def of_constant(value) -> Known:
 def interpret(eqn, values: list[Known]) -> list[Known]:
     """What one equation makes of what is known of its operands."""
     name = eqn.primitive.name
+    body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    if name in INLINED and body is not None:
+        return walk_closed(body, values)
+    reads = frozenset().union(*(v.reads for v in values))
+    known = choose(eqn, values) if name == "cond" else of_equation(eqn, values)
+    return [dataclasses.replace(x, reads=reads) for x in known]
+
+
+def of_equation(eqn, values: list[Known]) -> list[Known]:
+    """As `interpret`, of an equation that calls nothing; without what it reads."""
+    name = eqn.primitive.name
     mixed = [Known(MIXED)] * len(eqn.outvars)
-    if name in INLINED:
-        body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        return mixed if body is None else walk_closed(body, values)
-    if name == "cond":
-        return choose(eqn, values)
     if any(v.kind == MIXED for v in values):
         return mixed
     token = hash((name, parameters(eqn), tuple(v.token for v in values)))
@@ -191,7 +215,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 def walk_closed(body, values: list[Known]) -> list[Known]:
     """Interpret a closed jaxpr that an equation carries."""
     jaxpr, consts = compat.opened(body)
-    return walk(jaxpr, [of_constant(c) for c in consts], values)
+    return walk(jaxpr, [of_closed_over(c) for c in consts], values)
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:

@@ -14,6 +14,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.new_state import check_new_state
 from zerojax.optim.owned import UpdatedLeaves, owned_update
 from zerojax.optim.traced import TracedUpdate, trace_update
 
@@ -97,6 +98,7 @@ class FlatUpdate:
             None if params is None else jax.tree.unflatten(tree, params),
             **extra,
         )
+        check_new_state(self.leaves.state, new)
         return jax.tree.leaves(updates), jax.tree.leaves(new)
 
     def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:

@@ -50,7 +50,12 @@ def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The inverse of `as_returned`; a state of another structure is left for `check_state` to refuse."""
+    """The inverse of `as_returned`; a state of another structure is left for `check_state` to refuse.
+
+    For a transformation without state, optax takes None.
+    """
+    if state is None and plan.state_def.num_leaves == 0:
+        return jax.tree.unflatten(plan.state_def, ())
     state = state.state if isinstance(state, OnOtherAxes) else state
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
     if len(leaves) != plan.state_def.num_leaves:

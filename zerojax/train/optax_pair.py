@@ -34,12 +34,28 @@ def init_shardings(config: Config, plan: ShardingPlan) -> Any:
 
 def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
+    check_context(config)
     like = updates if params is None else params
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
     layout = layout_of(config, like, others=other_axes_in(state))
     return jitted_update(updates, state, params, arrays, config, layout, padded_forms(like), static)
+
+
+def check_context(config: Config) -> None:
+    """Refuse to update where each device runs a program of its own.
+
+    Raises:
+        ValueError: Inside of `jax.pmap`, or of `jax.shard_map` over a mesh without the transformation's axes.
+    """
+    others = sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - set(config.mesh.axis_names))
+    if others:
+        raise ValueError(
+            f"update runs inside of jax.pmap or jax.shard_map over {', '.join(map(repr, others))}, and this "
+            f"transformation's mesh has {', '.join(map(repr, config.mesh.axis_names))}. Call it outside, under "
+            f"jax.jit: it divides its work over the mesh itself, and value_and_grad divides the batch."
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
