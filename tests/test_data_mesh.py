@@ -109,7 +109,7 @@ def test_create_plans_once(mesh, monkeypatch):
     make_plan(tx.config, awkward_params())
     planned = len(traces)
     tx.create(awkward_params())
-    assert len(traces) == 2 * planned
+    assert planned < len(traces) <= 2 * planned  # what owners compute is remembered
 
 
 @pytest.mark.parametrize("axis", [0, None, ("data", 1)])
