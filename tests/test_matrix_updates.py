@@ -304,3 +304,9 @@ def test_the_report_names_them():
     assert "7 matrices by 8 owners, one device each" in text
     assert text.count("instead of") == 4
     assert dataclasses.replace(state.plan, matrices=None) != state.plan
+
+
+def test_offloaded_state_is_updated_by_no_owners_and_the_plan_says_so():
+    plan = owned("muon", 3, mesh_of(8), offload=Offload(optimizer="host")).create(params()).plan
+    assert plan.matrices.owned == ()
+    assert str(plan).endswith("divided among all devices: optimizer state is offloaded")

@@ -62,6 +62,14 @@ class MatrixUpdates:
     owned: tuple[OwnedMatrices, ...] = ()
     left: tuple[tuple[tuple[str, ...], str], ...] = ()
 
+    def without_owners(self, reason: str) -> MatrixUpdates:
+        """The same matrices, none of them by owners."""
+        paths = (
+            *(path for group in self.owned for path in group.paths),
+            *(path for some, _ in self.left for path in some),
+        )
+        return MatrixUpdates(left=((paths, reason),) if paths else ())
+
     def __str__(self) -> str:
         """A line for each group of parameters; empty if no matrices are multiplied."""
         lines = [str(group) for group in self.owned]

@@ -123,9 +123,9 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     chunkings: tuple[Chunking | None, ...] = (None,) * len(state_leaves)
     if config.offload is not None:
         chunkings = state_offload(config, trained, grads, state_leaves, structure, owners).chunkings
-    matrices = MatrixUpdates()
-    if not any(chunkings):
-        matrices = matrix_updates(config, trained, UpdatedLeaves(grads, state_leaves, owners), structure)
+    matrices = matrix_updates(config, trained, UpdatedLeaves(grads, state_leaves, owners), structure)
+    if any(chunkings):
+        matrices = (matrices or MatrixUpdates()).without_owners("optimizer state is offloaded")
     return ShardingPlan(layout, trained, grads, state_leaves, structure, owners, chunkings, matrices)
 
 
