@@ -27,7 +27,7 @@ FLOORS = [
     {"checkpoint"},
     {"zero"},
     {"planning"},
-    {"data", "user_code", "doctor", "meter", "plot"},
+    {"data", "deepspeed", "user_code", "doctor", "meter", "plot"},
     {"__init__", "flax", "testing"},
     {"cli"},
     {"__main__"},

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from zerojax import checkpoint, data, offload, plot
+    from zerojax import checkpoint, data, deepspeed, offload, plot
     from zerojax.config import DynamicScale, Offload, Precision, Wire
+    from zerojax.deepspeed import from_deepspeed
     from zerojax.gather import block, tiled
     from zerojax.inspect.collectives import Collective, Collectives, collectives
     from zerojax.inspect.report import Report, report
@@ -27,6 +28,7 @@ if _TYPE_CHECKING:
 # compiled programs, and neither needs checkpoints.
 _MODULES = {
     "config": "DynamicScale Offload Precision Wire",
+    "deepspeed": "from_deepspeed",
     "gather": "block tiled",
     "inspect.collectives": "Collective Collectives collectives",
     "inspect.report": "Report report",
@@ -73,7 +75,9 @@ __all__ = [
     "collectives",
     "compare",
     "data",
+    "deepspeed",
     "estimate",
+    "from_deepspeed",
     "offload",
     "plan",
     "plot",
@@ -88,7 +92,7 @@ def __getattr__(name: str) -> _Any:
     """Import what a public name stands for."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
-    elif name in ("checkpoint", "data", "offload", "plot"):
+    elif name in ("checkpoint", "data", "deepspeed", "offload", "plot"):
         return _import_module(f"{__name__}.{name}")
     elif name in _MODULE_OF:
         found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -220,6 +220,28 @@ def compare(
 
 
 @app.command()
+def deepspeed(
+    config: Annotated[Path, typer.Argument(help="A DeepSpeed configuration, as ds_config.json.", show_default=False)],
+    auto: Annotated[
+        list[str] | None, typer.Option(help='What to take for "auto", as optimizer.params.lr=3e-4; may be repeated.')
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="Data-parallel workers.", show_default=False)] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Python for an optax transformation, where the file has none.")
+    ] = None,
+) -> None:
+    """Print the Python that does what a DeepSpeed configuration says, and key by key what became of it."""
+
+    def read() -> Any:
+        from zerojax.deepspeed import from_deepspeed
+
+        given = {path: json.loads(value) for path, _, value in (one.partition("=") for one in auto or [])}
+        return from_deepspeed(config, auto=given, devices=devices, optimizer=optimizer)
+
+    typer.echo(str(run_or_exit(read, as_json=False)))
+
+
+@app.command()
 def doctor(
     path: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
     as_json: AsJson = False,

@@ -1,0 +1,6 @@
+"""A DeepSpeed configuration, read as the Python that does the same here."""
+
+from zerojax.deepspeed.importer import FromDeepSpeed, from_deepspeed
+from zerojax.deepspeed.schedules import warmup_cosine_lr, warmup_decay_lr, warmup_lr
+
+__all__ = ["FromDeepSpeed", "from_deepspeed", "warmup_cosine_lr", "warmup_decay_lr", "warmup_lr"]
