@@ -45,9 +45,9 @@ TOP = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type optimizer.params
 scheduler.type scheduler.params fp16.enabled bf16.enabled amp torch_autocast data_types.grad_accum_dtype
 gradient_clipping communication_data_type gradient_allreduce_op prescale_gradients gradient_predivide_factor
-sparse_gradients activation_checkpointing checkpoint aio compile tensor_parallel expert_parallel elasticity autotuning flops_profiler
-comms_logger tensorboard wandb csv_monitor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
-wall_clock_breakdown dump_state seed
+sparse_gradients activation_checkpointing checkpoint aio compile tensor_parallel expert_parallel elasticity
+autotuning flops_profiler comms_logger tensorboard wandb csv_monitor zero_allow_untested_optimizer
+zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown dump_state seed
 """.split()
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1}}
 
