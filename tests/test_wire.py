@@ -22,6 +22,7 @@ from zerojax.comm.quantised import Codec
 from zerojax.comm.wire import Encoding
 from zerojax.config.wire import FORMATS
 from zerojax.layout.leaf import QUANTISED, Leaf
+from zerojax.train.same_run import run_record
 
 AXES = ("host", "gpu")
 BLOCK = 16
@@ -314,3 +315,15 @@ def test_each_leaf_says_how_it_is_sent():
 def test_what_cannot_be_kept_is_refused(error, message, make):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_run_is_the_same_on_processes_that_choose_leaves_alike():
+    """Each has functions of its own, at other addresses; what they choose is compared."""
+
+    def record(where):
+        wire = Wire(gather="int8", block=BLOCK, where=lambda path, leaf: where in path)
+        tx = transformation(wire=wire, precision=Precision.bf16(keep=lambda path, leaf: "norm" in path))
+        return run_record(tx.config, tx.create(params()).plan)
+
+    assert record("up") == record("up")
+    assert record("up") != record("down")

@@ -37,8 +37,15 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
         options["offload"] = {name: getattr(config.offload, name) for name in OF_OFFLOAD}
     leaves = {f"params{leaf.path}": leaf for leaf in plan.layout.params}
     leaves |= {f"opt_state{leaf.path}": leaf for leaf in plan.state}
-    described = {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.kind}" for path, leaf in leaves.items()}
-    return {"jax": jax.__version__} | {name: str(value) for name, value in options.items()} | described
+    described = {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.kind} {leaf.sent}" for path, leaf in leaves.items()}
+    return {"jax": jax.__version__} | {name: str(in_words(value)) for name, value in options.items()} | described
+
+
+def in_words(value: Any) -> Any:
+    """An option as every process writes it: of a function only that it is there."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return "a function" if callable(value) else value
 
 
 class SameSteps:
