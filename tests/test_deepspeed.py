@@ -248,6 +248,9 @@ def test_each_key_is_accounted_for():
     assert '# aio = {"block_size": 1}: not needed' in text
     assert "# gradient_clipping is not given: 1.0" in text
     assert "optax.clip_by_global_norm(1.0)" in text
+    assert text.startswith("import optax\n\nimport zerojax\n\noptimizer = ")
+    config = {"optimizer": ADAMW, "scheduler": {"type": "WarmupLR"}}
+    assert "# optimizer.params.lr is not used, as there: the schedule goes to" in str(from_deepspeed(config))
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,7 @@ class _Reading:
     def source(self) -> str:
         """The Python."""
         options = self._options()
-        lines = ["import jax", "import jax.numpy as jnp", "import optax", ""]
-        lines += ["import zerojax", "from zerojax import DynamicScale, Offload, Precision, Wire", ""]
+        lines = []
         clip = self.values.get("gradient_clipping", CLIP)
         inner = self.optimizer or optimizer_source(self.values)
         lines.append(f"optimizer = {inner}")
@@ -179,7 +178,7 @@ class _Reading:
         lines.append("# step = tx.train_step(loss_fn, **step_options)")
         if self.rows:
             lines.append(f"# A step is given {self.rows} rows, over all devices.")
-        return "\n".join([*lines, ""])
+        return "\n".join([*_imports("\n".join(lines)), *lines, ""])
 
     def notes(self) -> Iterator[str]:
         """For each key of the file what became of it."""
@@ -187,6 +186,8 @@ class _Reading:
             key = key_of(path)
             fate = {"mapped": "", "not needed": "not needed: ", "not there": "not there: "}[key.fate]
             yield f"{path} = {json.dumps(value)}: {fate}{key.how}"
+        if self.on("optimizer.params.lr") and self.values.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR"):
+            yield "optimizer.params.lr is not used, as there: the schedule goes to its own warmup_max_lr (default 0.001)"
         if "gradient_clipping" not in self.values:
             yield f"gradient_clipping is not given: {CLIP}, as in DeepSpeed since 2026-06; before, 0 was meant"
 
@@ -302,3 +303,18 @@ class _Reading:
                 )
             rows = product
         return rows, accumulate
+
+
+def _imports(body: str) -> Iterator[str]:
+    """What some Python uses of what it may."""
+    ours = [
+        name for name in ("DynamicScale", "Offload", "Precision", "Wire") if f"{name}(" in body or f"{name}." in body
+    ]
+    for name, line in {"jax": "import jax", "jnp": "import jax.numpy as jnp", "optax": "import optax"}.items():
+        if f"{name}." in body:
+            yield line
+    yield ""
+    yield "import zerojax"
+    if ours:
+        yield f"from zerojax import {', '.join(ours)}"
+    yield ""
