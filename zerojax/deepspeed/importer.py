@@ -7,6 +7,7 @@ import difflib
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ class _Reading:
             fate = {"mapped": "", "not needed": "not needed: ", "not there": "not there: "}[key.fate]
             yield f"{path} = {json.dumps(value)}: {fate}{key.how}"
         if self.on("optimizer.params.lr") and self.values.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR"):
-            yield "optimizer.params.lr is not used, as there: the schedule goes to its own warmup_max_lr (default 0.001)"
+            yield "optimizer.params.lr is not used, as there: the schedule goes to its own warmup_max_lr (0.001)"
         if "gradient_clipping" not in self.values:
             yield f"gradient_clipping is not given: {CLIP}, as in DeepSpeed since 2026-06; before, 0 was meant"
 
@@ -311,7 +312,7 @@ def _imports(body: str) -> Iterator[str]:
         name for name in ("DynamicScale", "Offload", "Precision", "Wire") if f"{name}(" in body or f"{name}." in body
     ]
     for name, line in {"jax": "import jax", "jnp": "import jax.numpy as jnp", "optax": "import optax"}.items():
-        if f"{name}." in body:
+        if re.search(rf"\b{name}\.", body):
             yield line
     yield ""
     yield "import zerojax"
