@@ -209,7 +209,7 @@ def written(tx: ZeroTransformation, model: GPT, state: ZeroState, prompt: str, c
 
 
 def mesh_of(count: int | None, tensor_parallel: int = 1) -> jax.sharding.Mesh:
-    """The first `count` devices, so many on axis "model": GPUs where there are any, else simulated on the CPU."""
+    """The first `count` devices, some on an axis "model": GPUs where there are any, else simulated on the CPU."""
     jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
     devices = jax.devices()[:count]
     if count is not None and len(devices) < count:
@@ -217,8 +217,9 @@ def mesh_of(count: int | None, tensor_parallel: int = 1) -> jax.sharding.Mesh:
     Console().print(f"{len(devices)} × {devices[0].device_kind}{' (simulated)' * (devices[0].platform == 'cpu')}")
     if len(devices) % tensor_parallel:
         raise SystemExit(f"--tensor-parallel {tensor_parallel} does not divide {len(devices)} devices.")
-    sizes, auto = (len(devices) // tensor_parallel, tensor_parallel), (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh(sizes, ("data", "model"), axis_types=auto, devices=devices)
+    sizes = {"data": len(devices) // tensor_parallel} | ({"model": tensor_parallel} if tensor_parallel > 1 else {})
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
