@@ -37,7 +37,8 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
         options["offload"] = {name: getattr(config.offload, name) for name in OF_OFFLOAD}
     leaves = {f"params{leaf.path}": leaf for leaf in plan.layout.params}
     leaves |= {f"opt_state{leaf.path}": leaf for leaf in plan.state}
-    described = {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.kind} {leaf.sent}" for path, leaf in leaves.items()}
+    of = lambda leaf: ", ".join(filter(None, (f"{leaf.dtype}{list(leaf.shape)}", leaf.kind, leaf.sent)))
+    described = {path: of(leaf) for path, leaf in leaves.items()}
     return {"jax": jax.__version__} | {name: str(in_words(value)) for name, value in options.items()} | described
 
 
