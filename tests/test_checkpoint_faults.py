@@ -336,7 +336,7 @@ def test_as_many_renamed_checkpoints_as_others_are_kept(tmp_path, state):
 # --- a reader beside a writer ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["verified", "read", "after"])
+@pytest.mark.parametrize("when", ["verified", "digested", "read", "after"])
 def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatch, when):
     def vanish(work):
         def vanishing(*args, **options):
@@ -353,6 +353,8 @@ def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatc
         monkeypatch.setattr(
             "zerojax.checkpoint.verifying.damage_in", vanish(lambda *args: [("", "file", "is missing")])
         )
+    elif when == "digested":
+        monkeypatch.setattr(verifying, "incomplete", vanish(verifying.incomplete))
     else:
         monkeypatch.setattr(restoring, "read_leaves", vanish(restoring.read_leaves))
     checkpoints = Checkpointer(copied, read_only=True)

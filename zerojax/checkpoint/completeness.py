@@ -54,6 +54,9 @@ def damage_of(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, s
         )
         fits = fits and is_storage_of(leaf, shape, dtype)
         size = math.prod(extents) * dtype.itemsize
+    except OSError as error:  # it was there just now: a run that writes may have removed it
+        yield leaf.name, prefix + ZARRAY, f"cannot be read: {error.strerror}"
+        return
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         yield leaf.name, prefix + ZARRAY, f"does not describe an array ({type(error).__name__}: {error})"
         return
