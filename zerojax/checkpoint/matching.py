@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.manifest import SavedLeaf
-from zerojax.checkpoint.state_leaves import StateLeaf
+from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf
 from zerojax.layout.leaf import Leaf
 
 NAMED = 5
@@ -64,6 +64,13 @@ def match(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf], *, partial
         unused=tuple(name for name in by_name if name in differences),
         cast=tuple(leaf.name for saved, leaf in pairs if is_rounded(saved, leaf)),
     )
+
+
+def unfit_errors(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf]) -> set[str]:
+    """Names of rounding errors that only one side has, or for other groups of devices: they are of no use."""
+    by_name = {leaf.name: leaf for leaf in saved}
+    names = {leaf.name for leaf in (*saved, *wanted.values()) if leaf.path[0] == ERRORS}
+    return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
 
 
 def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:

@@ -16,7 +16,7 @@ from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import DamagedError, no_zero_state
 from zerojax.checkpoint.manifest import ARRAYS, Manifest, SavedLeaf, data_file
-from zerojax.checkpoint.matching import Match, match, target_layout
+from zerojax.checkpoint.matching import Match, match, target_layout, unfit_errors
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
@@ -66,8 +66,17 @@ def restore(
 def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
     """The state in the layout of `like`, and which leaves were matched."""
     wanted = state_leaves(like)
-    matched = match(manifest.leaves, wanted, partial=partial, where=where)
+    unfit = unfit_errors(manifest.leaves, wanted)
+    if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
+        warnings.warn(
+            f"{where} has the rounding errors of {lost} quantised gradients, which like= has not or has otherwise: "
+            f"they are not restored, and what was taken from the gradients of its last step is lost.",
+            stacklevel=8,
+        )
+    fresh = {name: wanted.pop(name) for name in unfit & set(wanted)}
+    matched = match(tuple(x for x in manifest.leaves if x.name not in unfit), wanted, partial=partial, where=where)
     restored = read_leaves(folder, matched.pairs)
+    restored |= {name: zeros_of(leaf.array) for name, leaf in fresh.items()}
     for name in matched.missing:
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
@@ -93,12 +102,13 @@ def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) 
     loaded = dict(zip(names, arrays.read(folder / ARRAYS, [request for request, _ in plans]), strict=True))
     conversions = {name: one for name, (_, one) in zip(names, plans, strict=True) if one is not None}
     converted = convert([loaded[name] for name in conversions], list(conversions.values()))
-    empty = {
-        wanted.name: jnp.zeros(wanted.array.shape, wanted.array.dtype, device=wanted.array.sharding)
-        for saved, wanted in pairs
-        if not saved.folder
-    }
+    empty = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if not saved.folder}
     return loaded | dict(zip(conversions, converted, strict=True)) | empty
+
+
+def zeros_of(array: Any) -> jax.Array:
+    """Zeros as an array is sharded, or its shape."""
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
+ERRORS = "rounding_errors"
+
+
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
     """One logical leaf of a state, and its array.
@@ -57,7 +60,7 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
         state: Live arrays, or shapes.
 
     Returns:
-        The leaves in a fixed order: step, scaling, parameters, optimizer state, mutable.
+        The leaves in a fixed order: step, scaling, parameters, optimizer state, mutable, rounding errors.
 
     Raises:
         TypeError: If a leaf is no array, naming it.
@@ -77,6 +80,8 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
     for path, x, layout in zip(key_paths(opt_state), arrays, plan.state, strict=False):
         leaves.append(state_leaf("opt_state", path, layout, x))
     leaves += replicated_leaves("mutable", state, plan.layout.policy.data)
+    errors = zip(key_paths(state.rounding_errors), sorted(plan.errors), strict=True)
+    leaves += [state_leaf(ERRORS, key, leaf, state.rounding_errors[path]) for key, (path, leaf) in errors]
     return {leaf.name: leaf for leaf in leaves}
 
 
@@ -106,7 +111,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         structure = jax.tree.structure(tree, is_leaf=is_chunked)
         return jax.tree.unflatten(structure, [arrays[name_of(field, path)] for path in key_paths(tree)])
 
-    fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable")}
+    fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable", ERRORS)}
     opt_state = refilled("opt_state", inner)
     paths = key_paths(jax.tree.unflatten(layout.treedef, range(len(layout.params))))
     params = [arrays[name_of("params", path)] for path in paths]

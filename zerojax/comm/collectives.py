@@ -113,6 +113,10 @@ class Collectives(Protocol):
         """
         ...
 
+    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """What `reduce_across` loses of each of these, which it quantises; float32."""
+        ...
+
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """Run a backward pass.
 
@@ -270,6 +274,17 @@ class ManualCollectives:
             for j, x in zip(bucket, reduced, strict=True):
                 sums[further[j]] = x
         return sums
+
+    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """See `Collectives`; no communication."""
+
+        def one(shard: Array, leaf: Leaf) -> Array:
+            part = leaf.divided(self.axes)
+            codec, rows = self.wire.reduce_codec(part), to_rows(shard, part)
+            assert codec is not None
+            return from_rows(rows - codec.decode(codec.encode(rows), rows.shape[-1]), part)
+
+        return [one(*pair) for pair in zip(shards, leaves, strict=True)]
 
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are this worker's own."""

@@ -146,6 +146,16 @@ class GlobalCollectives:
             sums[i] = x
         return sums
 
+    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """See `Collectives`; one summand a group."""
+
+        def lost(*rows):
+            errors = self.manual.rounding_errors([row[0] for row in rows], self._along_others(leaves))
+            return [x[None] for x in errors]
+
+        specs = [*map(self._reduced_spec, leaves)]
+        return list(self._mapped(lost, specs, specs)(*shards))
+
     def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
         """See `Collectives`; gradients are left as one summand a worker where they can be."""
         closed = jax.make_jaxpr(fn)(cotangents)

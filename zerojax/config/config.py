@@ -166,6 +166,26 @@ class Config:
                 f"Wire(over=) names {in_words(missing)}, over which no rows are divided: axis={self.axis!r}. "
                 f"Name some of these axes."
             )
+        if wire.error_feedback:
+            self._check_error_feedback(wire)
+
+    def _check_error_feedback(self, wire: Wire) -> None:
+        """Refuse to feed back errors of reductions within the backward pass, or of more than one."""
+        across = tuple(axis for axis in self.axis if axis not in self.params_axis)
+        if not self.params_axis or len(across) != 1:
+            found = (
+                f"over {in_words(across)} there are {len(across)} reductions" if self.params_axis else "there is none"
+            )
+            raise ValueError(
+                f"Wire(error_feedback=True) keeps the errors of one reduction across hosts, at the end of a step, and "
+                f'{found}. Shard parameters within a host: stage=3, axis=("host", "gpu"), params_axis="gpu"; a '
+                f"reduction within the backward pass would need a full gradient's errors on each device."
+            )
+        if wire.over is not None and across[0] not in wire.over:
+            raise ValueError(
+                f"Wire(error_feedback=True) is of what goes over {in_words(across)}, and over={wire.over!r} quantises "
+                f"nothing there. Name it, or leave over= out."
+            )
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -32,6 +32,8 @@ class Wire:
         block: Elements that share a scale.
         rounding: How gradients are rounded to integers: `"nearest"`, or `"stochastic"`: up or down, each as often as
             makes the mean right, drawn from the bits of the number itself and where it is.
+        error_feedback: Whether what rounding takes from a sum that goes across hosts is kept, in float32 beside the
+            optimizer state, and added to the next step's. Needs `params_axis=`, whose reduction across is once a step.
         over: The mesh axes whose links carry it, such as `"host"`; over others all is sent as it is. None: all axes.
         where: Which parameters: a function of `(path, leaf)`, `leaf` a `jax.ShapeDtypeStruct` of logical shape, or
             shell patterns such as `("*/kernel",)`. None: all but vectors, and those with "embed" in their path.
@@ -43,6 +45,7 @@ class Wire:
 
     References:
         Wang et al. 2023, arXiv 2306.10209, sections 3.2 (qwZ) and 3.4 (qgZ): ZeRO++.
+        Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; Xie et al. 2024, arXiv 2407.04480 (LoCo): feedback.
 
     Examples:
         >>> wire = Wire(gather="int8", reduce="int4")
@@ -52,6 +55,7 @@ class Wire:
     reduce: Format | None = None
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    error_feedback: bool = False
     over: str | tuple[str, ...] | None = None
     where: Callable[[str, Any], bool] | Sequence[str] | None = None
 
@@ -67,6 +71,10 @@ class Wire:
                 f'Wire(rounding="stochastic") rounds gradients to integers, and reduce={self.reduce!r} sends none. '
                 f'Give reduce="int4" or "int8", or leave rounding out.'
             )
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"Wire(error_feedback=) is True or False, not {self.error_feedback!r}.")
+        if self.error_feedback and self.reduce is None:
+            raise ValueError('Wire(error_feedback=True) is of gradients. Give reduce= too, such as reduce="int4".')
         check_count("Wire(block=)", self.block, "elements", least=2)
         if self.block % 2:
             raise ValueError(f"Wire(block={self.block}) must be even: two elements of 4 bits share a byte.")

@@ -202,7 +202,7 @@ def notes_from_plan(state: Any) -> dict[tuple[str, str], str]:
     plan = getattr(state, "plan", None)
     if plan is None:
         return {}
-    parts = {"params": plan.layout.params, "opt_state": plan.state}
+    parts = {"params": plan.layout.params, "opt_state": plan.state, "rounding_errors": [x for _, x in plan.errors]}
     notes = {(part, leaf.path): note_from_layout(leaf) for part, leaves in parts.items() for leaf in leaves}
     for leaf in plan.layout.params:
         notes["params", leaf.path] = "; ".join(filter(None, (notes["params", leaf.path], leaf.sent)))

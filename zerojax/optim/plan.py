@@ -16,6 +16,7 @@ from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
+from zerojax.layout.error_feedback import error_leaves
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.opt_state import lay_out_state, owners_of
 from zerojax.layout.tree import Layout, layout_of
@@ -43,6 +44,8 @@ class ShardingPlan(CachedHash):
         owners: For each leaf of the state, the trained parameter it belongs to, or None.
         chunkings: For each leaf of the state, how it is divided into chunks that are kept
             outside the device's memory; None: it is on the device.
+        errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how these
+            are sharded; see `layout.error_feedback`.
         matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
     """
@@ -54,6 +57,7 @@ class ShardingPlan(CachedHash):
     state_def: jax.tree_util.PyTreeDef
     owners: tuple[int | None, ...]
     chunkings: tuple[Chunking | None, ...]
+    errors: tuple[tuple[str, Leaf], ...]
     matrices: MatrixUpdates | None
     choice: Choice | None = None
 
@@ -68,7 +72,9 @@ class ShardingPlan(CachedHash):
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
         )
-        return dataclasses.replace(self, layout=layout, trained=trained, grads=pick(self.grads), state=pick(self.state))
+        errors = tuple((path, leaf.along_others(sizes)) for path, leaf in self.errors)
+        parts = {"grads": pick(self.grads), "state": pick(self.state), "errors": errors}
+        return dataclasses.replace(self, layout=layout, trained=trained, **parts)
 
     def __repr__(self) -> str:
         """One line; `str` has every leaf."""
@@ -80,6 +86,7 @@ class ShardingPlan(CachedHash):
         rows = [("params", leaf, _sent(leaf)) for leaf in self.layout.params]
         rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
         rows += [("opt_state", leaf, _offloaded(self.offloaded.get(k))) for k, leaf in enumerate(self.state)]
+        rows += [("rounding_errors", leaf, "") for _, leaf in self.errors]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
         lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
         return "\n".join([*lines, *filter(None, [str(self.matrices or "")])])
@@ -126,7 +133,10 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     matrices = matrix_updates(config, trained, UpdatedLeaves(grads, state_leaves, owners), structure)
     if any(chunkings):
         matrices = (matrices or MatrixUpdates()).without_owners("optimizer state is offloaded")
-    return ShardingPlan(layout, trained, grads, state_leaves, structure, owners, chunkings, matrices)
+    errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
+    return ShardingPlan(
+        layout, trained, grads, state_leaves, structure, owners, chunkings, tuple(errors.items()), matrices
+    )
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:

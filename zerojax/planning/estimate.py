@@ -163,6 +163,7 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
 def wire_of_stage(wire: Wire, stage: int, *, known_shapes: bool) -> Wire | None:
     """What of it a stage can carry; of a mere number of parameters, all of them."""
     changes: dict[str, Any] = {"gather": wire.gather if stage == 3 else None}
+    changes["error_feedback"] = wire.error_feedback and stage == 3
     changes |= {} if known_shapes else {"where": lambda path, leaf: True}
     return dataclasses.replace(wire, **changes) if changes["gather"] or (wire.reduce and stage) else None
 

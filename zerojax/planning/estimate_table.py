@@ -20,6 +20,7 @@ class StageEstimate:
         grads: Gradients, as `value_and_grad` returns them.
         master: Master weights, where parameters are stored in a narrower type.
         opt_state: State of the wrapped transformation.
+        errors: Rounding errors of quantised gradients, which are fed back.
         gathered: Stage 3: parameters gathered at a time, of the layer in use and those prefetched;
             None for a count of parameters, which says nothing of layers.
         host: Offloaded to host memory.
@@ -39,6 +40,7 @@ class StageEstimate:
     grads: int
     master: int
     opt_state: int
+    errors: int
     gathered: int | None
     host: int
     disk: int
@@ -51,7 +53,7 @@ class StageEstimate:
     @property
     def resident(self) -> int:
         """Bytes on a device from step to step: model states without gradients."""
-        return self.params + self.master + self.opt_state
+        return self.params + self.master + self.opt_state + self.errors
 
     @property
     def peak(self) -> int | None:
@@ -135,7 +137,8 @@ class Estimate:
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
-        columns = [*PARTS, "total", "gathered", *peaks, *offloaded, "sent", *hosts]
+        errors = ["errors"] if any(row.errors for row in self.rows) else []
+        columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         for row in self.rows:

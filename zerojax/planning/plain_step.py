@@ -80,7 +80,7 @@ class PlainStep:
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
         returned, grads = self.value_and_grad(state.params, state.mutable, batch, args, scale)
-        grads = cast(unscale(grads, scale), [leaf.dtype for leaf in trained.grads])
+        grads = cast(unscale(grads, 1 / scale), [leaf.dtype for leaf in trained.grads])
         loss = returned.total / returned.weight
         metrics = {"loss": loss, **({"aux": returned.aux} if self.program.loss.has_aux else {})}
         tree, params = trained.treedef.unflatten(grads), self._trained(state.params)

@@ -21,6 +21,7 @@ STATE_PARTS = {
     "state.params": "parameters",
     "state.opt_state.master": "master weights",
     "state.opt_state": "optimizer state",
+    "state.rounding_errors": "rounding errors",
     "state": "other state",
 }
 TEMPORARY, RESULTS, OTHER = "temporary", "results", "other arguments"

@@ -53,6 +53,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         grads=sum(dataclasses.replace(grad, dtype=leaf.dtype).local_bytes for grad, leaf in grads),
         master=masters,
         opt_state=sum(leaf.local_bytes for leaf in on_device) - masters,
+        errors=sum(leaf.local_bytes for _, leaf in plan.errors),
         gathered=gathered_bytes(config, layout) if gathered is None else gathered,
         host=host_params + (0 if on_disk else chunked),
         disk=chunked if on_disk else 0,

@@ -20,12 +20,13 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
     """Differentiate the microbatches in a loop; local shapes.
 
     Stages 0 and 1 add up full gradients and reduce them once; stages 2 and 3 reduce-scatter
-    each microbatch's, and hold 1/N. In hybrid sharding they do so within a host, and reduce the sums across hosts once.
+    each microbatch's, and hold 1/N. In hybrid sharding they do so within a host, and leave the sums
+    to be reduced across.
 
     Returns:
         `(returned, grads, mutable)`: what the loss function returned, microbatches on dim 0;
-        `scale` times the gradient of the sum over devices and microbatches, reduced; the
-        last mutable state.
+        `scale` times the gradient of the sum over devices and microbatches, reduced but for
+        `View.reduce_across`; the last mutable state.
     """
     comm = view.comm
 
@@ -53,4 +54,4 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
     (sums, mutable), returned = lax.scan(iteration, carry, microbatches)
     if not view.reduces_each:
         sums = view.reduce(sums)
-    return returned, view.reduce_across(sums) if view.reduces_across_once else sums, mutable
+    return returned, sums, mutable

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
-from zerojax.placement.storage import in_storage
+from zerojax.placement.storage import in_storage, named
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.state import ZeroState
@@ -23,4 +26,11 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any) -> 
     wide = place_params(config, plan.layout, params)
     opt_state = state_shapes(config, plan) if shapes else init_opt_state(config, plan, wide)
     stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
-    return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
+    errors = {path: zeros(leaf, named(config, leaf), shapes=shapes) for path, leaf in plan.errors}
+    return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, errors, plan)
+
+
+def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:
+    """Zeros in a leaf's storage; its shape if `shapes`."""
+    of = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=sharding)
+    return of if shapes else jnp.zeros(of.shape, of.dtype, device=sharding)

@@ -6,7 +6,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import constrain, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
+from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.train.accumulation import accumulate as accumulate_microbatches
@@ -43,6 +45,7 @@ class Gradients(NamedTuple):
         mutable: The new mutable state, averaged over the devices.
         weights_valid: Whether no weight is negative and their sum is positive.
         squares: For each trained parameter, the sum of its gradient's squares, float32.
+        errors: What quantised reductions lost, to be fed back, by the path of a parameter; summands, storage shape.
     """
 
     loss: Float[Array, ""]
@@ -52,6 +55,7 @@ class Gradients(NamedTuple):
     mutable: PyTree
     weights_valid: Bool[Array, ""]
     squares: Float[Array, " trained"]
+    errors: dict[str, Array]
 
 
 def loss_and_grads(
@@ -66,12 +70,14 @@ def loss_and_grads(
     mutable: PyTree = None,
     scale: Float[Array, ""] | float = 1.0,
     accumulate: int = 1,
+    errors: Mapping[str, Array] = MappingProxyType({}),
 ) -> Gradients:
     """Mean loss and its gradient over all devices; parameters in, gradients out, both in storage shape.
 
     Dim 0 of the batch is divided over the batch axes, and by each device into microbatches.
     PRNG keys among the arguments are folded with the indices of device and microbatch. The loss
     is multiplied by `scale` while gradients are computed and summed, and they are divided by it.
+    `errors` are those that error feedback keeps, as `Gradients` of the step before has them.
     """
     check_batch(batch, config.data, accumulate)
     check_trained(layout)
@@ -81,26 +87,29 @@ def loss_and_grads(
     if config.view == "global" or config.batch_spec is not None:
         batch = lax.with_sharding_constraint(batch, batch_shardings(config, config.mesh, batch))
     if config.view == "global":
-        found = view_gradients(view, stored, batch, args, mutable, scale)
+        found = view_gradients(view, stored, batch, args, mutable, scale, errors)
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)]
         # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
         return found._replace(grads=constrained, mutable=mutable, aux=merged(found.aux, found.rows))
 
-    def local(stored, batch, args, mutable, scale):
-        return view_gradients(view, stored, batch, fold_keys(args, lax.axis_index(config.data.batch)), mutable, scale)
+    def local(stored, batch, args, mutable, scale, errors):
+        args = fold_keys(args, lax.axis_index(config.data.batch))
+        found = view_gradients(view, stored, batch, args, mutable, scale, {path: x[0] for path, x in errors.items()})
+        return found._replace(errors={path: x[None] for path, x in found.errors.items()})
 
     full: Any = PartitionSpec()
     rows = PartitionSpec(spec_entry(config.data.batch))
-    specs: Any = Gradients(*[full] * 7)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows)
+    kept = {path: summand_spec(leaf) for path, leaf in error_leaves(layout).items() if path in errors}
+    specs: Any = Gradients(*[full] * 8)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows, errors=kept)
     found = jax.shard_map(
         local,
         mesh=config.mesh,
-        in_specs=([leaf.local_spec for leaf in layout.params], rows, full, full, full),
+        in_specs=([leaf.local_spec for leaf in layout.params], rows, full, full, full, kept),
         out_specs=specs,
         axis_names=set(config.data.batch),
         check_vma=False,
-    )(list(stored), batch, args, mutable, scale)
+    )(list(stored), batch, args, mutable, scale, dict(errors))
     return found._replace(aux=merged(found.aux, found.rows))
 
 
@@ -123,26 +132,29 @@ def check_trained(layout: Layout) -> None:
             )
 
 
-def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients:
+def view_gradients(view: View, stored, batch, args, mutable, scale, errors) -> Gradients:
     """`loss_and_grads` as the view sees it: shards in and out."""
     comm, weighted = view.comm, view.loss.weighted
+    factor = None
     if view.accumulate == 1:
         returned, grads, factor = view.value_and_grad(stored, mutable, batch, args, scale)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
         returned, grads, mutable = accumulate_microbatches(view, stored, batch, args, mutable, scale)
-        factor = None
     total, weights, aux, _ = returned
     if weighted:
         total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
         weights_valid = (weight > 0) & (below == 0)
         # What cannot be divided by becomes NaN, which nobody takes for a gradient.
         weight = jnp.where(weights_valid, weight, jnp.nan)
-        grads = unscale(grads, scale, factor=1.0 if factor is None else factor, weight=weight)
+        factor = (1.0 if factor is None else factor) / weight / scale
     else:
         total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
-        grads = unscale(grads, scale)
+        factor = 1 / scale
+    if view.reduces_across_once:
+        grads, errors = view.reduce_across(grads, errors, factor)
+    grads = unscale(grads, factor)
     of = dict(zip(view.differentiable, grads, strict=True))
     grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
     if view.is_one_loss:
@@ -151,7 +163,7 @@ def view_gradients(view: View, stored, batch, args, mutable, scale) -> Gradients
     else:
         aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
-    return Gradients(total / weight, grads, aux, rows, mean_mutable(mutable, comm), weights_valid, squares)
+    return Gradients(total / weight, grads, aux, rows, mean_mutable(mutable, comm), weights_valid, squares, errors)
 
 
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:

@@ -105,20 +105,10 @@ def update_scaling(
     return jax.tree.map(functools.partial(jnp.where, weights_valid), moved, judged)
 
 
-def unscale(
-    grads: Sequence[Array], scale: Array, *, factor: Array | float = 1.0, weight: Array | float = 1.0
-) -> list[Array]:
-    """Divide the loss scale, and a weighted loss's total weight, out of the gradients; at least float32.
-
-    Args:
-        grads: Gradients of the scaled loss.
-        scale: The loss scale.
-        factor: What they were divided by already, before the total weight was known.
-        weight: The total weight.
-    """
-    inverse = factor / weight / scale
+def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
+    """Multiply gradients of a scaled loss by what makes them the loss's own; at least float32."""
     wide = [at_least_float32(g) for g in grads]
-    return [g * inverse.astype(g.dtype) for g in wide]
+    return [g * factor.astype(g.dtype) for g in wide]
 
 
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:

@@ -12,7 +12,7 @@ from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_memory import state_shardings
-from zerojax.placement.storage import named_tree
+from zerojax.placement.storage import named, named_tree
 from zerojax.train.loss_scaling import ScalingState
 from zerojax.units import format_bytes
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "scaling", "mutable"],
+    data_fields=["step", "params", "opt_state", "scaling", "mutable", "rounding_errors"],
     meta_fields=["plan"],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,6 +36,8 @@ class ZeroState:
             master weights, a `MasterState` of that state and them.
         scaling: The loss scale, and what is known of skipped steps.
         mutable: What the loss function updates beside (batch statistics); None if nothing.
+        rounding_errors: What quantised reductions took from gradients, to be added to the next ones, by the path of a
+            parameter; empty without `Wire(error_feedback=True)`.
         plan: How every leaf is sharded; part of the pytree's structure, not of its data.
     """
 
@@ -44,12 +46,14 @@ class ZeroState:
     opt_state: PyTree
     scaling: ScalingState
     mutable: PyTree
+    rounding_errors: dict[str, Array]
     plan: ShardingPlan
 
     def __repr__(self) -> str:
         """Stage, and for each part how many leaves and logical bytes; `zerojax.report` has every leaf."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
+        parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
         rows = [
             f"  {name}: {len(leaves)} leaves, {format_bytes(sum(leaf.bytes for leaf in leaves))}"
             for name, leaves in parts.items()
@@ -64,7 +68,8 @@ class ZeroState:
         """A state of `NamedSharding`s; where a part is replicated, one for all of it."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
-        return cls(same, params, state_shardings(config, plan), same, same, plan)  # pyright: ignore[reportArgumentType]
+        errors = {path: named(config, leaf) for path, leaf in plan.errors}
+        return cls(same, params, state_shardings(config, plan), same, same, errors, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:
         """The state with its skipped steps forgotten, to go on after a step raised; the loss scale stays."""

@@ -142,6 +142,7 @@ class StepProgram:
             mutable=state.mutable,
             scale=scaling.scale if self.scales_loss else 1.0,
             accumulate=self.options.accumulate,
+            errors=state.rounding_errors,
         )
         skipped = jnp.zeros((), bool)
         if self.may_skip:
@@ -150,6 +151,8 @@ class StepProgram:
             finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
             scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=gradients.weights_valid)
             skipped = scaling.skips > 0
+            errors = roll_back(~skipped, gradients.errors, state.rounding_errors)
+            gradients = gradients._replace(errors=errors)
         return _Differentiated(gradients, stored, shard_for_update(config, plan, state.params), scaling, skipped)
 
     def _metrics(self, state: ZeroState, done: _Differentiated, opt_state: Any) -> dict:
@@ -187,4 +190,4 @@ class _Differentiated(NamedTuple):
 def _next_state(state: ZeroState, done: _Differentiated, params: Any, opt_state: Any, mutable: Any) -> ZeroState:
     """The state after a step."""
     step = state.step + jnp.where(done.skipped, 0, 1)
-    return ZeroState(step, params, opt_state, done.scaling, mutable, state.plan)
+    return ZeroState(step, params, opt_state, done.scaling, mutable, done.gradients.errors, state.plan)

@@ -52,6 +52,11 @@ def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tup
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """What `ZeroTransformation.value_and_grad` returns."""
+    if config.wire is not None and config.wire.error_feedback:
+        raise ValueError(
+            "Wire(error_feedback=True) keeps errors from step to step, in the ZeroState of tx.train_step, and "
+            "tx.value_and_grad has no state. Use train_step, or leave error_feedback out."
+        )
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 

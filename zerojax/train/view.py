@@ -84,8 +84,10 @@ class View:
 
     @property
     def reduces_across_once(self) -> bool:
-        """Whether gradients are reduced across (hybrid sharding) once a step, and not microbatch by microbatch."""
-        return self.accumulate > 1 and self.reduces_each and bool(self.config.data.across)
+        """Whether gradients are reduced across (hybrid sharding) once, at the end of a step."""
+        wire = self.config.wire
+        waits = self.accumulate > 1 or (wire is not None and wire.error_feedback)
+        return waits and self.reduces_each and bool(self.config.data.across)
 
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
@@ -192,9 +194,30 @@ class View:
         reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
         return [reduced[j] for j in range(len(grads))]
 
-    def reduce_across(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """The sums over all devices of what `reduce` left to be reduced once a step."""
-        return self.comm.reduce_across(grads, [self.reduced(k) for k in self.differentiable])
+    def reduce_across(
+        self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
+    ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
+        """The sums over all devices of what `reduce` left to be reduced once a step.
+
+        Args:
+            grads: One a differentiable parameter.
+            errors: What the reduction of the step before lost, by the path of a parameter; empty without feedback.
+            factor: What makes the gradients those of the loss.
+
+        Returns:
+            `(sums, errors)`: what this reduction lost.
+        """
+        leaves = [self.reduced(k) for k in self.differentiable]
+        paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
+        if not errors:
+            return self.comm.reduce_across(grads, leaves), {}
+        fed_back, given = {path: j for j, path in enumerate(paths) if path in errors}, list(grads)
+        for path, j in fed_back.items():
+            given[j] = self.comm.add(grads[j].astype(jnp.float32), errors[path] / factor)
+        kept = list(fed_back.values())
+        lost = self.comm.rounding_errors([given[j] for j in kept], [leaves[j] for j in kept])
+        errors = {path: x * factor for path, x in zip(fed_back, lost, strict=True)}
+        return self.comm.reduce_across(given, leaves), errors
 
     def reduced(self, k: int) -> Leaf:
         """How the gradient of a trained parameter is sharded before it is reduced across."""
