@@ -114,21 +114,24 @@ def model_of(args: argparse.Namespace) -> tuple[GPT, Callable]:
     return model, functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
 
-def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: Literal[0, 1, 2, 3]) -> ZeroTransformation:
-    """The optimizer at a stage; stage 0 has nothing to offload."""
+def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
+    """The optimizer, of optax alone."""
     rate = schedule(args.lr, args.steps)
     if args.optimizer == "muon":  # updates of one size, whatever a matrix's shape: Adam's rate and decay fit
         options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": muon_matrices}
-        optimizer = optax.contrib.muon(rate, adam_b2=0.95, weight_decay=0.1, adam_weight_decay=0.1, **options)
-    else:
-        optimizer = optax.adamw(rate, b2=0.95, weight_decay=0.1)
+        return optax.contrib.muon(rate, adam_b2=0.95, weight_decay=0.1, adam_weight_decay=0.1, **options)
+    return optax.adamw(rate, b2=0.95, weight_decay=0.1)
+
+
+def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: Literal[0, 1, 2, 3]) -> ZeroTransformation:
+    """The optimizer at a stage; stage 0 has nothing to offload."""
     offload = None
     if args.offload and stage:
         offload = Offload(optimizer=args.offload, path=args.out / "state" if args.offload == "disk" else None)
     gather = args.gather if stage == 3 else None  # what the table compares with has no more than its stage can carry
     wire = Wire(gather, args.reduce) if gather or (args.reduce and stage) else None
     precision = PRECISIONS[args.precision]()
-    return zero_shard(optimizer, stage=stage, mesh=mesh, precision=precision, offload=offload, wire=wire)
+    return zero_shard(optimizer_of(args), stage=stage, mesh=mesh, precision=precision, offload=offload, wire=wire)
 
 
 class Curve(NamedTuple):
@@ -170,8 +173,7 @@ def train(
     With `saves`, Ctrl-C or SIGTERM ends it after the step under way, which is saved.
     """
     step = tx.train_step(loss, accumulate=args.accumulate)
-    # Only the loss is asked for, so the compiler drops the gradient.
-    held_out_loss = jax.jit(lambda params, windows: tx.value_and_grad(loss)(params, windows)[0])
+    held_out_loss = tx.eval_step(loss)
     rows = round_up(HELD_OUT_BYTES // args.seq, tx.config.data.workers)
     held_out = even_windows(corpus.held_out, rows=rows, length=args.seq)
     every = max(1, steps // EVALUATIONS)

@@ -212,6 +212,23 @@ CONFIGS = {
             "wire": Wire(gather="int8", reduce="int4"),
         },
     ),
+    "ZeRO++ with LoCo": (
+        {
+            "optimizer": {"type": "Adam"},
+            "zero_optimization": {
+                "stage": 3,
+                "zero_hpz_partition_size": 4,
+                "zero_quantized_gradients": True,
+                "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
+            },
+        },
+        {
+            "stage": 3,
+            "axis": ("host", "gpu"),
+            "params_axis": "gpu",
+            "wire": Wire(reduce="int4", error_feedback=True),
+        },
+    ),
     "MiCS": (
         {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3, "mics_shard_size": 2}},
         {"stage": 3, "axis": ("host", "gpu"), "shard_axis": "gpu"},
@@ -273,6 +290,10 @@ def test_each_key_is_accounted_for():
         ({"optimizer": ADAMW, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "gradients of earlier steps"),
         ({"optimizer": ADAMW, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "device or in host memory"),
         ({"optimizer": ADAMW, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        (
+            {"optimizer": ADAMW, "zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}},
+            "Give zero_hpz_partition_size too",
+        ),
         ({"optimizer": ADAMW, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, "devices=8"),
     ],
 )

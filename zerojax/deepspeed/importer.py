@@ -215,6 +215,14 @@ class _Reading:
             wire["gather"] = '"int8"'
         if self._is_on("zero_quantized_gradients"):
             wire["reduce"] = '"int4"'
+        if self._is_on("zeropp_loco_param"):
+            for needed in ("zero_quantized_gradients", "zero_hpz_partition_size"):
+                if not self._is_on(needed):
+                    raise ValueError(
+                        f"zeropp_loco_param feeds errors of quantised gradients back, here those of the reduction "
+                        f"across hosts. Give {needed} too, or leave it out."
+                    )
+            wire["error_feedback"] = "True"
         if wire:
             options["wire"] = f"Wire({', '.join(f'{name}={value}' for name, value in wire.items())})"
         return options

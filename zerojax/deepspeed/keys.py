@@ -32,9 +32,9 @@ class Key:
     open: bool = False
 
 
-def mapped(how: str, off: tuple[Any, ...] = (None,)) -> Key:
+def mapped(how: str, off: tuple[Any, ...] = (None,), *, is_open: bool = False) -> Key:
     """A key with a counterpart."""
-    return Key("mapped", how, off)
+    return Key("mapped", how, off, open=is_open)
 
 
 def unneeded(why: str, *, is_open: bool = False) -> Key:
@@ -47,6 +47,7 @@ def missing(why: str, *off: Any, stops: bool = False, is_open: bool = False) -> 
     return Key("not there", why, (None, False, "none", *off), stops, is_open)
 
 
+LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, whatever err_beta, and never reset"
 BUCKETS = "leaves of a layer share a bucket, bounded by zero_shard(bucket_bytes=)"
 COMPILED = "XLA plans memory and overlap when the step is compiled; zero_shard(prefetch=) says how far ahead"
 CHECKPOINTS = "a checkpoint has logical leaves: any stage and number of devices reads it"
@@ -82,7 +83,7 @@ ZERO = {
     "zero_quantized_weights": mapped('Wire(gather="int8")', (None, False)),
     "zero_quantized_nontrainable_weights": mapped('Wire(gather="int8"), which takes frozen weights too', (None, False)),
     "zero_quantized_gradients": mapped('Wire(reduce="int4")', (None, False)),
-    "zeropp_loco_param": missing("error feedback of quantised gradients", is_open=True, stops=True),
+    "zeropp_loco_param": mapped(LOCO, (None, False), is_open=True),
     "mics_shard_size": mapped('shard_axis="gpu" on a mesh of ("host", "gpu")', (None, -1, 0)),
     "mics_hierarchical_params_gather": unneeded("gathers stay within a host"),
     "memory_efficient_linear": unneeded(COMPILED),
