@@ -291,7 +291,10 @@ def test_each_key_is_accounted_for():
         ({"optimizer": ADAMW, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "device or in host memory"),
         ({"optimizer": ADAMW, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
         (
-            {"optimizer": ADAMW, "zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}},
+            {
+                "optimizer": ADAMW,
+                "zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}},
+            },
             "Give zero_hpz_partition_size too",
         ),
         ({"optimizer": ADAMW, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, "devices=8"),

@@ -129,6 +129,8 @@ def test_parameters_that_are_not_the_states(stage):
         tx.update({"v": PARAMS["w"]}, state, PARAMS)
     with pytest.raises(ValueError, match=r"grads\['w'\] has shape \[8, 16\].*\[16, 8\]"):
         tx.update({"w": jnp.ones((8, 16))}, state, PARAMS)
+    with pytest.raises(TypeError, match=r"grads\['w'\] is float32, and its parameter is updated in bfloat16"):
+        tx.update(PARAMS, tx.init(narrow), narrow)
 
 
 def test_update_without_the_parameters_it_needs(tx):
