@@ -11,7 +11,7 @@ ARGS   ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format clean
+.PHONY: help train test lint format dist clean
 # Keeps the stamps: make would take them for intermediate files.
 .SECONDARY:
 
@@ -32,6 +32,11 @@ lint: $(VENV)/.has-dev ## ruff and pyright
 format: $(VENV)/.has-dev ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dist: $(VENV)/.has-release ## build the wheel and the source distribution, and check what they say of themselves
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## remove the virtual environment and the caches
 	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache
