@@ -4,6 +4,11 @@ import re
 import tomllib
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.cli import app
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # For those who work on the library; README names the others.
@@ -16,6 +21,7 @@ def test_one_version_everywhere():
     assert newest is not None
     assert cited is not None
     assert newest[1] == cited[1] == PROJECT["version"]
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == zerojax.__version__
 
 
 def test_the_readme_names_the_extras():

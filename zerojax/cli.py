@@ -16,14 +16,29 @@ from typing import Annotated, Any
 import typer
 
 FAILED = 2
-app = typer.Typer(
-    help="ZeRO for JAX: estimate memory, plan and compare a step, verify and export checkpoints.",
-    add_completion=False,
-)
+app = typer.Typer(add_completion=False)
 
 Directory = Annotated[Path, typer.Argument(help="Where a Checkpointer saves.", show_default=False)]
 Step = Annotated[int | None, typer.Option(help="Which checkpoint.", show_default="the newest")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_version(asked: bool) -> None:
+    """Print the version, and end."""
+    if asked:
+        from zerojax.version import version
+
+        typer.echo(version())
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """ZeRO for JAX: estimate memory, plan and compare a step, verify and export checkpoints."""
 
 
 @app.command()
