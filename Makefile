@@ -11,7 +11,7 @@ ARGS   ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format clean
+.PHONY: help train test lint format docs clean
 # Keeps the stamps: make would take them for intermediate files.
 .SECONDARY:
 
@@ -33,8 +33,11 @@ format: $(VENV)/.has-dev ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove the virtual environment and the caches
-	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache
+docs: $(VENV)/.has-docs ## build the documentation into site/; a warning is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+clean: ## remove the virtual environment, the caches and the built documentation
+	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache site
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
