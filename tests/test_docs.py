@@ -72,7 +72,7 @@ def run_side(way, block, name, scope):
     return scope["losses"]
 
 
-@pytest.mark.parametrize("name", ["start.md", "concepts.md", "evaluation.md"])
+@pytest.mark.parametrize("name", ["start.md", "concepts.md", "evaluation.md", "coming_from.md"])
 def test_the_programs_of_a_page_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page(name, {})
