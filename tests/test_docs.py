@@ -1,5 +1,6 @@
 """The pages in docs/: their programs run and print what they say, and they name what there is."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -76,3 +77,22 @@ def run_side(way, block, name, scope):
 def test_the_programs_of_a_page_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page(name, {})
+
+
+def texts_of(path):
+    """The texts in a module's source but for docstrings, with an ellipsis for each value that is filled in."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(x.value if isinstance(x, ast.Constant) else "…" for x in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield node.value
+
+
+def test_the_messages_of_the_page_are_ours():
+    ours, _ = PAGES["troubleshooting.md"].split("\n## Messages of JAX and XLA\n")
+    quoted = re.findall(r"^### `(.*)`$", ours, re.M)
+    assert len(quoted) == ours.count("\n### ") > 30
+    texts = [text for path in (ROOT / "zerojax").rglob("*.py") for text in texts_of(path)]
+    assert [stretch for stretch in quoted if not any(stretch in text for text in texts)] == []
