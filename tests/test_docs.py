@@ -2,22 +2,33 @@
 
 import ast
 import contextlib
+import functools
 import importlib
+import inspect
 import io
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from conftest import quick_or_slow
+from docs_given import AFTERWARDS, GIVEN
 
 import zerojax
+from zerojax.cli import app
+from zerojax.config import BUCKET_BYTES, PERSIST_BELOW
 
 ROOT = Path(zerojax.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 KINDS = {"python", "diff", "text", ""}  # "": commands, and what programs print elsewhere
+PUBLIC_MODULES = ("checkpoint", "data", "deepspeed", "flax", "offload", "plot")
+COMPILED_FOR_GPUS = {"plan.md", "stage3.md"}  # which needs the extra `aot`
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 
 
@@ -43,6 +54,12 @@ def blocks_of(page):
         line = page.count("\n", 0, found.start(3))
         yield Block(found[2], textwrap.dedent(found[3]), line, not page[end : found.start()].strip())
         end = found.end()
+
+
+WITH_PROGRAMS = [
+    name for name, page in PAGES.items() if any(block.kind in ("python", "diff") for block in blocks_of(page))
+]
+QUICK = ["api/commands.md", "concepts.md", "deepspeed.md", "index.md", "offload.md", "wire.md"]
 
 
 def run_page(name, scope):
@@ -73,10 +90,81 @@ def run_side(way, block, name, scope):
     return scope["losses"]
 
 
-@pytest.mark.parametrize("name", ["start.md", "concepts.md", "evaluation.md", "coming_from.md"])
+@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in WITH_PROGRAMS], [(name,) for name in QUICK]))
 def test_the_programs_of_a_page_run(name, tmp_path, monkeypatch):
+    if name in COMPILED_FOR_GPUS:
+        pytest.importorskip("jax_cuda13_plugin")
     monkeypatch.chdir(tmp_path)
-    run_page(name, {})
+    scope = {}
+    exec(compile(GIVEN.get(name, ""), f"given for docs/{name}", "exec"), scope)
+    run_page(name, scope)
+    exec(compile(AFTERWARDS.get(name, ""), f"after docs/{name}", "exec"), scope)
+
+
+def test_blocks_say_what_they_are():
+    """So that no program is taken for something else, and not run."""
+    for name, page in PAGES.items():
+        blocks = list(blocks_of(page))
+        assert {block.kind for block in blocks} <= KINDS, name
+        assert 2 * len(blocks) == len(re.findall(r"^ *```", page, re.M)), name
+
+
+def test_every_page_is_in_the_navigation_once():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"([\w/]+\.md)$", text[text.index("\nnav:") :], re.M)
+    assert sorted(listed) == sorted(PAGES)
+
+
+def test_files_that_pages_name_are_there():
+    named = r"\b((?:benchmarks|docs|examples|notebooks|tests|zerojax)/[\w./-]*\.(?:py|sh|yaml|md|ipynb|json|png))\b"
+    found = {(name, path) for name, page in PAGES.items() for path in re.findall(named, page)}
+    found = {one for one in found if one[0] != "outside.md"}  # which names files of others
+    assert len(found) > 40
+    assert {(name, path) for name, path in found if not (ROOT / path).exists()} == set()
+
+
+def named(path):
+    """What a dotted path is; of a module and a function of one name, as `checkpoint.export`, the module."""
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            return functools.reduce(getattr, parts[count:], importlib.import_module(".".join(parts[:count])))
+    raise AssertionError(path)
+
+
+def test_the_reference_has_what_is_public():
+    pages = "".join(page for name, page in PAGES.items() if name.startswith("api/"))
+    described = [named(path) for path in re.findall(r"^::: (\S+)$", pages, re.M)]
+    methods = [getattr(thing, "__func__", thing) for thing in described]
+    for module in (zerojax, *(importlib.import_module(f"zerojax.{name}") for name in PUBLIC_MODULES)):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not inspect.ismodule(thing):
+                what = type(thing).__call__ if name == "plan" else thing
+                assert any(what is one for one in methods), f"{module.__name__}.{name} is on no page of docs/api"
+
+
+def test_the_reference_has_every_command():
+    listed = re.findall(r"^\| `zerojax (\w+)", PAGES["api/commands.md"], re.M)
+    assert sorted(listed) == sorted(command.callback.__name__ for command in app.registered_commands)
+
+
+def test_defaults_that_a_signature_does_not_show():
+    assert f"`PERSIST_BELOW` is {PERSIST_BELOW} elements" in PAGES["api/training.md"]
+    assert f"`BUCKET_BYTES` {BUCKET_BYTES >> 20} MiB" in PAGES["api/training.md"]
+
+
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
+    pytest.importorskip("mkdocs", reason="make docs installs what builds the site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    fetched = r"<(?:script|img|iframe|source)[^>]* src=.?(?:https?:)?//[^>]*>|<link[^>]* href=.?(?:https?:)?//[^>]*>"
+    for path in (*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")):
+        text = path.read_text()
+        assert re.findall(fetched, text) == [], path
+        assert re.findall(r"@import[^;]*//|url\([\"']?(?:https?:)?//[^)]*", text) == [], path
 
 
 def texts_of(path):
