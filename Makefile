@@ -34,7 +34,7 @@ format: $(VENV)/.has-dev ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.has-docs ## build the documentation into site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove the virtual environment, the caches and the built documentation
 	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache site

@@ -156,7 +156,7 @@ def test_defaults_that_a_signature_does_not_show():
 
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     pytest.importorskip("mkdocs", reason="make docs installs what builds the site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
