@@ -11,7 +11,7 @@ ARGS   ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format dist clean
+.PHONY: help train test lint format docs dist clean
 # Keeps the stamps: make would take them for intermediate files.
 .SECONDARY:
 
@@ -38,8 +38,11 @@ dist: $(VENV)/.has-release ## build the wheel and the source distribution, and c
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 
-clean: ## remove the virtual environment and the caches
-	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache
+docs: $(VENV)/.has-docs ## build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean: ## remove the virtual environment, the caches and the built documentation
+	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache site
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
