@@ -1,6 +1,7 @@
 """The transformation as other code handles it: copied, rebuilt, given extra arguments and other forms."""
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -212,3 +213,18 @@ def test_other_nnx_variables_are_averaged_not_taken_from_one_device(mesh):
     model, batch = Watching(), jnp.arange(16.0)
     zerojax.flax.value_and_grad(zero_shard(optax.sgd(0.1), stage=2, mesh=mesh), lambda m, b: m(b).mean())(model, batch)
     np.testing.assert_allclose(model.seen.get_value(), 7.5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("make", [lambda: optax.sgd(0.1), lambda: optax.adam(0.1, mu_dtype=jnp.float32)])
+def test_gradients_wider_than_their_parameters_stay_so(stage, make):
+    """The difference that float32 gradients make to narrow parameters would be lost in bfloat16."""
+    params = {"w": jnp.ones((15, 8), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+    grads = jax.tree.map(lambda x: jnp.linspace(1, 1.001, x.size).reshape(x.shape), params)
+    tx = zero_shard(make(), stage=stage, mesh=mesh_of(8), persist_below=10)
+    sharded = tx.shard(params)
+    found = tx.unshard(tx.update(tx.shard(grads), tx.init(sharded), sharded)[0])
+    expected = make().update(grads, make().init(params), params)[0]
+    rounding = 1e-6  # of float32; bfloat16's would be 4e-3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), found, expected)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zerojax.config import Config
@@ -76,7 +77,10 @@ def update(
     """One step of the optimizer on sharded leaves.
 
     Gradients, parameters and updates are in storage shape of `plan.grads`. With master weights
-    the updates that are returned are the new parameters.
+    the updates that are returned are the new parameters. A gradient that is wider than its parameter stays so.
+
+    Raises:
+        TypeError: If wide gradients make a leaf of the state wider than it began, naming it.
     """
 
     def views(stored, leaves):
@@ -86,16 +90,34 @@ def update(
         return [to_storage(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
 
     types = [part.dtype for part in plan.grads]
+    wide = [jnp.promote_types(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
     params = None if params is None else [to_device(x) for x in params]
     updates, new_state = owner_computed(
         config,
         plan,
-        views(cast(grads, types), plan.grads),
+        views(cast(grads, wide), plan.grads),
         views(jax.tree.leaves(state), plan.state),
         None if params is None else views(cast(params, types), plan.grads),
         extra,
     )
+    if wide != types:
+        check_state_dtypes(new_state, plan.state)
     return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
+
+
+def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
+    """Refuse a state that gradients wider than their parameters have made wider than `init` made it.
+
+    Raises:
+        TypeError: Naming the first leaf that changed.
+    """
+    for x, leaf in zip(state, leaves, strict=True):
+        if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"Gradients that are wider than their parameters make opt_state{leaf.path} {x.dtype}, and init made it "
+                f"{leaf.dtype}: the next step would be of another program. Cast the gradients to the parameters' type, "
+                f"or keep both wide: precision=Precision.bf16() has float32 master weights."
+            )
 
 
 def apply_update(

@@ -93,7 +93,8 @@ class StepProgram:
         done = self._gradients(state, batch, args)
         old_state = state_to_device(config, plan, state.opt_state)
         extra = {"value": done.gradients.loss}
-        updated, opt_state = apply_update(config, plan, done.gradients.grads, old_state, done.old, extra)
+        grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
+        updated, opt_state = apply_update(config, plan, grads, old_state, done.old, extra)
         mutable, metrics = done.gradients.mutable, self._metrics(state, done, opt_state)
         if self.may_skip:
             old = ([to_device(x) for x in done.old], old_state, state.mutable)

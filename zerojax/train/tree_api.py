@@ -153,10 +153,9 @@ def difference(new: Array, old: Array) -> Array:
 
 
 def check_grads(grads: Any, layout: Layout) -> None:
-    """Refuse gradients of another tree or shape than the parameters, or of a wider type than these are updated in.
+    """Refuse gradients of another tree or shape than the parameters.
 
     Raises:
-        TypeError: Naming the first leaf that would be rounded.
         ValueError: Naming the first leaf that differs, what was found and what was required.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
@@ -170,12 +169,4 @@ def check_grads(grads: Any, layout: Layout) -> None:
             raise ValueError(
                 f"grads{leaf.path} has shape {list(g.shape)}, but its parameter has {list(leaf.shape)} (logical). "
                 f"Pass gradients of the parameters given."
-            )
-    for i, part in zip(layout.trained, layout.trained_only().grads, strict=True):
-        g = found[i][1]
-        floats = jnp.issubdtype(g.dtype, jnp.floating) and jnp.issubdtype(part.dtype, jnp.floating)
-        if floats and jnp.promote_types(g.dtype, part.dtype) != part.dtype:
-            raise TypeError(
-                f"grads{part.path} is {g.dtype}, and its parameter is updated in {part.dtype}: the gradient would be "
-                f"rounded to it. Cast it yourself, or keep master weights that are wide: precision=Precision.bf16()."
             )
