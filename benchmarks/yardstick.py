@@ -1,7 +1,7 @@
 """The GPT every figure is measured on: linen, tied embedding, rematerialised blocks, scanned or unrolled.
 
-Three sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulated devices,
-`gpu` (1.3 billion parameters, bfloat16 compute) for GPUs, present or absent.
+Sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulated devices, `gpu` (1.3 billion parameters,
+bfloat16 compute) for GPUs, present or absent, and smaller ones of its kind.
 """
 
 import dataclasses
@@ -11,6 +11,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+LAYER_INPUT = "layer_input"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Size:
 SIZES = {
     "tiny": Size(width=64, layers=4, tokens=16, rows=1, vocabulary=128, dtype=jnp.float32, head=16),
     "cpu": Size(width=256, layers=16, tokens=64, rows=8, vocabulary=4096, dtype=jnp.float32),
+    "125M": Size(width=768, layers=12, tokens=1024, rows=32, vocabulary=32768, dtype=jnp.bfloat16),
+    "350M": Size(width=1024, layers=24, tokens=1024, rows=16, vocabulary=32768, dtype=jnp.bfloat16),
     "gpu": Size(width=2048, layers=24, tokens=1024, rows=8, vocabulary=32768, dtype=jnp.bfloat16),
 }
 
@@ -37,10 +42,12 @@ class Block(nn.Module):
     """One transformer layer, in the form `nn.scan` wants."""
 
     size: Size
+    named: bool = False  # whether its input has a name, for a policy of `jax.checkpoint`
 
     @nn.compact
     def __call__(self, x, _=None):
         size = self.size
+        x = checkpoint_name(x, LAYER_INPUT) if self.named else x
         h = nn.LayerNorm(dtype=size.dtype)(x)
         split = (size.width // size.head, size.head)
         q, k, v = (nn.DenseGeneral(split, dtype=size.dtype, name=name)(h) for name in "qkv")
@@ -56,19 +63,20 @@ class GPT(nn.Module):
     size: Size
     scan: bool
     remat: bool = True
+    policy: Any = None
 
     @nn.compact
     def __call__(self, tokens):
-        size = self.size
+        size, named = self.size, self.policy is not None
         embed = nn.Embed(size.vocabulary, size.width, dtype=size.dtype)
         x = embed(tokens)
-        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
+        block = nn.remat(Block, prevent_cse=not self.scan, policy=self.policy) if self.remat else Block
         if self.scan:
             stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=size.layers)
-            x, _ = stack(size, name="blocks")(x, None)
+            x, _ = stack(size, named, name="blocks")(x, None)
         else:
             for i in range(size.layers):
-                x, _ = block(size, name=f"block_{i}")(x)
+                x, _ = block(size, named, name=f"block_{i}")(x)
         return embed.attend(nn.LayerNorm(dtype=size.dtype)(x))
 
 
@@ -145,10 +153,13 @@ def next_token_loss(logits, tokens):
     return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
 
 
-def build(name: str, *, scan: bool, remat: bool = True, **changes: Any):
-    """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens."""
+def build(name: str, *, scan: bool, remat: bool = True, policy: Any = None, **changes: Any):
+    """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens.
+
+    A policy of `jax.checkpoint` knows each layer's input as `LAYER_INPUT`.
+    """
     size = dataclasses.replace(SIZES[name], **changes)
-    model = GPT(size, scan, remat)
+    model = GPT(size, scan, remat, policy)
 
     def init(key):
         return model.init(key, jnp.zeros((1, size.tokens), jnp.int32))["params"]

@@ -1,22 +1,36 @@
-"""Offloaded optimizer state on a GPU: tokens/s, memory and share of the link, with and without, at 1.5B, 3B and 8B.
+"""What zerojax does on GPUs, in ten minutes: one command, one JSON, one picture.
 
-    python benchmarks/gpu_offload.py --out benchmarks/results/gpu_offload.json
-    python benchmarks/gpu_offload.py --check --sizes --out ...         correctness only: stages 1-3, every store
-    python benchmarks/gpu_offload.py --sizes 8B --resume --out ...     one size more, added to what the file has
-    python benchmarks/gpu_offload.py --sizes --largest none device --resume --out ...   the largest that trains
+    python benchmarks/gpu.py                                    all parts, results/gpu.json and results/gpu.png
+    python benchmarks/gpu.py --parts speed plan --resume        some, added to what the file has
+    python benchmarks/gpu.py --dry-run                          tiny models on two simulated CPU devices
 
 Where JAX finds no GPU, or with --dry-run, tiny models of the same kind run on simulated devices: that tries the
-script, and its figures mean nothing.
+script, and its figures mean nothing; file and picture say so. The parts, in the order in which they run while the
+budget lasts; what is left out is said:
 
-GPT at stage 3 on all devices, bfloat16 with master weights, adamw, scanned and rematerialised layers. Each
-configuration has a process of its own, so memory begins empty; the file is written after each. `share` is the least
-time in which the link, measured by itself with both directions at once, could carry the update's bytes, over the
-time from complete gradients to the complete state. `peak` is the allocator's; as making the state may need
-more than a step, `compiled` has what the compiler says of the step's first program, which is the larger.
+check        each stage with every way of offloading against plain optax, on a tiny model; if one differs nothing
+             is measured
+speed        GPTs of 125M, 350M and 1.3B parameters: stage 3, plain jit with optax, and on several GPUs jit's own
+             sharding and a model that gathers each layer by hand, round by round in one process, after their
+             losses over three steps were found equal
+plan         `zerojax.plan`'s peak and least time against the allocator's peak and the step's time
+offload      1.5B with optimizer state on the device, offloaded in several ways, and with parameters offloaded too
+torch        FSDP2 with its offload to the CPU and without (one GPU, where torch is installed)
+activations  layers' inputs in host memory between the passes, against on the device
+checkpoint   how long a save blocks the loop (`checkpoint.py`)
+largest      the largest model that trains, with optimizer state offloaded and without
+
+MFU is the model's FLOPs over the device's peak in bfloat16: 6 a parameter and token, and 12 x layers x width x length
+of attention; nothing is counted for what is computed again, nor taken off for the causal mask. Every configuration but
+those of `speed` has a process of its own, so memory begins empty. `peak` is the allocator's; as making the state may
+need more than a step, `compiled` has what the compiler says of the step's first program, which is the larger. `share`
+is the least time in which the link, measured by itself with both directions at once, could carry the update's bytes,
+over the time from complete gradients to the complete state.
 """
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -25,41 +39,46 @@ import sys
 import tempfile
 import time
 
+import gpu_picture
+
 from zerojax.offload.host import CAP_VARIABLE, available_bytes
 
 HERE = pathlib.Path(__file__).parent
+PARTS = ("check", "speed", "plan", "offload", "torch", "activations", "checkpoint", "largest")
 SIZES = {
     "1.5B": {"base": "gpu", "width": 2048, "layers": 28},
-    "3B": {"base": "gpu", "width": 3072, "layers": 26},
     "8B": {"base": "gpu", "width": 4096, "layers": 39},
 }
 SMALL = {
     "1.5B": {"base": "tiny", "width": 64, "layers": 2},
-    "3B": {"base": "tiny", "width": 64, "layers": 4},
     "8B": {"base": "tiny", "width": 96, "layers": 6},
 }
 MODES = {
     "none": None,
+    "auto": {"update": "auto"},
     "device": {"update": "device"},
     "host": {"update": "host"},
     "half": {"update": "device", "fraction": 0.5},
+    "params": {"update": "device", "params": "host"},
 }
+SPEEDS = {"125M": "125M", "350M": "350M", "1.3B": "gpu"}  # names in `yardstick.SIZES`
 GROWTH = 1.25
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="*", choices=list(SIZES), help="in this order (all; on CPU 1.5B)")
-    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="in this order")
-    parser.add_argument("--largest", nargs="*", default=[], choices=list(MODES), help="then grow 8B until it fails")
-    parser.add_argument("--check", action="store_true", help="first compare numbers at each stage, on a tiny model")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, and as many updates by themselves")
-    parser.add_argument("--rows", type=int, help="sequences of each device (8 of 1024 tokens on GPUs)")
-    parser.add_argument("--budget", type=float, default=480, help="seconds for all; what is left out is said")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument(
+        "--modes", nargs="*", default=list(MODES), choices=list(MODES), help="of offload, in this order"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, or rounds of ways that are compared")
+    parser.add_argument("--rows", type=int, help="sequences of each device where offload is measured (8 on GPUs)")
+    parser.add_argument("--budget", type=float, default=600, help="seconds for all; what is left out is said")
     parser.add_argument("--limit", type=float, default=180, help="seconds for one configuration")
-    parser.add_argument("--dry-run", "--small", action="store_true", help="tiny models on two simulated CPU devices")
+    parser.add_argument("--topology", help="what plan compiles for (default: the GPUs that are there)")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on two simulated CPU devices")
     parser.add_argument("--resume", action="store_true", help="keep what --out has, and run what it lacks")
-    parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "gpu.json")
     return parser.parse_args()
 
 
@@ -67,14 +86,12 @@ def main():
     args = arguments()
     bench = Bench(args)
     bench.probe()
-    if args.check:
-        bench.check()
-    for size in args.sizes if args.sizes is not None else ["1.5B"] if bench.small else SIZES:
-        for mode in args.modes:
-            bench.one(size, bench.sizes[size], mode, args.steps)
-    for mode in args.largest:
-        bench.largest(mode)
+    for part in (part for part in PARTS if part in args.parts):
+        getattr(bench, part)()
+        if part == "check" and not bench.found["check"].get("ok"):
+            sys.exit("The numbers of the check above are wrong, so nothing is measured.")
     print(table(bench.found))
+    gpu_picture.draw(bench.found, args.out.with_suffix(".png"))
 
 
 class Bench:
@@ -83,16 +100,16 @@ class Bench:
     def __init__(self, args):
         self.args = args
         self.end = time.monotonic() + args.budget
-        self.found = {"date": datetime.date.today().isoformat(), "rows": [], "largest": {}}
-        if args.resume and args.out and args.out.exists():
+        parts = {part: {} for part in ("speed", "plan", "torch", "activations", "checkpoint", "largest")}
+        self.found = {"date": datetime.date.today().isoformat(), "rows": [], **parts}
+        if args.resume and args.out.exists():
             self.found = json.loads(args.out.read_text())
         self.environment = environment(dry=args.dry_run)
         self.sizes, self.small = SIZES, False
 
     def save(self):
-        if self.args.out:
-            self.args.out.parent.mkdir(parents=True, exist_ok=True)
-            self.args.out.write_text(json.dumps(self.found, indent=2) + "\n")
+        self.args.out.parent.mkdir(parents=True, exist_ok=True)
+        self.args.out.write_text(json.dumps(self.found, indent=2) + "\n")
 
     def left(self):
         return self.end - time.monotonic()
@@ -102,7 +119,7 @@ class Bench:
         limit = max(1.0, min(limit or self.args.limit, self.left()))
         with tempfile.TemporaryDirectory() as folder:
             out, log = pathlib.Path(folder, "notes.json"), pathlib.Path(folder, "log")
-            command = [sys.executable, str(HERE / "offload_work.py"), json.dumps({"work": work, **given}), str(out)]
+            command = [sys.executable, str(HERE / "gpu_work.py"), json.dumps({"work": work, **given}), str(out)]
             with log.open("w") as stream:
                 try:
                     code = subprocess.run(
@@ -160,6 +177,59 @@ class Bench:
             )
         print(f"check: {found.get('status')}, {'all ok' if found.get('ok') else 'NOT all ok'}", flush=True)
 
+    def measured(self, part, name, work, **given):
+        """One configuration of a part, unless it ran already or no time is left."""
+        if self.found[part].get(name, {}).get("status") == "ran":
+            return
+        if self.left() < (5 if self.small else 30):
+            row = {"status": "left out: the budget was used up"}
+        else:
+            row = self.child(work, **given)
+        self.found[part][name] = row
+        self.save()
+        print(f"{part}, {name}: {summary(row)}", flush=True)
+
+    def speed(self):
+        for name, size in SPEEDS.items():
+            size = "tiny" if self.small else size
+            self.measured("speed", name, "speed", size=size, rounds=self.args.steps)
+
+    def plan(self):
+        topology = self.args.topology or ("h200:2" if self.small else None)
+        size = "tiny" if self.small else "gpu"
+        self.measured("plan", "1.3B", "planned", size=size, rounds=self.args.steps, topology=topology)
+
+    def offload(self):
+        for mode in self.args.modes:
+            self.one("1.5B", self.sizes["1.5B"], mode, self.args.steps)
+
+    def torch(self):
+        left_out = None
+        if importlib.util.find_spec("torch") is None:
+            left_out = "left out: torch is not installed (extra peers)"
+        elif not self.small and self.hardware["devices"][1] > 1:
+            left_out = "left out: there are several GPUs, which need a process each: peers.py"
+        for name, offload in (("FSDP2", False), ("FSDP2, offload", True)):
+            if left_out:
+                self.found["torch"][name] = {"status": left_out}
+                continue
+            size = "tiny" if self.small else "gpu"
+            self.measured("torch", name, "torch_offload", size=size, rounds=self.args.steps, offload=offload)
+        self.save()
+
+    def activations(self):
+        for name, offload in (("on the device", False), ("in host memory", True)):
+            size = "tiny" if self.small else "gpu"
+            self.measured("activations", name, "activations", size=size, rounds=self.args.steps, offload=offload)
+
+    def checkpoint(self):
+        megabytes = 8 if self.small else 4000
+        self.measured("checkpoint", f"{megabytes} MB", "blocking", megabytes=megabytes, rounds=2)
+
+    def largest(self):
+        for mode in ("none", "device", "params"):
+            self.grow(mode)
+
     def one(self, name, model, mode, steps):
         """Run a configuration, unless it cannot fit or no time is left."""
         for row in self.found["rows"]:
@@ -195,7 +265,7 @@ class Bench:
             return "skipped: the budget was used up"
         return ""
 
-    def largest(self, mode):
+    def grow(self, mode):
         """Let the depth of the widest model grow until it does not train, which three steps decide."""
         ran = [r for r in self.found["rows"] if r["mode"] == mode and r["status"] == "ran" and r["model"] == "8B"]
         layers = self.sizes["8B"]["layers"]
@@ -255,9 +325,23 @@ def floors(count, mode, devices):
     if mode is None:
         return {"device": 16 * count // devices, "host": 0}
     offloaded = mode.get("fraction", 1.0)
-    resident = 12 * (1 - offloaded)
-    device = round(count * (resident + max(2 + 4, 2 + 2 + 4 * offloaded)) / devices)
-    return {"device": device, "host": round(12 * offloaded * count)}
+    resident, on_host = 12 * (1 - offloaded), 2 if "params" in mode else 0
+    device = round(count * (resident - on_host + max(2 + 4, 2 + 2 + 4 * offloaded)) / devices)
+    return {"device": device, "host": round((12 * offloaded + on_host) * count)}
+
+
+def summary(row):
+    """What was found of a configuration, on one line."""
+    if row["status"] != "ran":
+        return row["status"] + (f" ({row['error'].splitlines()[0]})" if "error" in row else "")
+    if "ways" in row:
+        share = lambda way: "" if way["MFU"] is None else f", MFU {way['MFU']:.1%}"
+        return "; ".join(f"{name} {way['tokens/s']:,.0f} tokens/s{share(way)}" for name, way in row["ways"].items())
+    if "seconds" in row:
+        return f"a save blocks {row['seconds']['save: the loop is blocked']['median']:.3f} s"
+    peak = "" if row.get("peak_device") is None else f", peak {row['peak_device'] / 1e9:.2f} GB"
+    planned = f", planned {row['planned_s']:.3f} s, {row['planned_peak'] / 1e9:.2f} GB" if "planned_s" in row else ""
+    return f"{row['step_s'][0]:.3f} s a step{peak}{planned}"
 
 
 def line(row):

@@ -1,11 +1,13 @@
-"""What `gpu_offload.py` runs in processes of their own: one configuration, the link, or the check of numbers.
+"""What `gpu.py` runs in processes of their own: the check of numbers, or one configuration of one part.
 
-    python offload_work.py JSON OUT
+    python gpu_work.py JSON OUT
 
 JSON has `work` and its arguments. What is known is written to OUT as soon as it is known, so that a process
 that is stopped or killed leaves what it had.
 """
 
+import argparse
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -15,6 +17,7 @@ import pathlib
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,10 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import step
 import yardstick
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import Offload, Precision, report, zero_shard
+from zerojax import Offload, Precision, plan, report, zero_shard
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload import measure, remat_policy
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
@@ -54,7 +60,8 @@ class Notes(dict):
 
 def main():
     given, notes = json.loads(sys.argv[1]), Notes(sys.argv[2])
-    work = {"probe": probe, "train": train, "check": check}[given.pop("work")]
+    works = (probe, check, speed, planned, train, activations, blocking, torch_offload)
+    work = {work.__name__: work for work in works}[given.pop("work")]
     try:
         work(notes, **given)
     except Exception as error:
@@ -151,11 +158,11 @@ def train(notes, *, model, mode, steps, link_bytes):
     )
 
     notes.add(doing="compiling and the first steps")
-    step = tx.train_step(loss)
+    taken = tx.train_step(loss)
     begin = time.perf_counter()
     losses = []
     for _ in range(2):
-        state, metrics = step(state, batch)
+        state, metrics = taken(state, batch)
         losses.append(float(metrics["loss"]))
         jax.block_until_ready(jax.tree.leaves(state))
     notes.add(first_steps_s=time.perf_counter() - begin, trains=bool(np.isfinite(losses).all()))
@@ -164,15 +171,15 @@ def train(notes, *, model, mode, steps, link_bytes):
     seconds = []
     for _ in range(steps):
         begin = time.perf_counter()
-        state, metrics = step(state, batch)
+        state, metrics = taken(state, batch)
         jax.block_until_ready((metrics, jax.tree.leaves(state)))
         seconds.append(time.perf_counter() - begin)
         notes.add(step_s=spread(seconds), peak_device=peak_device(), **{"tokens/s": tokens.size / spread(seconds)[0]})
     notes.add(losses=[*losses, float(metrics["loss"])])
     if offload and steps > 1 and state.plan.offloaded:
         notes.add(doing="the update alone")
-        state, seconds = update_seconds(step, tx, state, batch, steps)
-        crossing = bytes_across(tx, step, state)
+        state, seconds = update_seconds(taken, tx, state, batch, steps)
+        crossing = bytes_across(taken, state)
         notes.add(update_s=spread(seconds), bytes_to_device=crossing[0], bytes_to_host=crossing[1])
         shapes = shapes_of(state)
         del state, metrics
@@ -182,7 +189,7 @@ def train(notes, *, model, mode, steps, link_bytes):
         state = shapes
     if steps > 1:
         notes.add(doing="asking the compiler for its figures")
-        memory = step.lower(shapes_of(state), batch).compile().memory_analysis()
+        memory = taken.lower(shapes_of(state), batch).compile().memory_analysis()
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         notes.add(compiled_device=memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs)
     notes.add(status="ran")
@@ -207,15 +214,15 @@ def shapes_of(state):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def update_seconds(step, tx, state, batch, steps):
+def update_seconds(taken, tx, state, batch, steps):
     """The seconds from complete gradients to the complete state: `Step` itself lets the two overlap."""
     plan, seconds = state.plan, []
     for _ in range(steps + 1):
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        new, _, begun = step._before_streaming(state.replace(opt_state=resident_state(state)), batch)
+        new, _, begun = taken._before_streaming(state.replace(opt_state=resident_state(state)), batch)
         jax.block_until_ready((jax.tree.leaves(new), begun))
         begin = time.perf_counter()
-        params, leaves = step._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
+        params, leaves = taken._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
         jax.block_until_ready((params, jax.tree.leaves(leaves)))
         seconds.append(time.perf_counter() - begin)
         stored = jax.tree.unflatten(plan.layout.treedef, params)
@@ -223,9 +230,9 @@ def update_seconds(step, tx, state, batch, steps):
     return state, seconds[1:]
 
 
-def bytes_across(tx, step, state):
+def bytes_across(taken, state):
     """Bytes an update sends over the link of one device, to it and from it."""
-    plan, streamed = state.plan, step._streamed(state.plan)
+    plan, streamed = state.plan, taken._streamed(state.plan)
     to_device = to_host = 0
     for group in streamed.partition.groups:
         if streamed.runs_on_host(group):
@@ -249,6 +256,167 @@ def share(notes):
 def spread(values):
     """Median, least and most."""
     return [statistics.median(values), min(values), max(values)]
+
+
+def speed(notes, *, size, rounds):
+    """One model each way, round by round, once their losses agree: seconds a step, tokens/s and MFU."""
+    notes.add(doing="compiling")
+    ways, tokens, batch = step.make_ways(argparse.Namespace(size=size, style="scan", stages=[3]))
+    ways.pop(step.device_view("stage 3"))
+    losses = {name: [float(run(batch)) for _ in range(3)] for name, run in ways.items()}
+    found = disagreements(losses, yardstick.SIZES[size].dtype)
+    notes.add(losses=losses)
+    if found:
+        notes.add(status=f"wrong, and so not timed: {'; '.join(found)}")
+        return
+    notes.add(doing="the timed steps")
+    seconds = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            begin = time.perf_counter()
+            run(batch)
+            seconds[name].append(time.perf_counter() - begin)
+    count, each = jax.device_count(), flops_a_token(size)
+    rows = {name: step.figures(name, tokens, seconds) for name in ways}
+    for row in rows.values():
+        row["model TFLOP/s of a device"] = row["tokens/s"] * each / count / 1e12
+        row["MFU"] = None if rate() is None else row["tokens/s"] * each / count / rate()
+    notes.add(ways=rows, parameters=parameters_of(size), peak_device=peak_device(), status="ran")
+
+
+def disagreements(losses, dtype):
+    """Ways whose losses are not those of plain jit: a rounding of the type computed in is allowed for each step."""
+    expected, allowed = np.array(losses["replicated"]), float(jnp.finfo(dtype).eps)
+    # in float32 programs differ in the order of sums, which are long
+    allowed = max(allowed, 1e-5)
+    off = {name: np.abs(np.array(found) / expected - 1) for name, found in losses.items()}
+    return [
+        f"{name} has {losses[name]}, and plain jit {losses['replicated']}"
+        for name in off
+        if not (off[name] <= allowed).all()
+    ]
+
+
+def parameters_of(size):
+    init, _, _ = yardstick.build(size, scan=True)
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0))))
+
+
+def flops_a_token(size):
+    """Of the model, forward and backward: 6 a parameter, and 12 x layers x width x length of attention.
+
+    Nothing is counted for what is computed again (Chowdhery et al. 2022, appendix B), nor taken off for the mask.
+    """
+    made = yardstick.SIZES[size]
+    return 6 * parameters_of(size) + 12 * made.layers * made.width * made.tokens
+
+
+KINDS = {"A100": "a100-80", "B200": "b200", "H100": "h100", "H200": "h200"}
+
+
+def kind():
+    """The name of this GPU in zerojax's table; None for others."""
+    name = jax.devices()[0].device_kind
+    return next((known for word, known in KINDS.items() if word in name), None)
+
+
+def rate():
+    """Peak FLOP/s of a device in bfloat16; None where zerojax's table has none."""
+    return None if kind() is None else Device.of(Topology.parse(f"{kind()}:1")).rate("bf16")
+
+
+def planned(notes, *, size, rounds, topology):
+    """`zerojax.plan`'s peak and least time of a step of stage 3, beside the measured ones."""
+    init, loss, (rows, length) = yardstick.build(size, scan=True)
+    tx = zero_shard(optax.adamw(1e-4), stage=3, precision=Precision.bf16())
+    taken = tx.train_step(loss)
+    notes.add(doing="planning")
+    shapes = tx.create(jax.eval_shape(init, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((rows * jax.device_count(), length), jnp.int32)
+    given = topology or f"{kind()}:{jax.device_count()}"
+    found = plan(taken, shapes, tokens, topology=given)
+    notes.add(topology=given, planned_peak=found.peak, planned_s=found.roofline.seconds)
+    notes.add(doing="the timed steps")
+    state = tx.create(tx.init_params(init, jax.random.key(0)))
+    batch = batch_of(tx, size, rows, length)
+    seconds = timed_steps(taken, state, batch, rounds)
+    memory = taken.lower(shapes, batch).compile().memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    kept += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    notes.add(step_s=spread(seconds), peak_device=peak_device(), compiled_device=kept, status="ran")
+
+
+def batch_of(tx, size, rows, length):
+    tokens = jax.random.randint(
+        jax.random.key(1), (rows * jax.device_count(), length), 0, yardstick.SIZES[size].vocabulary
+    )
+    return jax.device_put(tokens, NamedSharding(tx.config.mesh, PartitionSpec("data")))
+
+
+def timed_steps(taken, state, batch, rounds):
+    """Seconds of each of some steps, after two that are not counted."""
+    seconds = []
+    for _ in range(rounds + 2):
+        begin = time.perf_counter()
+        state, metrics = taken(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - begin)
+    if not np.isfinite(metrics["loss"]):
+        raise FloatingPointError(f"The loss is {metrics['loss']}.")
+    return seconds[2:]
+
+
+def activations(notes, *, size, rounds, offload):
+    """A step whose layers' inputs wait in host memory between the passes, or on the device."""
+    policy = (
+        remat_policy(yardstick.LAYER_INPUT)
+        if offload
+        else jax.checkpoint_policies.save_only_these_names(yardstick.LAYER_INPUT)
+    )
+    init, loss, (rows, length) = yardstick.build(size, scan=True, policy=policy)
+    tx = zero_shard(optax.adamw(1e-4), stage=3, precision=Precision.bf16())
+    taken = tx.train_step(loss)
+    notes.add(doing="the timed steps")
+    state = tx.create(tx.init_params(init, jax.random.key(0)))
+    seconds = timed_steps(taken, state, batch_of(tx, size, rows, length), rounds)
+    notes.add(step_s=spread(seconds), peak_device=peak_device(), status="ran")
+
+
+def blocking(notes, *, megabytes, rounds):
+    """How long a save blocks the loop, and all it takes: `checkpoint.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "out.json")
+        platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
+        command = [sys.executable, str(pathlib.Path(__file__).with_name("checkpoint.py")), "--platform", platform]
+        command += ["--mb", str(megabytes), "--rounds", str(rounds), "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-600:])
+        found = json.loads(out.read_text())
+    notes.add(bytes=found["bytes"], seconds=found["seconds"], status="ran")
+
+
+def torch_offload(notes, *, size, rounds, offload):
+    """FSDP2 on one GPU, with its offload to the CPU or without: seconds a step."""
+    import peer_torch
+
+    init, _, _ = yardstick.build(size, scan=False)
+    made = dataclasses.asdict(yardstick.SIZES[size]) | {"gpu": jax.default_backend() == "gpu"}
+    made.pop("dtype")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        leaves = jax.tree_util.tree_leaves_with_path(jax.jit(init)(jax.random.key(0)))
+    weights = {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    notes.add(doing="torch's steps")
+    trainer = peer_torch.Trainer("fsdp2_offload" if offload else "fsdp2", made, weights, rank=0, workers=1)
+    seconds = []
+    for i in range(rounds + 2):
+        begin = time.perf_counter()
+        trainer.step(i)
+        trainer.wait()
+        seconds.append(time.perf_counter() - begin)
+    trainer.end()
+    notes.add(step_s=spread(seconds[2:]), peak_device=trainer.device_peak(), status="ran")
 
 
 def check(notes):
@@ -304,9 +472,9 @@ def checked_modes(folder):
 
 def compared(tx, loss, params, batches, plain, reference):
     """Largest difference of the parameters after training to no offload, and in float32 to plain optax."""
-    state, step = tx.create(params), tx.train_step(loss)
+    state, taken = tx.create(params), tx.train_step(loss)
     for batch in batches:
-        state, metrics = step(state, batch)
+        state, metrics = taken(state, batch)
     found = jax.device_get(tx.unshard(state.params))
 
     def difference(other):
