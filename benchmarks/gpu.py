@@ -228,7 +228,8 @@ class Bench:
 
     def largest(self):
         for mode in ("none", "device", "params"):
-            self.grow(mode)
+            if mode in self.args.modes:
+                self.grow(mode)
 
     def one(self, name, model, mode, steps):
         """Run a configuration, unless it cannot fit or no time is left."""

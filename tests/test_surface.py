@@ -216,15 +216,18 @@ def test_other_nnx_variables_are_averaged_not_taken_from_one_device(mesh):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("make", [lambda: optax.sgd(0.1), lambda: optax.adam(0.1, mu_dtype=jnp.float32)])
+@pytest.mark.parametrize("make", [lambda: optax.sgd(0.1), lambda: optax.adam(0.1)])
 def test_gradients_wider_than_their_parameters_stay_so(stage, make):
     """The difference that float32 gradients make to narrow parameters would be lost in bfloat16."""
     params = {"w": jnp.ones((15, 8), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
     grads = jax.tree.map(lambda x: jnp.linspace(1, 1.001, x.size).reshape(x.shape), params)
     tx = zero_shard(make(), stage=stage, mesh=mesh_of(8), persist_below=10)
     sharded = tx.shard(params)
-    found = tx.unshard(tx.update(tx.shard(grads), tx.init(sharded), sharded)[0])
-    expected = make().update(grads, make().init(params), params)[0]
+    state, plain = tx.init(sharded), make().init(params)
+    for _ in range(2):  # by the second, Adam's moments are wide
+        found, state = tx.update(tx.shard(grads), state, sharded)
+        expected, plain = make().update(grads, plain, params)
+    found = tx.unshard(found)
     rounding = 1e-6  # of float32; bfloat16's would be 4e-3
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), found, expected)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)

@@ -21,8 +21,15 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-def check_state(config: Config, plan: ShardingPlan, state: PyTree) -> None:
+def check_state(config: Config, plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
     """Refuse a state that was not made for these parameters.
+
+    Args:
+        config: The transformation.
+        plan: Of the parameters.
+        state: To be updated.
+        may_be_wider: Whether floats may be of a wider type than `init` made, as gradients that are wider than their
+            parameters make them.
 
     Raises:
         ValueError: Naming the first leaf that differs, what was found and what was required.
@@ -39,6 +46,7 @@ def check_state(config: Config, plan: ShardingPlan, state: PyTree) -> None:
             raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
         # optax makes floats of the integer moments of an integer parameter at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
+        changed = changed and not (may_be_wider and jnp.promote_types(x.dtype, leaf.dtype) == x.dtype)
         if tuple(x.shape) != leaf.storage_shape or changed:
             raise ValueError(
                 f"The optimizer state does not belong to these parameters: opt_state{leaf.path} is "

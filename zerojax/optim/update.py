@@ -80,7 +80,7 @@ def update(
     the updates that are returned are the new parameters. A gradient that is wider than its parameter stays so.
 
     Raises:
-        TypeError: If wide gradients make a leaf of the state wider than it began, naming it.
+        TypeError: If wide gradients make a leaf of the state wider than it began, and it is offloaded.
     """
 
     def views(stored, leaves):
@@ -100,7 +100,7 @@ def update(
         None if params is None else views(cast(params, types), plan.grads),
         extra,
     )
-    if wide != types:
+    if wide != types and plan.offloaded:
         check_state_dtypes(new_state, plan.state)
     return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
 
@@ -115,8 +115,8 @@ def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
         if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"Gradients that are wider than their parameters make opt_state{leaf.path} {x.dtype}, and init made it "
-                f"{leaf.dtype}: the next step would be of another program. Cast the gradients to the parameters' type, "
-                f"or keep both wide: precision=Precision.bf16() has float32 master weights."
+                f"{leaf.dtype}, as it is offloaded. Cast the gradients to the parameters' type, or keep both wide: "
+                f"precision=Precision.bf16() has float32 master weights."
             )
 
 

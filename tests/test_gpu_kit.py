@@ -1,0 +1,104 @@
+"""The kit that measures on GPUs runs to its end without one, and measures nothing where numbers are wrong."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu
+import gpu_picture
+import gpu_work
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yardstick
+
+BENCHMARKS = Path(gpu.__file__).parent
+
+
+@pytest.mark.parametrize("size", ["125M", "350M", "gpu"])
+def test_the_models_are_as_large_as_their_names_say(size):
+    named = {"125M": 125e6, "350M": 350e6, "gpu": 1.3e9}[size]
+    assert gpu_work.parameters_of(size) == pytest.approx(named, rel=0.15)
+
+
+def test_flops_are_those_of_the_products():
+    """Of the convention; the embedding's lookup is no product, but its other use, the head, is one."""
+    made = yardstick.SIZES["125M"]
+    matrices = 12 * made.layers * made.width**2 + made.vocabulary * made.width
+    scores = 2 * made.layers * made.width * made.tokens  # a token's, with all positions, and their products with values
+    assert gpu_work.flops_a_token("125M") == pytest.approx(3 * 2 * (matrices + scores), rel=0.01)
+
+
+def test_other_losses_are_not_timed():
+    same = {"replicated": [4.0, 3.9, 3.8], "stage 3": [4.01, 3.9, 3.79]}
+    assert not gpu_work.disagreements(same, jnp.bfloat16)
+    (said,) = gpu_work.disagreements(same, jnp.float32)
+    assert said.startswith("stage 3 has [4.01")
+    assert gpu_work.disagreements({**same, "stage 3": [4.0, 3.9, float("nan")]}, jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_a_wrong_way_is_refused(monkeypatch, tmp_path):
+    make_ways = gpu_work.step.make_ways
+
+    def with_another(args):
+        ways, tokens, batch = make_ways(args)
+        wrong = ways["stage 3"]
+        return ways | {"stage 3": lambda batch: 1.001 * wrong(batch)}, tokens, batch
+
+    monkeypatch.setattr(gpu_work.step, "make_ways", with_another)
+    notes = gpu_work.Notes(tmp_path / "notes")
+    gpu_work.speed(notes, size="tiny", rounds=1)
+    assert notes["status"].startswith("wrong, and so not timed: stage 3 has")
+    assert "ways" not in notes
+
+
+def test_activations_are_offloaded():
+    """The policy reaches the layers: their inputs are copied to host memory."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[yardstick.LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    for given, moved in ((policy, True), (None, False)):
+        init, loss, shape = yardstick.build("tiny", scan=True, policy=given)
+        tokens = np.zeros(shape, np.int32)
+        traced = jax.jit(jax.grad(loss)).trace(jax.eval_shape(init, jax.random.key(0)), tokens)
+        assert ("<host>" in str(traced.jaxpr)) is moved
+
+
+@pytest.mark.slow
+def test_it_runs_to_its_end_without_a_gpu(tmp_path):
+    out = tmp_path / "gpu.json"
+    modes = ["none", "half"]
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--dry-run", "--steps", "2", "--out", out, "--modes", *modes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["dry run"]
+    assert found["check"]["ok"]
+    assert set(gpu.PARTS) - {"check", "offload"} <= set(found)
+    for row in found["speed"].values():
+        assert set(row["ways"]) == {"stage 3", "replicated", "GSPMD", "gathered"}
+    for part in ("speed", "activations", "checkpoint"):
+        assert found[part]
+        assert {row["status"] for row in found[part].values()} == {"ran"}, found[part]
+    assert {row["mode"] for row in found["rows"] if row["model"] == "1.5B" and row["status"] == "ran"} == set(modes)
+    compiles = importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    (plan,) = found["plan"].values()
+    assert plan["status"] == "ran" if compiles else "extra" in plan["error"] or "zerojax[aot]" in plan["error"], plan
+    has_torch = importlib.util.find_spec("torch") is not None
+    assert all((row["status"] == "ran") is has_torch for row in found["torch"].values()), found["torch"]
+    assert all(row["parameters"] for row in found["largest"].values())
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_the_picture_says_what_was_not_measured(tmp_path):
+    nothing = {part: {} for part in ("speed", "plan", "torch", "activations", "checkpoint", "largest")}
+    machine = {"devices": ["NVIDIA H200", 1], "versions": {"jax": "0.12"}}
+    gpu_picture.draw({"rows": [], "date": "", "dry run": False, "machine": machine} | nothing, tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
