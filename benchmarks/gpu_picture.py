@@ -100,6 +100,6 @@ def checkpoint(axes, found):
 
 def largest(axes, found):
     most = {mode: row["parameters"] for mode, row in found["largest"].items() if row["parameters"]}
-    axes.set_title("the largest model that trains, parameters")
+    axes.set_title("largest model that trains")
     if most:
         bars(axes, list(most.values()), list(most), [f"{x / 1e9:.2f}B" for x in most.values()], color="C0")
