@@ -248,19 +248,7 @@ SUITES = {
         {"stage": 3},
         (2, "data", "Auto"),
         (
-            File(
-                "transforms/_accumulation_test.py",
-                ("combine", "_accumulation"),
-                passed=11,
-                failed=1,
-                reasons=(
-                    Reason(
-                        r"AccumulationTest::test_multi_steps_mixed_precision0",
-                        "failed",
-                        "gradients are taken in their parameter's type, updates too; optax widens them and the moments",
-                    ),
-                ),
-            ),
+            File("transforms/_accumulation_test.py", ("combine", "_accumulation"), passed=12),
             File(
                 "transforms/_adding_test.py",
                 ("_adding",),
