@@ -116,6 +116,7 @@ class Trainer:
             "train_micro_batch_size_per_gpu": len(self.batches[0]),
             "zero_optimization": {"stage": 3},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # which is 1.0 unless said, and the only one of these to change the losses
             "bf16": {"enabled": self.bf16},
         }
         return deepspeed.initialize(model=model, optimizer=self.adamw(model), config=config)[0]

@@ -297,8 +297,37 @@ def main():
         draw(results, args.picture)
 
 
+COLORS = {"unrolled": "#4477aa", "scan": "#ee9944"}
+
+
 def draw(results, path):
-    raise NotImplementedError
+    """Step time, overhead over the framework's own replicated step, and memory, by way and style."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for rows in results.values() for name in rows))
+    figure = Figure(figsize=(12, 0.6 + 0.55 * len(names)), layout="constrained")
+    time, over, memory = figure.subplots(1, 3, sharey=True)
+    height = 0.8 / len(results)
+    for i, (style, rows) in enumerate(results.items()):
+        for axes, of, scale in ((time, "seconds", 1e3), (over, "overhead", 1)):
+            at = [k + (i + 0.5) * height - 0.4 for k, name in enumerate(names) if of in rows[name]]
+            found = [rows[name][of] for name in names if of in rows[name]]
+            middle = [scale * row["median"] for row in found]
+            spread = [[scale * abs(row["median"] - row[end]) for row in found] for end in ("least", "most")]
+            axes.barh(at, middle, 0.9 * height, color=COLORS[style], label=style)
+            axes.errorbar(middle, at, xerr=spread, fmt="none", ecolor="#444444", elinewidth=1)
+        at = [k + (i + 0.5) * height - 0.4 for k in range(len(names))]
+        memory.barh(at, [rows[n]["MiB a worker"]["resident"] for n in names], 0.9 * height, color=COLORS[style])
+    over.axvline(1, color="#444444", linewidth=1)
+    time.set(yticks=range(len(names)), yticklabels=names, xlabel="ms a step: median, least and most")
+    time.invert_yaxis()
+    time.legend(frameon=False, title="JAX's layers")
+    over.set(xlabel="over the framework's own replicated step")
+    memory.set(xlabel="MiB a worker, resident during the steps")
+    for axes in (time, over, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
