@@ -1,4 +1,4 @@
-"""What every framework of `peers.py` is given: the tokens, the optimizer's numbers, and the weights under a name of its own.
+"""What every framework of `peers.py` is given: tokens, the optimizer's numbers, and the weights by its own names.
 
 Needs NumPy alone. The weights of record are those of the yardstick's unrolled Flax model, by path:
 `block_3/q/kernel`. `stacked` makes of them what its scanned one wants, `to_torch` what `peer_torch.GPT` wants.

@@ -1,7 +1,7 @@
 """The ways of `peers.py` in torch: the yardstick's GPT under DDP, FSDP2 and DeepSpeed's ZeRO-3.
 
-Eager torch, as each framework's own guide has it: blocks are rematerialised (`checkpoint_wrapper`, not reentrant), AdamW is
-torch's fused one, FSDP2 shards per block and at the root, DDP's gradients are views of its buckets.
+Eager torch: blocks are rematerialised (`checkpoint_wrapper`, not reentrant), AdamW is torch's fused one, FSDP2 shards
+per block and at the root, DDP's gradients are views of its buckets, DeepSpeed has its defaults but for clipping.
 """
 
 import numpy as np

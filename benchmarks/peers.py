@@ -6,15 +6,16 @@
     python benchmarks/peers.py --size gpu --workers 8                   GPUs: NCCL, bfloat16. NEVER RUN so far.
 
 In JAX: `zerojax` at stage 3 in global view, `zerojax-device` in device view, `replicated` plain `jax.jit`, `gspmd` with
-parameters sharded by `in_shardings` alone, and `gspmd-tuned`, a model that gathers each layer by hand. In torch (the extra
-`peers`, each left out, by name, where it cannot start): `ddp`, `fsdp2`, `deepspeed` at ZeRO-3. Blocks are rematerialised
-in all of them. JAX unrolls the layers or scans over them, `--styles`; torch runs beside both.
+parameters sharded by `in_shardings` alone, and `gspmd-tuned`, a model that gathers each layer by hand. In torch (the
+extra `peers`; each left out, by name, where it cannot start): `ddp`, `fsdp2`, `deepspeed` at ZeRO-3. Blocks are
+rematerialised in all of them. JAX unrolls the layers or scans over them, `--styles`; torch runs beside both.
 
-First all train for some steps, from the same weights: their losses must agree, or nothing is timed. Then each takes some
-steps in turn, round by round, while all others wait; ratios are taken within a round, and their median counts. A way's
-*overhead* is its time over that of its own framework's replicated step: `replicated` of the same style, `ddp`. That is
-the figure to compare: on a CPU torch's workers are processes of one thread each that talk over sockets, JAX's are
-simulated devices of one process that share its threads, so times across frameworks compare more than the sharding.
+First all train for some steps, from the same weights: their losses must agree, or nothing is timed. Then each takes
+some steps in turn, round by round, while all others wait; ratios are taken within a round, and their median counts. A
+way's *overhead* is its time over that of its own framework's replicated step: `replicated` of the same style, `ddp`.
+That is the figure to compare: on a CPU torch's workers are processes of one thread each that talk over sockets, JAX's
+are simulated devices of one process that share its threads, so times across frameworks compare more than the sharding.
+zerojax's step computes the gradient's norm, too, as it does for every user; nobody else's does.
 
 A step's time is from the first worker's start to the last one's end. Memory is that of a worker: what was resident at
 most during the steps beyond what the imported framework takes, and for JAX what its compiled program needs.
@@ -24,6 +25,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import socket
@@ -194,9 +196,11 @@ def train_alike(ways, curves, args):
             curves[name] = way.turn(args.parity)[1]
             print(*(f"{loss:.5f}" for loss in curves[name]), flush=True)
     first = curves["replicated" if "replicated" in ways else next(iter(ways))]
-    apart = {name: max(abs(a / b - 1) for a, b in zip(curves[name], first, strict=True)) for name in ways}
+    # a NaN is no maximum to Python, and no loss that agrees
+    each = {name: [abs(a / b - 1) for a, b in zip(curves[name], first, strict=True)] for name in ways}
+    apart = {name: max(found) if all(map(math.isfinite, found)) else math.inf for name, found in each.items()}
     allowed = HALF_TOLERANCE if args.size == "gpu" else TOLERANCE
-    differing = {name: found for name, found in apart.items() if not found <= allowed}
+    differing = {name: found for name, found in apart.items() if found > allowed}
     if differing:
         raise SystemExit(f"Losses differ by more than {allowed:.0e}, relative: {differing}. Nothing was timed.")
     return apart
@@ -253,8 +257,9 @@ def table(rows, style):
 
 
 def versions():
-    import machine
     from importlib import metadata
+
+    import machine
 
     found = machine.described()
     del found["devices"]  # those of this process, which trains nothing
@@ -266,6 +271,13 @@ def versions():
 
 def main():
     args = arguments()
+    try:
+        compare(args)
+    except CannotStart as error:
+        raise SystemExit(error) from None
+
+
+def compare(args):
     wanted = args.ways or [*JAX_WAYS, *TORCH_WAYS]
     if args.size != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -290,7 +302,7 @@ def main():
         print(f"left out: {why}")
     if args.out:
         run = {"size": args.size, "workers": args.workers, "rounds": args.rounds, "steps a round": args.steps}
-        run |= {"losses": {name: curve for name, curve in curves.items()}, "left out": left_out}
+        run |= {"losses": curves, "left out": left_out}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(versions() | run | {"ways": results}, indent=2) + "\n")
     if args.picture:
