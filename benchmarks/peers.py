@@ -15,6 +15,7 @@ some steps in turn, round by round, while all others wait; ratios are taken with
 way's *overhead* is its time over that of its own framework's replicated step: `replicated` of the same style, `ddp`.
 That is the figure to compare: on a CPU torch's workers are processes of one thread each that talk over sockets, JAX's
 are simulated devices of one process that share its threads, so times across frameworks compare more than the sharding.
+*CPU overhead* is the same of processor seconds: what work was added, less hurt by what else a machine does.
 zerojax's step computes the gradient's norm, too, as it does for every user; nobody else's does.
 
 A step's time is from the first worker's start to the last one's end. Memory is that of a worker: what was resident at
@@ -103,7 +104,7 @@ class Way:
         return self.answers()
 
     def turn(self, steps):
-        """Seconds a step, and the mean loss of each."""
+        """Seconds a step, of the clock and of all its processors; the mean loss of each step."""
         found = self.tell(do="turn", first=self.taken, steps=steps)
         self.taken += steps
         if self.last:
@@ -111,7 +112,9 @@ class Way:
             self.waited += min(now["start"] for now in found) - max(then["end"] for then in self.last)
         self.last = found
         seconds = max(answer["end"] for answer in found) - min(answer["start"] for answer in found)
-        return seconds / steps, [statistics.mean(each) for each in zip(*(a["losses"] for a in found), strict=True)]
+        busy = sum(answer["cpu end"] - answer["cpu start"] for answer in found)
+        losses = [statistics.mean(each) for each in zip(*(a["losses"] for a in found), strict=True)]
+        return seconds / steps, busy / steps, losses
 
     def memory(self, workers):
         """MiB of a worker."""
@@ -193,7 +196,7 @@ def train_alike(ways, curves, args):
     for name, way in ways.items():
         if name not in curves:
             print(f"  {args.parity} steps of {name}", end=": ", flush=True)
-            curves[name] = way.turn(args.parity)[1]
+            curves[name] = way.turn(args.parity)[-1]
             print(*(f"{loss:.5f}" for loss in curves[name]), flush=True)
     first = curves["replicated" if "replicated" in ways else next(iter(ways))]
     # a NaN is no maximum to Python, and no loss that agrees
@@ -207,32 +210,37 @@ def train_alike(ways, curves, args):
 
 
 def measured(ways, args):
-    """Seconds a step by way and round, and each way's memory."""
+    """Seconds a step by way and round: of the clock, and of the processors."""
     for way in ways.values():
         way.turn(1)
         way.counts_anew = all(answer["forgotten"] for answer in way.tell(do="forget peak"))
         way.last, way.idle, way.waited = None, 0, 0
-    seconds, order = {name: [] for name in ways}, list(ways)
+    seconds, busy, order = {name: [] for name in ways}, {name: [] for name in ways}, list(ways)
     for number in range(args.rounds):
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            seconds[name].append(ways[name].turn(args.steps)[0])
-    return seconds
+            took = ways[name].turn(args.steps)
+            seconds[name].append(took[0])
+            busy[name].append(took[1])
+    return seconds, busy
 
 
-def rows_of(ways, seconds, apart, args):
+def spread_of(figures):
+    return {"median": statistics.median(figures), "least": min(figures), "most": max(figures)}
+
+
+def rows_of(ways, seconds, busy, apart, args):
     """By way: time, ratios, memory, and what it took of the CPU while others ran."""
 
-    def ratio(name, other):
+    def ratio(name, other, seconds=seconds):
         if other not in seconds:
             return None
-        each = [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
-        return {"median": statistics.median(each), "least": min(each), "most": max(each)}
+        return spread_of([a / b for a, b in zip(seconds[name], seconds[other], strict=True)])
 
     rows = {}
     for name, way in ways.items():
-        times = seconds[name]
-        row = {"seconds": {"median": statistics.median(times), "least": min(times), "most": max(times)}}
-        row |= {"overhead": ratio(name, OWN.get(name)), "to replicated": ratio(name, "replicated")}
+        row = {"seconds": spread_of(seconds[name]), "CPU seconds": spread_of(busy[name])}
+        row |= {"overhead": ratio(name, OWN.get(name)), "CPU overhead": ratio(name, OWN.get(name), busy)}
+        row |= {"to replicated": ratio(name, "replicated")}
         row |= {"to fsdp2": ratio(name, "fsdp2"), "MiB a worker": way.memory(args.workers)}
         row |= {"loss apart": apart[name], "busy while idle": way.idle / way.waited if way.waited else 0}
         rows[name] = {key: value for key, value in row.items() if value is not None}
@@ -244,7 +252,7 @@ def rows_of(ways, seconds, apart, args):
 
 
 def table(rows, style):
-    columns = ("overhead", "to replicated", "to fsdp2")
+    columns = ("overhead", "to replicated", "to fsdp2", "CPU overhead")
     head = f"\n{style:16s}{'ms a step':>10s}{'spread':>14s}" + "".join(f"{name:>15s}" for name in columns)
     print(head + f"{'MiB a worker':>14s}{'compiled':>10s}{'loss apart':>12s}")
     for name, row in rows.items():
@@ -294,7 +302,7 @@ def compare(args):
                 curves = {name: curve for name, curve in curves.items() if name in torch}
                 ways = jax | torch
                 apart = train_alike(ways, curves, args)
-                results[style] = rows_of(ways, measured(ways, args), apart, args)
+                results[style] = rows_of(ways, *measured(ways, args), apart, args)
             finally:
                 end(jax)
             table(results[style], style)

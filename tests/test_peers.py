@@ -74,7 +74,7 @@ class Fake:
         self.losses = losses
 
     def turn(self, steps):
-        return 1.0, [self.losses[i % len(self.losses)] for i in range(steps)]
+        return 1.0, 1.0, [self.losses[i % len(self.losses)] for i in range(steps)]
 
     def memory(self, workers):
         return {"resident": 1.0}
@@ -94,7 +94,7 @@ def test_what_does_not_train_alike_is_not_timed(loss):
 def test_the_overhead_is_over_the_frameworks_own_replicated_step():
     ways = {name: Fake(1.0) for name in ("zerojax", "replicated", "ddp", "fsdp2")}
     seconds = {"zerojax": [2.2, 6.6], "replicated": [2.0, 6.0], "ddp": [1.0, 3.0], "fsdp2": [1.5, 4.5]}
-    rows = peers.rows_of(ways, seconds, dict.fromkeys(ways, 0.0), ARGS)
+    rows = peers.rows_of(ways, seconds, seconds, dict.fromkeys(ways, 0.0), ARGS)
     assert rows["zerojax"]["overhead"]["median"] == pytest.approx(1.1)  # of each round: their times differ threefold
     assert rows["fsdp2"]["overhead"]["median"] == pytest.approx(1.5)
     assert rows["fsdp2"]["to replicated"]["median"] == pytest.approx(0.75)
