@@ -40,9 +40,9 @@ JAX_WAYS = ("zerojax", "zerojax-device", "replicated", "gspmd", "gspmd-tuned")
 TORCH_WAYS = {"ddp": "torch", "fsdp2": "torch", "deepspeed": "deepspeed"}
 OWN = {"zerojax": "replicated", "zerojax-device": "replicated", "gspmd": "replicated", "gspmd-tuned": "replicated"}
 OWN |= {"fsdp2": "ddp", "deepspeed": "ddp"}
-# Relative, of a loss. Sums of float32 in other orders come to 1.3e-6 here within ten steps; the smallest mistake that is
-# easily made, torch's epsilon of LayerNorm, its exact gelu or a forgotten weight decay, to 1.5e-5 or more. The GPUs'
-# bfloat16 has three digits.
+# Relative, of a loss. Sums of float32 in other orders come to 1.3e-6 here within ten steps; the smallest mistake that
+# is easily made, torch's epsilon of LayerNorm, its exact gelu or a forgotten weight decay, to 1.5e-5 or more. The
+# GPUs' bfloat16 has three digits.
 TOLERANCE, HALF_TOLERANCE = 5e-6, 1e-2
 IDLE = 0.03  # CPU seconds a second that a waiting way may take: more of it would be taken from the others
 
