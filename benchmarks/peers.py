@@ -57,6 +57,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=2, help="of each way in a round")
     parser.add_argument("--parity", type=int, default=10, help="steps whose losses must agree")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
+    parser.add_argument("--markdown", action="store_true", help="print the page's table, too")
     parser.add_argument("--picture", type=pathlib.Path, help="draw them into this file")
     return parser.parse_args()
 
@@ -265,6 +266,20 @@ def table(rows, style):
         print(f"{line}{compiled}{row['loss apart']:12.1e}")
 
 
+def markdown(results):
+    """The table of docs/peers.md: of each style ms a step, overhead (least and most of the rounds), MiB a worker."""
+    names = dict.fromkeys(name for rows in results.values() for name in rows)
+    print("\n| | " + " | ".join(f"ms, {style} | overhead | MiB" for style in results) + " |")
+    print("|---|" + "---|" * 3 * len(results))
+    for name in names:
+        cells = [f"`{name}`"]
+        for rows in results.values():
+            row, over = rows[name], rows[name].get("overhead")
+            ratio = f"{over['median']:.2f} ({over['least']:.2f}–{over['most']:.2f})" if over else ""
+            cells += [f"{1e3 * row['seconds']['median']:.0f}", ratio, f"{row['MiB a worker']['resident']:.0f}"]
+        print("| " + " | ".join(cells) + " |")
+
+
 def versions():
     from importlib import metadata
 
@@ -307,6 +322,8 @@ def compare(args):
             finally:
                 end(jax)
             table(results[style], style)
+    if args.markdown:
+        markdown(results)
     for why in left_out.values():
         print(f"left out: {why}")
     if args.out:
