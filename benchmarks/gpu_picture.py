@@ -1,8 +1,8 @@
 """The picture of `gpu.py`: speed, plan against measured, offload, and the largest model, side by side."""
 
-from matplotlib.figure import Figure
+import textwrap
 
-NOTHING = "nothing measured"
+from matplotlib.figure import Figure
 
 
 def draw(found, path):
@@ -13,7 +13,7 @@ def draw(found, path):
         panel(axes, found)
         axes.spines[["top", "right"]].set_visible(False)
         if not axes.has_data():
-            axes.text(0.5, 0.5, NOTHING, ha="center", va="center", transform=axes.transAxes, color="0.5")
+            axes.text(0.5, 0.5, reason(found, panel), ha="center", va="center", transform=axes.transAxes, color="0.5")
             axes.set(xticks=[], yticks=[])
     name, count = found["machine"]["devices"]
     title = f"{count} x {name}, jax {found['machine']['versions']['jax']}, {found['date']}"
@@ -22,6 +22,14 @@ def draw(found, path):
     figure.suptitle(title, color="C3" if found["dry run"] else "black")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def reason(found, panel):
+    """Why a panel is empty."""
+    part = {"planned": "plan", "offload": "rows"}.get(panel.__name__, panel.__name__)
+    rows = found[part] if isinstance(found[part], list) else list(found[part].values())
+    said = next((row["status"] for row in rows if row.get("status", "ran") != "ran"), "not asked for")
+    return textwrap.fill(f"nothing measured: {said}", 40)
 
 
 def ran(rows):
