@@ -65,8 +65,10 @@ def planned(axes, found):
     rows = ran(found["plan"])
     axes.set_title("planned beside measured")
     for row in rows.values():
-        measured = row["peak_device"] or row["compiled_device"]
-        peak = "allocator's" if row["peak_device"] else "compiled"
+        # Where making the state took more than a step, the allocator's peak is not the step's.
+        is_step = row["peak_device"] is not None and row["peak_device"] > row["create_peak_device"]
+        measured = row["peak_device"] if is_step else row["compiled_device"]
+        peak = "allocator's" if is_step else "compiled"
         shares = [row["planned_peak"] / measured, row["planned_s"] / row["step_s"][0]]
         labels = [f"peak\n({peak})", "time"]
         text = [

@@ -336,8 +336,9 @@ def planned(notes, *, size, rounds, topology):
     given = topology or f"{kind()}:{jax.device_count()}"
     found = plan(taken, shapes, tokens, topology=given)
     notes.add(topology=given, planned_peak=found.peak, planned_s=found.roofline.seconds)
-    notes.add(doing="the timed steps")
-    state = tx.create(tx.init_params(init, jax.random.key(0)))
+    notes.add(doing="making the state")
+    state = jax.block_until_ready(tx.create(tx.init_params(init, jax.random.key(0))))
+    notes.add(create_peak_device=peak_device(), doing="the timed steps")
     batch = batch_of(tx, size, rows, length)
     seconds = timed_steps(taken, state, batch, rounds)
     memory = taken.lower(shapes, batch).compile().memory_analysis()
