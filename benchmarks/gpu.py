@@ -190,8 +190,7 @@ class Bench:
         print(f"{part}, {name}: {summary(row)}", flush=True)
 
     def speed(self):
-        for name, size in SPEEDS.items():
-            size = "tiny" if self.small else size
+        for name, size in ({"tiny": "tiny"} if self.small else SPEEDS).items():
             self.measured("speed", name, "speed", size=size, rounds=self.args.steps)
 
     def plan(self):
