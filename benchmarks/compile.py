@@ -3,11 +3,13 @@
     python benchmarks/compile.py                     12, 48, 96 and 192 layers, with and without remat
     python benchmarks/compile.py --layers 12 --rounds 1 --ways plain stage3
 
-Each round does each way once, in turn, with JAX's caches cleared before; tracing includes lowering.
+Each round does each way once, in turn, with JAX's caches cleared before; tracing includes lowering. "rows / trace" is
+the share of it in which zerojax follows the rows of the batch through the program.
 The model is the tiny yardstick, unrolled, on 8 simulated devices: what grows is the number of layers.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -46,7 +48,11 @@ def main():
         print(f"\n{layers} layers, {'remat' if remat == 'yes' else 'no remat'}")
         for way in wanted:
             rows.append({"layers": layers, "remat": remat, "way": way, **figures(way, seconds)})
-            said = [f"{key} {value:.2f}" for key, value in rows[-1].items() if isinstance(value, float)]
+            said = [
+                f"{key} {value:.3f}" if key.startswith("rows") else f"{key} {value:.2f}"
+                for key, value in rows[-1].items()
+                if isinstance(value, float)
+            ]
             print(f"  {way:18s}" + "   ".join(said), flush=True)
     if args.out:
         result = {
@@ -58,27 +64,62 @@ def main():
 
 
 def timed(program):
-    """`(seconds to trace and lower, seconds to compile)`, nothing of it from a cache."""
+    """`(seconds to trace and lower, to compile, to follow rows)`, nothing of it from a cache."""
     import jax
 
     jax.clear_caches()
     function, operands = program
-    start = time.perf_counter()
-    lowered = function.lower(*operands)
-    traced = time.perf_counter()
+    with following() as spent:
+        start = time.perf_counter()
+        lowered = function.lower(*operands)
+        traced = time.perf_counter()
     lowered.compile()
-    return traced - start, time.perf_counter() - traced
+    return traced - start, time.perf_counter() - traced, sum(spent)
+
+
+@contextlib.contextmanager
+def following():
+    """Yield a list that gets the seconds of each outermost call of `zerojax.dims.Follower`."""
+    from zerojax.dims import Follower
+
+    spent, inside = [], []
+
+    def measured(method):
+        def call(*args):
+            if inside:
+                return method(*args)
+            inside.append(True)
+            start = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                inside.pop()
+                spent.append(time.perf_counter() - start)
+
+        return call
+
+    names = ("states", "results", "into_scan", "with_implied")
+    methods = {name: getattr(Follower, name) for name in names}
+    for name, method in methods.items():
+        setattr(Follower, name, measured(method))
+    try:
+        yield spent
+    finally:
+        for name, method in methods.items():
+            setattr(Follower, name, method)
 
 
 def figures(way, seconds):
     kind = way.split()[-1]
-    parts = zip(*seconds[way], strict=True)
+    parts = list(zip(*seconds[way], strict=True))[:2]
     found = {f"{name} s": statistics.median(part) for name, part in zip(("trace", "compile"), parts, strict=True)}
+    if not way.startswith("plain"):
+        found["rows / trace"] = statistics.median(rows / trace for trace, _, rows in seconds[way])
     if (plain := f"plain {kind}") in seconds:
         pairs = list(zip(seconds[way], seconds[plain], strict=True))
         for i, name in enumerate(("trace", "compile")):
             found[f"{name} / plain"] = statistics.median(own[i] / other[i] for own, other in pairs)
-        found["both / plain"] = statistics.median(sum(own) / sum(other) for own, other in pairs)
+        found["both / plain"] = statistics.median(sum(own[:2]) / sum(other[:2]) for own, other in pairs)
     return found
 
 

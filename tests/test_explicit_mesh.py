@@ -248,6 +248,10 @@ def test_a_module_of_flax():
 def test_a_loss_that_closes_over_an_explicit_array():
     mesh = data_mesh()
     tx = sharded(mesh)
-    table = jax.device_put(jnp.ones(24), NamedSharding(mesh, P()))
+    table = jax.device_put(np.arange(24.0, dtype=np.float32), NamedSharding(mesh, P()))
+    loss = lambda p, b: jnp.mean((b["x"] @ p["w"]) * table)
+    found, _ = tx.value_and_grad(loss)(tx.shard(params()), batch())
+    np.testing.assert_allclose(found, loss(params(), batch()), rtol=1e-4)
+    device = sharded(mesh, view="device")
     with pytest.raises(ValueError, match="closes over an array of an Explicit mesh"):
-        tx.value_and_grad(lambda p, b: jnp.mean((b["x"] @ p["w"]) * table))(tx.shard(params()), batch())
+        device.value_and_grad(loss)(device.shard(params()), batch())

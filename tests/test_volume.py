@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
+from jax.sharding import AxisType
 
 from zerojax import collectives, report, zero_shard
 from zerojax.layout.tree import layout_of
@@ -74,6 +75,28 @@ def test_nothing_but_gathers_scatters_and_scalars(stage):
     assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
     # loss, weight and one square sum for each leaf of the norm in clipping and in the metrics
     assert found.of("all-reduce").moved().elements <= 2 + 2 * 3 * DEPTH
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "loop"),
+    [(1, 1, "scan"), (2, 2, "fori_loop"), pytest.param(1, 2, "scan", marks=pytest.mark.slow)],
+)
+def test_a_loop_over_steps_moves_no_more_than_the_steps(stage, model, loop):
+    axes = ("data", "model")[: 1 + (model > 1)]
+    mesh = jax.make_mesh((8 // model, model)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes))
+    tx, steps = zero_shard(CLIPPED, stage=stage, mesh=mesh), 3
+    step, state = tx.train_step(loss), tx.create(jax.eval_shape(make_params))
+    rows = jax.ShapeDtypeStruct((steps, 8, WIDTH), jnp.float32)
+
+    def run(state, batches):
+        if loop == "scan":
+            return jax.lax.scan(step, state, batches)
+        return jax.lax.fori_loop(0, steps, lambda i, state: step(state, batches[i])[0], state)
+
+    one = collectives(step.lower(state, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)).compile())
+    all_steps = collectives(jax.jit(run, donate_argnums=0).lower(state, rows).compile())
+    for kind in ("all-gather", "reduce-scatter"):
+        assert all_steps.moved(kind).elements == steps * one.moved(kind).elements
 
 
 USES = {

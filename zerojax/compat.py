@@ -93,6 +93,11 @@ def is_users(file: str) -> bool:
     return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
+def keeps_barriers(platform: str) -> bool:
+    """Whether barriers order a program's gathers: jax 0.10 on CPU drops them, and merges a parameter's two gathers."""
+    return platform != "cpu" or jax.__version_info__ >= (0, 11)
+
+
 def is_literal(atom) -> bool:
     """Whether an equation's operand is a constant written into the jaxpr."""
     return isinstance(atom, _jex().Literal)
@@ -148,6 +153,28 @@ def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
+def in_force(eqn):
+    """An equation as if it were traced on the mesh in force; what else was in force when it was traced stays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return eqn.replace(ctx=type(eqn.ctx)())
+
+
+def mesh_of_calls() -> Any:
+    """What `jax.jit` would note as its mesh, traced here; None where it notes none."""
+    (call,) = opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns
+    return call.params.get("ctx_mesh")
+
+
+def like(closed, other):
+    """A closed jaxpr in the form of another one that it replaces as a parameter: closed, or open without constants."""
+    if isinstance(other, _jex().ClosedJaxpr):
+        return closed
+    jaxpr, consts = opened(closed)
+    assert not consts
+    return jaxpr
+
+
 def evaluate_one(eqn, values: Sequence) -> list:
     """Evaluate one equation on `values`; a dropped result is None.
 
@@ -172,6 +199,20 @@ def in_host_memory(aval) -> bool:
     from jax._src.core import MemorySpace
 
     return getattr(aval, "memory_space", None) == MemorySpace.Host
+
+
+def add_cotangents(a: Any, b: Any) -> Any:
+    """Add two cotangents as JAX does, which for an extended type asks the type: Flax's for FP8 takes the maximum."""
+    from jax._src.ad_util import add_jaxvals
+
+    return add_jaxvals(a, b) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else a + b
+
+
+def zero_cotangent(shape: Sequence[int], dtype: Any) -> Any:
+    """Make the cotangent that changes none it is added to; for an extended type, as the type says."""
+    from jax._src.ad_util import zeros_like_aval
+
+    return zeros_like_aval(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def host_buffer(shape: Sequence[int], dtype) -> Any:

@@ -5,13 +5,15 @@ the transformation as it is, and batch statistics pass through `has_aux`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zerojax import compat, jaxprs
+from zerojax.train.arguments import has_rows
 from zerojax.train.aux import Same
 from zerojax.zero import ZeroTransformation
 
@@ -78,7 +80,8 @@ def value_and_grad(
         tx: From `zero_shard`.
         loss_fn: `loss_fn(module, batch, *args)`, on all rows, or in device view on the
             device's; with `has_aux`, `(loss, aux)`. Modules, `nnx.Rngs` and metrics may be any
-            of its arguments: the batch is the first in which there is none.
+            of its arguments: the batch is the first in which there is none, or if there is no such argument,
+            the keyword arguments that have rows.
         argnums: Which arguments are differentiated, as for `nnx.value_and_grad`.
         wrt: Filter of the variables to differentiate, where `argnums` has no `nnx.DiffState`.
         has_aux: Whether `loss_fn` returns `(loss, aux)`.
@@ -108,21 +111,27 @@ def value_and_grad(
     groups = (is_trained, (nnx.Param, nnx.RngKey) if in_device_view else nnx.Param, ...)
 
     def pure(trained, variables, batch, graph, constants, arrays, **keywords):
+        def call(states):
+            with nnx.merge_context(TAG, inner=True) as context:
+                nodes = context.merge(graph, *states)
+            at = batch_index(nodes)
+            args = [batch if i == at else joined(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
+            returned = loss_fn(*args, **keywords) if at is not None else loss_fn(*args, **batch, **keywords)
+            with nnx.split_context(TAG) as context:
+                after, *states = context.split(nodes, *groups)
+            return returned, after, states
+
         by_argument = nnx.State(dict(zip(filters, trained if several else [trained], strict=True)))
-        with nnx.merge_context(TAG, inner=True) as context:
-            nodes = context.merge(graph, by_argument, constants, variables)
-        at = batch_index(nodes)
-        args = [batch if i == at else joined(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
-        returned = loss_fn(*args, **keywords)
+        old = [by_argument, constants, variables]
+        returned, after, new = call(old)
         loss, aux = returned if has_aux else (returned, ())
-        with nnx.split_context(TAG) as context:
-            graph, *states, after = context.split(nodes, *groups)
-        check_assigned([by_argument, constants], states)
+        assigned = assigned_paths(lambda states: call(states)[2], old, new)
+        check_assigned(assigned, new[:2])
         before = dict(nnx.to_flat_state(variables))
-        updated, created = nnx.split_state(after, lambda path, _: path in before, ...)
+        updated, created = nnx.split_state(new[2], lambda path, _: path in before, ...)
         if in_device_view:
-            check_integers(before, updated)
-        return loss, updated, (aux, Same(graph), created)
+            check_integers(assigned, updated)
+        return loss, updated, (aux, Same(after), created)
 
     differentiate = tx.value_and_grad(pure, has_aux=True, weighted=weighted, mutable=True, accumulate=accumulate)
 
@@ -132,7 +141,12 @@ def value_and_grad(
         nodes = tuple(jax.tree.map(lambda x: x if is_node(x) else None, args, is_leaf=is_node))
         arrays = list(jax.tree.map(lambda x: None if is_node(x) else x, args, is_leaf=is_node))
         at = batch_index(nodes)
-        batch, arrays[at] = arrays[at], None
+        if at is None:
+            batch = {name: x for name, x in keywords.items() if has_rows(x)}
+            keywords = {name: x for name, x in keywords.items() if name not in batch}
+            check_given(batch)
+        else:
+            batch, arrays[at] = arrays[at], None
         with nnx.update_context(TAG):
             with nnx.split_context(TAG) as context:
                 graph, trained, constants, variables = context.split(nodes, *groups)
@@ -172,46 +186,80 @@ def joined(nodes: Any, arrays: Any) -> Any:
     )
 
 
-def batch_index(nodes: Sequence) -> int:
-    """The position of the batch: the first argument without NNX objects.
+def batch_index(nodes: Sequence) -> int | None:
+    """Return the position of the batch, the first argument without NNX objects; None if there is none."""
+    return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
+
+
+def check_given(batch: Mapping) -> None:
+    """Refuse a call without a batch, by position or by keyword.
 
     Raises:
         ValueError: If there is none.
     """
-    for i, node in enumerate(nodes):
-        if not jax.tree.leaves(node, is_leaf=is_node):
-            return i
-    raise ValueError(
-        "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are divided "
-        "over the devices as an argument of arrays alone."
-    )
+    if not batch:
+        raise ValueError(
+            "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are divided "
+            "over the devices as an argument of arrays alone."
+        )
 
 
-def check_assigned(before: Sequence[nnx.State], after: Sequence[nnx.State]) -> None:
+def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:
+    """Return the paths of the variables that a loss gives other values, or creates.
+
+    Transforms such as `nnx.jit` and `nnx.remat` write every variable of their arguments back, as new arrays. So where
+    an array is not the old one, the program says whether it is the same value.
+
+    Args:
+        call: From variables before the loss to those after it; a call of it more is traced if need be.
+        old: The variables before.
+        new: The variables after.
+    """
+    known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
+    found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}
+    same = lambda path: [*map(id, known.get(path, ()))] == [*map(id, found[path])]
+    different = {path for path in found if not same(path)}
+    if known.keys().isdisjoint(different):
+        return different
+    arrays, structure = jax.tree.flatten(list(old))
+
+    def after(arrays):
+        return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
+
+    closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
+    # For each array after the loss the index of the one before that it is, or None.
+    sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
+    ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
+    unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
+    return different - unchanged
+
+
+def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
     """Refuse an assignment to what is not updated beside the gradient.
 
     Raises:
         TypeError: Naming the first variable.
     """
-    for old, new in zip(before, after, strict=True):
-        known = dict(nnx.to_flat_state(old))
-        for path, x in nnx.to_flat_state(new):
-            if [id(a) for a in jax.tree.leaves(known.get(path))] != [id(a) for a in jax.tree.leaves(x)]:
+    for state in after:
+        for path, x in nnx.to_flat_state(state):
+            if path in assigned:
                 raise TypeError(
                     f"The loss function assigns to {named(path)}, a {type(x).__name__}, which is not written back. "
                     f"Make it a variable of another type, or assign to it outside of the loss."
                 )
 
 
-def check_integers(before: Mapping, after: nnx.State) -> None:
+def check_integers(assigned: Collection, after: nnx.State) -> None:
     """Refuse an integer that each device changed for its own rows.
 
     Raises:
         TypeError: Naming the first variable.
     """
     for path, x in nnx.to_flat_state(after):
-        for old, new in zip(jax.tree.leaves(before[path]), jax.tree.leaves(x), strict=True):
-            if new is not old and not (jnp.issubdtype(new.dtype, jnp.inexact) or isinstance(x, nnx.RngCount)):
+        if path not in assigned or isinstance(x, nnx.RngCount):
+            continue
+        for new in jax.tree.leaves(x):
+            if not jnp.issubdtype(new.dtype, jnp.inexact):
                 raise TypeError(
                     f"In device view the loss function assigns {new.dtype} to {named(path)}, a {type(x).__name__}, of "
                     f"which every device has its own, and it has no mean. Make it a float, return it as aux marked "

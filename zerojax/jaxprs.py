@@ -3,7 +3,7 @@
 Every evaluation in this library is one rule given to `evaluate`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,18 +88,19 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
     return uses, frozenset(variables_in(jaxpr.outvars))
 
 
-def signature(jaxpr: Any) -> Any:
+def signature(jaxpr: Any, *, functions: bool = True) -> Any:
     """What two jaxprs have in common that compute the same of their arguments, hashable; None if it has effects.
 
     Variables count by their place, constants and functions by identity: jaxprs that are not told apart are the
-    same program, and some that are the same are told apart.
+    same program, and some that are the same are told apart. Without `functions` these (derivative rules, callbacks)
+    do not count.
     """
     number = {var: i for i, var in enumerate([*compat.constvars_of(jaxpr), *jaxpr.invars])}
     avals, eqns = [var.aval for var in number], []
     for eqn in jaxpr.eqns:
         if eqn.effects:
             return None
-        params = tuple((name, _of_param(value)) for name, value in sorted(eqn.params.items()))
+        params = tuple((name, _of_param(value, functions)) for name, value in sorted(eqn.params.items()))
         eqns.append((eqn.primitive, eqn.ctx, params, *(_of_operand(atom, number) for atom in eqn.invars)))
         for var in eqn.outvars:
             number[var] = len(avals)
@@ -108,22 +109,37 @@ def signature(jaxpr: Any) -> Any:
     return len(jaxpr.invars), tuple(avals), tuple(eqns), outs
 
 
+def equation_key(eqn: Any, same: Mapping, *, functions: bool = True) -> Any:
+    """What two equations of one jaxpr have in common that compute the same of the same, hashable.
+
+    Args:
+        eqn: The equation.
+        same: For variables that are known to have the value of another one, that one.
+        functions: As for `signature`.
+    """
+    params = tuple((name, _of_param(value, functions)) for name, value in sorted(eqn.params.items()))
+    operands = [_of_operand(v, {}) if compat.is_literal(v) else same.get(v, v) for v in eqn.invars]
+    return eqn.primitive, eqn.ctx, params, tuple(operands), tuple(v.aval for v in eqn.outvars)
+
+
 def _of_operand(atom: Any, number: dict) -> Any:
     if not compat.is_literal(atom):
         return number[atom]
     return atom.aval, np.asarray(atom.val).tobytes()
 
 
-def _of_param(value: Any) -> Any:
+def _of_param(value: Any, functions: bool) -> Any:
     if compat.is_jaxpr(value):
         jaxpr, consts = compat.opened(value)
-        return signature(jaxpr), tuple(map(id, consts))
+        return signature(jaxpr, functions=functions), tuple(map(id, consts))
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_of_param, value))
+        return type(value), tuple(_of_param(x, functions) for x in value)
     if isinstance(value, dict):
-        return tuple((key, _of_param(x)) for key, x in value.items())
+        return tuple((key, _of_param(x, functions)) for key, x in value.items())
     if isinstance(value, float):
         return value.hex()  # 0.0 is not -0.0
+    if not functions and (callable(value) or hasattr(value, "call_wrapped")):
+        return "function"
     try:
         hash(value)
     except TypeError:
@@ -166,3 +182,32 @@ def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, 
         if reads:  # it may write to any ref it is given
             dependent.update(filter(compat.is_ref, eqn.invars))
     return dependent
+
+
+def passed_on(jaxpr: Any) -> list[int | None]:
+    """Return for each result the index of the argument that it is, unchanged; None for any other result."""
+    given = {var: i for i, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for out, index in zip(eqn.outvars, _operands_passed_on(eqn) or (), strict=False):
+            source = None if index is None else eqn.invars[index]
+            if source is not None and not compat.is_literal(source) and source in given:
+                given[out] = given[source]
+    return [None if compat.is_literal(atom) else given.get(atom) for atom in jaxpr.outvars]
+
+
+def _operands_passed_on(eqn: Any) -> list[int | None] | None:
+    """Return for each result of a call, a loop or a branch the index of the operand that it is; None for the rest."""
+    name = eqn.primitive.name
+    if name == "scan":
+        scan = compat.scan_params(eqn)
+        found = passed_on(compat.opened(scan.body)[0])
+        first = scan.consts + scan.carry  # of the operands that are sliced
+        return [
+            i if i is not None and (i == scan.consts + k if k < scan.carry else i >= first) else None
+            for k, i in enumerate(found)
+        ]
+    if name == "cond":
+        branches = zip(*(passed_on(compat.opened(branch)[0]) for branch in eqn.params["branches"]), strict=True)
+        return [1 + found[0] if found[0] is not None and len({*found}) == 1 else None for found in branches]
+    body = eqn.params.get("call_jaxpr") if name.startswith("custom_") else compat.inlined_body(eqn)
+    return None if body is None else passed_on(compat.opened(body)[0] if name.startswith("custom_") else body)

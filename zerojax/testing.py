@@ -47,7 +47,7 @@ def train_plain(tx: optax.GradientTransformation, loss_fn: Callable, params: Any
     Args:
         tx: The transformation.
         loss_fn: `loss_fn(params, batch)`, a mean over the rows.
-        params: Logical parameters. The gradient of an integer leaf is taken as zeros.
+        params: Logical parameters. Integers and booleans are not trained.
         batches: One global batch a step.
 
     Returns:
@@ -98,6 +98,7 @@ def assert_parity(
         assert (x.shape, x.dtype) == (y.shape, y.dtype), jax.tree_util.keystr(path)
         if x.size:
             scale = max(1.0, float(np.max(np.abs(y))))
-            worst = float(np.max(np.abs(x.astype(np.float64) - y.astype(np.float64))))
+            wide = np.complex128 if np.iscomplexobj(x) else np.float64
+            worst = float(np.max(np.abs(x.astype(wide) - y.astype(wide))))
             allowed = atol * scale
             assert worst <= allowed, f"{jax.tree_util.keystr(path)} is off by {worst:.2g}; {allowed:.2g} allowed"

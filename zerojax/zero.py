@@ -147,7 +147,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 `batch`; it may return anything that jit may.
 
         Returns:
-            `step(params, batch, *args)`, which returns what `fn` does. `params` are in storage, such as
+            `step(params, batch, *args, **keywords)`, which returns what `fn` does. `params` are in storage, such as
             `state.params`, or logical; types are those of training. Rows that the devices cannot
             divide, such as the last of an epoch, are replicated. Call it in a scan over tokens, and in a
             loss (a teacher): a scan within `fn` keeps gathered what all of its iterations use.
@@ -182,12 +182,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 mean is taken; PRNG keys in `*args` are folded with the microbatch's index.
 
         Returns:
-            `f(params, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with
-            `has_aux`), as `jax.value_and_grad` gives it. `grads` has the structure, the
-            logical shapes and the dtypes of `params`; at stages 2 and 3 it is sharded like
-            `shardings(params).grads`. The gradient of an integer leaf, and of one that is
-            not trained, is zeros of its size, which `train_step` does without. The loss is
-            not scaled: that is `train_step`'s too.
+            `f(params, batch, *args, **keywords) -> (loss, grads)` (`((loss, aux), grads)` with
+            `has_aux`), as `jax.value_and_grad` gives it. Without a positional batch, the keyword arguments that
+            have rows are the batch: `f(params, x=x, y=y)`; flags, numbers and keys among them are further arguments.
+            `grads` has the structure, the logical shapes and the dtypes of `params`; at stages 2 and 3 it is sharded
+            like `shardings(params).grads`. The gradient of a leaf that is not trained, as integers and booleans are
+            not, is zeros of its size, which `train_step` does without. The loss is not scaled: that is
+            `train_step`'s too.
 
         Raises:
             ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
@@ -252,7 +253,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 status 75, and says which process it waits for. None: any time.
 
         Returns:
-            `step(state, batch, *args) -> (state, metrics)`, with `.lower(...)` as
+            `step(state, batch, *args, **keywords) -> (state, metrics)`, with `.lower(...)` as
             `jax.jit` has it; metrics has `loss`, `grad_norm` (of the unscaled, averaged
             gradient) and `skipped`, with a loss scale `loss_scale`, the one it used, under
             `optax.inject_hyperparams` `learning_rate` (without it, optax keeps no rate).
@@ -298,6 +299,7 @@ def zero_shard(
     reshard_after_forward: bool = True,
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
+    overwrite: Callable[[str, Any], bool] | Any = None,
     offload: Offload | None = None,
     batch_spec: Any = None,
     view: Literal["global", "device"] = "global",
@@ -329,8 +331,13 @@ def zero_shard(
             is behind it in an `optax.chain` would change updates that cannot reach them.
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where `path` is like
             `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of logical shape; or a tree of bools. The
-            others get no gradient, no optimizer state and no reduce-scatter; at stage 3 they are sharded all the
-            same. `tx` sees holes in their place, as under `optax.masked`.
+            others, and integers and booleans always, get no gradient, no optimizer state and no reduce-scatter; at
+            stage 3 they are sharded all the same. `tx` sees holes in their place, as under `optax.masked`.
+        overwrite: Which parameters take their gradient as the new value, given as `trainable` is and whatever that
+            says: where a layer computes statistics in its backward pass. Those whose path, or NNX class, names Flax's
+            collection `_overwrite_with_gradient` do so in any case. Of microbatches, and in device view of devices,
+            the elementwise maximum is taken. They are replicated, keep their type, and no norm counts them; `tx` sees
+            holes in their place.
         offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`.
             `train_step` streams it chunk by chunk; `update`, which may be part of another
             program, brings all of it to the device at once. JAX adds nothing to an array in host memory: with
@@ -378,7 +385,8 @@ def zero_shard(
         bucket_bytes=bucket_bytes,
         reshard_after_forward=reshard_after_forward,
         precision=precision,
-        trainable=stored_mask(trainable),
+        trainable=stored_mask(trainable, "trainable"),
+        overwrite=stored_mask(overwrite, "overwrite"),
         offload=offload,
         batch_spec=BatchSpec.of(batch_spec),
         view=view,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.manifest import SavedLeaf
 from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf
+from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
 
 NAMED = 5
@@ -109,4 +110,4 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
     """Whether a floating type represents every value of another one."""
     narrow, wide = jnp.dtype(narrow), jnp.dtype(wide)
     both = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
-    return both and narrow != wide and jnp.promote_types(narrow, wide) == wide
+    return both and narrow != wide and common_dtype(narrow, wide) == wide

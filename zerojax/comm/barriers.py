@@ -24,13 +24,14 @@ def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
     XLA:CPU removes barriers before it schedules, and then computes first what reads nothing.
     No simplification sees through this dependence.
     """
-    zero, array = lax.optimization_barrier(jnp.int32(0)), first_float(anchor)
-    if array is None:
+    zero, place = lax.optimization_barrier(jnp.int32(0)), first_float(anchor)
+    if place is None:
         return zero
+    array = anchor[place]
     some = array[(0,) * array.ndim].astype(jnp.float32)
     return lax.bitcast_convert_type(some, jnp.int32) & zero
 
 
-def first_float(arrays: Sequence[jax.Array]) -> jax.Array | None:
-    """The first array of floats that has elements."""
-    return next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)
+def first_float(arrays: Sequence[jax.Array]) -> int | None:
+    """Return the index of the first array of floats that has elements, or None."""
+    return next((i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)

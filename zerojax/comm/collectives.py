@@ -23,6 +23,7 @@ from zerojax.comm.buckets import buckets, from_rows, split, to_rows
 from zerojax.comm.wire import Encoding
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import in_words
+from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad, trim
 
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
     from zerojax.jaxprs import Rule
 
+# Where each of some values holds the rows of the batch.
+Rows = Sequence[State]
 # What the scopes below become in the name of an operation of a compiled program: what is done, and the leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
+UPDATE = "zerojax_update"  # the scope of the optimizer's update in a step
 
 
 class Collectives(Protocol):
@@ -71,6 +75,10 @@ class Collectives(Protocol):
 
     def pmean(self, tree: PyTree) -> PyTree:
         """The mean over these losses."""
+        ...
+
+    def pmax(self, tree: PyTree) -> PyTree:
+        """Return the elementwise maximum over these losses."""
         ...
 
     def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
@@ -117,12 +125,15 @@ class Collectives(Protocol):
         """What `reduce_across` loses of each of these, which it quantises; float32."""
         ...
 
-    def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
+    def backward(
+        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
+    ) -> list:
         """Run a backward pass.
 
         Args:
-            fn: The backward pass: from cotangents to a tree of results.
-            cotangents: Its argument.
+            fn: The backward pass: from a list of values, residuals and cotangents, to a tree of results.
+            values: Its argument.
+            rows: For each of them, where it holds the rows of the batch. Only global view reads it.
             grads: Which of its results are gradients for `reduce_scatter`.
             rule: If given, how its equations are evaluated, as for `jaxprs.evaluate`.
 
@@ -156,12 +167,17 @@ class Collectives(Protocol):
         """A gradient with summands, if another has them."""
         ...
 
-    def element(self, x: Array) -> Array:
-        """Some element of an array, which costs no communication."""
+    @property
+    def follower(self) -> Follower | None:
+        """What follows the rows of the batch through a program; None where every array is one worker's own."""
         ...
 
-    def zero_after(self, anchor: Sequence[Array]) -> Array:
-        """See `barriers.zero_after`; costs no communication."""
+    def element(self, x: Array, rows: State) -> Array:
+        """Some element of an array; costs no communication if it is known where the array holds rows."""
+        ...
+
+    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
+        """See `barriers.zero_after`; costs no communication if it is known where `anchor` holds rows."""
         ...
 
 
@@ -286,12 +302,14 @@ class ManualCollectives:
 
         return [one(*pair) for pair in zip(shards, leaves, strict=True)]
 
-    def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
+    def backward(
+        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
+    ) -> list:
         """See `Collectives`; gradients are this worker's own."""
         if rule is None:
-            return jax.tree.leaves(fn(cotangents))
-        closed = jax.make_jaxpr(fn)(cotangents)
-        return jaxprs.evaluate(*compat.opened(closed), cotangents, rule)
+            return jax.tree.leaves(fn(values))
+        closed = jax.make_jaxpr(fn)(values)
+        return jaxprs.evaluate(*compat.opened(closed), values, rule)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
         """See `Collectives`."""
@@ -303,17 +321,22 @@ class ManualCollectives:
 
     def add(self, a: Array, b: Array) -> Array:
         """See `Collectives`."""
-        return a + b
+        return compat.add_cotangents(a, b)
 
     def like(self, grad: Array, other: Array) -> Array:
         """See `Collectives`."""
         return grad
 
-    def element(self, x: Array) -> Array:
+    @property
+    def follower(self) -> None:
+        """See `Collectives`."""
+        return None
+
+    def element(self, x: Array, rows: State) -> Array:
         """See `Collectives`."""
         return x.ravel()[0]
 
-    def zero_after(self, anchor: Sequence[Array]) -> Array:
+    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
         """See `barriers.zero_after`."""
         return zero_after(anchor)
 
@@ -324,6 +347,10 @@ class ManualCollectives:
     def pmean(self, tree: PyTree) -> PyTree:
         """The mean over all data-parallel workers."""
         return lax.pmean(tree, self.axes)
+
+    def pmax(self, tree: PyTree) -> PyTree:
+        """Return the elementwise maximum over all data-parallel workers."""
+        return lax.pmax(tree, self.axes)
 
     def _limit(self, exposed: bool) -> int:
         """Exposed collectives can only hide behind the block they belong to, which begins on its first leaves."""

@@ -9,18 +9,58 @@ donates the caller's; a traced array changes its type, which is no operation whe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat
 from zerojax.config import with_auto_axes
+from zerojax.config.data_mesh import axes_of
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["spec"])
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """A leaf on the Auto mesh that keeps the type which it has, or is to have, on the caller's.
+
+    Attributes:
+        value: An array.
+        spec: How its type says that it is sharded.
+    """
+
+    value: Any
+    spec: PartitionSpec
+
+
+def is_typed(x: Any) -> bool:
+    """Whether a node is `Typed`."""
+    return isinstance(x, Typed)
+
+
+def with_types(tree: PyTree) -> Any:
+    """The tree with the arrays that Explicit axes divide as `Typed`, so that they keep their types on the Auto mesh."""
+
+    def one(x):
+        mesh = mesh_of(x)
+        if mesh is None or not mesh.explicit_axes:
+            return x
+        spec = explicit_part((jax.typeof(x) if isinstance(x, jax.core.Tracer) else x).sharding.spec, mesh)
+        return Typed(x, spec) if axes_of([spec]) else x
+
+    return jax.tree.map(one, tree)
+
+
+def without_types(tree: PyTree) -> Any:
+    """The tree with its `Typed` leaves as arrays."""
+    return jax.tree.map(lambda x: x.value if is_typed(x) else x, tree, is_leaf=is_typed)
 
 
 def on_auto_mesh(
@@ -34,6 +74,7 @@ def on_auto_mesh(
         *args: Its arguments.
         shardings: Gives shardings, or specs, of the results it is called with: a tree, or a prefix of one. Read where
             they are traced, since their types do not say how they are sharded over Auto axes. Default: replicated.
+            Results that are `Typed` say it themselves.
 
     Returns:
         `fn(*args)` on `mesh`.
@@ -80,16 +121,18 @@ def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = l
         return tree
 
     def one(x, spec: PartitionSpec):
+        if is_typed(x):
+            return one(x.value, x.spec)
         if isinstance(x, jax.core.Tracer):
             return moved(x, mesh, explicit_part(spec, mesh))
         return moved(x, mesh, spec) if mesh_of(x) == with_auto_axes(mesh) else x
 
     def subtree(sharding, values):
         spec = getattr(sharding, "spec", sharding)
-        return jax.tree.map(lambda x: one(x, spec), values)
+        return jax.tree.map(lambda x: one(x, spec), values, is_leaf=is_typed)
 
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-    return jax.tree.map(subtree, shardings(tree) if traced else PartitionSpec(), tree)
+    return jax.tree.map(subtree, shardings(without_types(tree)) if traced else PartitionSpec(), tree)
 
 
 def mesh_of(x: Any) -> Any:
@@ -114,7 +157,7 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
 
 
-def explicit_part(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The axes of a spec that a type may name."""
     named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return PartitionSpec(*(tuple(axis for axis in axes if axis in mesh.explicit_axes) or None for axes in named))

@@ -19,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat
 from zerojax.comm import barriers, partial_sums
-from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.collectives import ManualCollectives, Rows
 from zerojax.comm.mesh import to_storage
 from zerojax.comm.wire import Encoding
 from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ class GlobalCollectives:
         specs = [PartitionSpec(*self._divided, *leaf.other_spec) for leaf in chosen]
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
-        kept = lambda grad, leaf: to_storage(self.mesh, self.wire.encode_grad(grad), leaf)
-        return [reduced[i] if i in reduced else kept(grads[i], leaf) for i, leaf in enumerate(leaves)]
+        summed = [i for i in range(len(leaves)) if i not in reduced]
+        reduced |= {i: to_storage(self.mesh, self.wire.encode_grad(grads[i]), leaves[i]) for i in summed}
+        return [reduced[i] for i in range(len(leaves))]
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
         """See `Collectives`."""
@@ -156,11 +158,13 @@ class GlobalCollectives:
         specs = [*map(self._reduced_spec, leaves)]
         return list(self._mapped(lost, specs, specs)(*shards))
 
-    def backward(self, fn: Callable, cotangents: list, grads: Sequence[int], rule: Rule | None = None) -> list:
+    def backward(
+        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
+    ) -> list:
         """See `Collectives`; gradients are left as one summand a worker where they can be."""
-        closed = jax.make_jaxpr(fn)(cotangents)
-        how = {"workers": self._workers, "island": self._summands, "rule": rule}
-        return partial_sums.evaluate(*compat.opened(closed), cotangents, grads=grads, **how)
+        closed = jax.make_jaxpr(fn)(values)
+        how = {"rows": rows, "workers": self._workers, "island": self._summands, "alike": self._alike, "rule": rule}
+        return partial_sums.evaluate(*compat.opened(closed), values, grads=grads, **how)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
         """See `Collectives`."""
@@ -179,20 +183,27 @@ class GlobalCollectives:
 
     def add(self, a: Array, b: Array) -> Array:
         """See `Collectives`."""
-        return self.like(a, b) + self.like(b, a)
+        return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
     def like(self, grad: Array, other: Array) -> Array:
         """See `Collectives`."""
         return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
-    def element(self, x: Array) -> Array:
-        """See `Collectives`; each device reads its own."""
-        return self._on_rows(lambda x: x.ravel()[0], x)
+    @property
+    def follower(self) -> Follower:
+        """See `Collectives`."""
+        return Follower(self._workers)
 
-    def zero_after(self, anchor: Sequence[Array]) -> Array:
+    def element(self, x: Array, rows: State) -> Array:
+        """See `Collectives`; each device reads its own."""
+        return self._on_rows(lambda x: x.ravel()[0], x, rows)
+
+    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
         """See `barriers.zero_after`."""
-        first = barriers.first_float(anchor)
-        return barriers.zero_after([]) if first is None else self._on_rows(lambda x: barriers.zero_after([x]), first)
+        place = barriers.first_float(anchor)
+        if place is None:
+            return barriers.zero_after([])
+        return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
     def psum(self, tree: PyTree) -> PyTree:
         """The sum over all workers: what is computed of all rows has no other."""
@@ -202,14 +213,32 @@ class GlobalCollectives:
         """The mean over all workers; see `psum`."""
         return tree
 
+    def pmax(self, tree: PyTree) -> PyTree:
+        """Return the tree: what is computed of all rows is the maximum already."""
+        return tree
+
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
         """One summand a worker of what an equation sums."""
-        row = lambda *values: eqn.primitive.bind(*values, **eqn.params)[None]
-        return self._mapped(row, divided.specs(spec_entry(self.manual.axes)), self._divided)(*values)
+        row = lambda *values: eqn.primitive.bind(*divided.closed(values), **eqn.params)[None]
+        return self._mapped(row, divided.specs(spec_entry(self.manual.axes)), self._divided)(*divided.opened(values))
 
-    def _on_rows(self, fn: Callable, x: Array) -> Array:
+    def _alike(self, grad: Array) -> Array:
+        """Pin a gradient that every worker computes alike to be whole on each, and leave the other mesh axes free.
+
+        Without this the compiler would divide the operations that make a gradient as its shards are divided, which
+        the padding makes uneven. XLA aborts there on the gradient of a sort, and computes wrong gradients of an index
+        past the end and of a maximum over windows. A sharding constraint cannot leave the other axes free. Behind
+        the barrier a device's shard is not sliced in one operation with what makes the gradient: XLA before jax 0.12
+        merges two slices and clamps their indices as if there were one.
+        """
+        return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
+
+    def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
         """A scalar of each device's rows, of the one device it is read on."""
-        spec = self._divided if x.ndim and x.shape[0] % self._workers == 0 else PartitionSpec()
+        place = None if rows is None else next((p for p in sorted(rows.of) if p.outer == 1), None)
+        if place is None:  # the compiler knows where one element is
+            return fn(x[(slice(1),) * x.ndim])
+        spec = PartitionSpec(*[None] * place.dim, *self._divided)
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
 OWNER, WITHIN = "zerojax_owner", "zerojax_within"
+EXCHANGE = "zerojax_all_to_all["  # in the name of what brings matrices to their owners, or back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +149,12 @@ class Owners:
         for dtype in dict.fromkeys(x.dtype for x in flat):
             of_type = [n for n, x in enumerate(flat) if x.dtype == dtype]
             joined = jnp.concatenate([flat[n] for n in of_type], axis=1)
-            if not back:
-                joined = self._permuted(joined, back=False)
-            with jax.named_scope(f"zerojax_all_to_all[{'back' if back else 'to owners'}]"):
+            with jax.named_scope(f"{EXCHANGE}{'back' if back else 'to owners'}]"):
+                if not back:
+                    joined = self._permuted(joined, back=False)
                 moved = lax.all_to_all(joined, self.axes, 0, 0, tiled=True)
-            if back:
-                moved = self._permuted(moved, back=True)
+                if back:
+                    moved = self._permuted(moved, back=True)
             ends = np.cumsum([flat[n].shape[1] for n in of_type])[:-1]
             for n, x in zip(of_type, jnp.split(moved, ends, axis=1), strict=True):
                 out[n] = x.reshape(shapes[n])

@@ -7,15 +7,16 @@ that product is made in a small `shard_map`: each device's own sum is a row of a
 view, and the reduction is explicit. What follows in the backward pass up to the gradient is linear,
 and is applied row by row.
 
-Any sum may be divided, whatever the model does, so this is exact. That it is one over the rows of
-the batch decides only what moves.
+Any sum may be divided, whatever the model does, so this is exact. Which dim is divided decides only what moves:
+it has to be the one that holds the rows of the batch, which `zerojax.dims` follows through the program. A sum over
+other dims, or over dims that are not known, is left to the compiler.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,11 +27,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State
 
+# Names, in a compiled program, a sum for a gradient of which it is not known whether it is one over rows.
+ROWS_UNKNOWN = "zerojax_rows_unknown"
+_SUMS = frozenset("dot_general conv_general_dilated reduce_sum scatter-add".split())
 # Linear in the one operand that is a sum, if the others are none.
 _LINEAR = frozenset(
     "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
-    "reshape rev slice split squeeze transpose".split()
+    "reshape rev sharding_constraint slice split squeeze transpose".split()
 )
 # Linear in some operands together: which of them. What slices a parameter, or joins several, has these as transposes.
 _JOINTLY = MappingProxyType(
@@ -65,17 +70,34 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """An equation that sums over a dim which can be divided over the workers.
+    """An equation that sums over rows, which are divided over the workers.
 
     Attributes:
-        dims: For each operand, the dim that is divided; None for one that every worker has in full.
+        places: For each operand, where it holds the rows; None for one that every worker has in full.
     """
 
-    dims: tuple[int | None, ...]
+    places: tuple[Place | None, ...]
 
     def specs(self, entry: Any) -> tuple[PartitionSpec, ...]:
-        """The operands' `PartitionSpec`s, `entry` naming the axes of the workers."""
-        return tuple(PartitionSpec() if d is None else PartitionSpec(*[None] * d, entry) for d in self.dims)
+        """Return the `PartitionSpec`s of the operands after `opened`; `entry` names the axes of the workers."""
+        dim_of = lambda place: place.dim + place.is_split
+        return tuple(PartitionSpec() if p is None else PartitionSpec(*[None] * dim_of(p), entry) for p in self.places)
+
+    def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Give the rows a dim of their own where they are not the first factor of one."""
+        return [_split(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
+
+    def closed(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Undo `opened`. Also accepts one worker's part."""
+        return [_merged(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
+
+
+def _split(x: jax.Array, place: Place) -> jax.Array:
+    return x.reshape(*x.shape[: place.dim], place.outer, -1, *x.shape[place.dim + 1 :])
+
+
+def _merged(x: jax.Array, place: Place) -> jax.Array:
+    return x.reshape(*x.shape[: place.dim], -1, *x.shape[place.dim + 2 :])
 
 
 def evaluate(
@@ -84,8 +106,10 @@ def evaluate(
     args: Sequence,
     *,
     grads: Sequence[int],
+    rows: Sequence[State],
     workers: int,
     island: Callable,
+    alike: Callable[[jax.Array], jax.Array] | None = None,
     rule: jaxprs.Rule | None = None,
 ) -> list:
     """Evaluate a backward pass; the gradients that can be are left as rows of `PartialSum`s.
@@ -95,8 +119,10 @@ def evaluate(
         consts: Its constants.
         args: Its arguments; what it only adds to gradients may be `PartialSum`s.
         grads: Which of its results are gradients of parameters.
+        rows: For each of its arguments, where it holds the rows of the batch.
         workers: Data-parallel workers.
         island: `island(eqn, divided, values)` makes the rows of one equation's result.
+        alike: If given, pins a gradient that is computed from parameters alone.
         rule: If given, evaluates any other equation, as for `jaxprs.evaluate`.
 
     Returns:
@@ -108,6 +134,9 @@ def evaluate(
     only_grads = _only_of(flat, grads)
     zeros: set = set()
     again = functools.partial(evaluate, workers=workers, island=island)
+    follower = Follower(workers)
+    found = follower.states(flat, [*[NOWHERE] * len(consts), *rows])
+    states_of = lambda eqn: [NOWHERE if compat.is_literal(atom) else found[atom] for atom in eqn.invars]
 
     def partial_rule(eqn, values):
         out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
@@ -116,12 +145,23 @@ def evaluate(
         if any(isinstance(x, PartialSum) for x in values):
             return _linear(eqn, values, workers)
         if eqn.primitive.name == "scan" and not only_grads.isdisjoint(eqn.outvars):
-            return _scan(eqn, values, [i for i, var in enumerate(eqn.outvars) if var in only_grads], again, workers)
-        if out in only_grads and (divided := _divided(eqn, workers, zeros)) is not None:
+            wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads]
+            inside = functools.partial(again, rows=follower.into_scan(eqn, states_of(eqn)))
+            return _scan(eqn, values, wanted, inside, workers)
+        if out in only_grads and (divided := _divided(eqn, states_of(eqn), found[out], zeros)) is not None:
             return [PartialSum(island(eqn, divided, values))]
+        if out in only_grads and eqn.primitive.name in _SUMS and UNKNOWN in states_of(eqn):
+            with jax.named_scope(ROWS_UNKNOWN):
+                return compat.evaluate_one(eqn, values)
         return None if rule is None else rule(eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
+    for i in grads:
+        if alike is None:  # within a loop: what it returns is pinned behind it
+            break
+        state = NOWHERE if compat.is_literal(flat.outvars[i]) else found[flat.outvars[i]]
+        if not isinstance(results[i], PartialSum) and state is not None and not state.of:
+            results[i] = alike(results[i])
     return [x.rows if isinstance(x, PartialSum) else x for x in results]
 
 
@@ -192,6 +232,10 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 
 
 def _is_linear(eqn) -> bool:
+    """Whether an equation is linear in sums; a cast to float8 is not: each summand would lose what the sum keeps."""
+    if eqn.primitive.name == "convert_element_type":
+        dtype = np.dtype(eqn.params["new_dtype"])
+        return not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2)
     return eqn.primitive.name in _LINEAR or eqn.primitive.name in _JOINTLY
 
 
@@ -211,7 +255,12 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
         batched = [i in joint and not zero[i] for i in range(len(rows))]
         rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]
         return of_rows(batched)
-    if eqn.primitive.name in _LINEAR and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
+    if (
+        eqn.primitive.name in _LINEAR
+        and _is_linear(eqn)
+        and sum(partial) == 1
+        and (eqn.primitive.name != "div" or partial[0])
+    ):
         return of_rows(partial)
     return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
 
@@ -222,23 +271,49 @@ def as_rows(value: jax.Array, workers: int) -> jax.Array:
     return jnp.where(first, value[None], 0)
 
 
-def _divided(eqn, workers: int, zeros: set) -> Divided | None:
-    """How an equation's sum over dim 0 is divided over the workers, or None if it has none.
+def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
+    """How an equation's sum over rows is divided over the workers, or None if it has none.
 
-    Models have the rows of the batch first, so this is the product that makes a gradient, and not one before it.
+    The result must have no rows left: a product of rows with rows, batched, is summed by a later equation.
     """
-    name, shapes = eqn.primitive.name, [atom.aval.shape for atom in eqn.invars]
-    if name == "dot_general" and (0, 0) in zip(*eqn.params["dimension_numbers"][0], strict=True):
-        return Divided((0, 0)) if shapes[0][0] % workers == 0 else None
+    known = [state for state in states if state is not None]
+    if len(known) < len(states) or result is None or result.of:
+        return None
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return _paired(known, zip(*eqn.params["dimension_numbers"][0], strict=True))
     if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
         numbers = eqn.params["dimension_numbers"]  # the gradient of a kernel: the sum over features is one over rows
-        over_rows = numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0
-        return Divided((0, 0)) if over_rows and shapes[0][0] % workers == 0 else None
-    if name == "reduce_sum" and 0 in eqn.params["axes"]:
-        return Divided((0,)) if shapes[0][0] % workers == 0 else None
+        return _paired(known, [(numbers.lhs_spec[1], numbers.rhs_spec[1])])
+    if name == "reduce_sum":
+        place = known[0].only
+        return Divided((place,)) if place is not None and place.dim in eqn.params["axes"] else None
     if name == "scatter-add" and eqn.invars[0] in zeros:
-        numbers = eqn.params["dimension_numbers"]
-        batched = getattr(numbers, "operand_batching_dims", ())
-        if 0 not in numbers.update_window_dims and not batched and len(shapes[1]) > 1 and shapes[1][0] % workers == 0:
-            return Divided((None, 0, 0))
+        return _scattered(eqn, known)
     return None
+
+
+def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
+    """Find the pair of summed dims that holds the rows. An operand without rows is the same for all of them."""
+    lhs, rhs = states
+    for i, j in pairs:
+        if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
+            return Divided((place.to(int(i)), place.to(int(j))))
+    return None
+
+
+def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
+    """The rows of the updates that are added into zeros, and of their indices."""
+    _, indices, updates = states
+    numbers = eqn.params["dimension_numbers"]
+    place = next(iter({*indices.of} or {*updates.of}), None)
+    if place is None or place.is_split or getattr(numbers, "operand_batching_dims", ()):
+        return None
+    scattered = [d for d in range(len(eqn.invars[2].aval.shape)) if d not in numbers.update_window_dims]
+    if indices.of:
+        if place.dim >= len(scattered):
+            return None
+        return Divided((None, place, place.to(scattered[place.dim])))
+    if place.dim not in scattered:
+        return None
+    return Divided((None, place.to(scattered.index(place.dim)), place))

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.comm.quantised import Codec
+from zerojax.config.precision import common_dtype
 from zerojax.config.wire import Wire
 from zerojax.layout.leaf import Leaf
 
@@ -59,9 +60,18 @@ class Encoding:
         return Codec(fmt, self.wire.block)
 
     def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which gradients of a type are summed over the devices."""
-        return dtype if self.reduce is None or not jnp.issubdtype(dtype, jnp.floating) else self.reduce
+        """The type in which gradients of a type are summed over the devices; bfloat16 at least."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce
 
     def sum_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which one device sums the gradients of several uses."""
-        return dtype if self.reduce is None else jnp.promote_types(dtype, self.reduce)
+        """The type in which one device sums the gradients of several uses; bfloat16 at least."""
+        wide = _at_least_bfloat16(dtype)
+        return wide if self.reduce is None else common_dtype(wide, self.reduce)
+
+
+def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
+    """Return bfloat16 for a narrower floating type: a sum of a few float8 numbers loses most of its digits."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 2
+    return np.dtype(jnp.bfloat16) if narrow else dtype

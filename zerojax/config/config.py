@@ -52,6 +52,7 @@ class Config:
         reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
         precision: Types of a step; None leaves every type as the parameters and the loss have it.
         trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
+        overwrite: `overwrite(path, leaf) -> bool`: which leaves take their gradient as the new value; None: as named.
         offload: What is offloaded to host memory or disk; None: nothing.
         batch_spec: How dims of the batch are divided; None: dim 0 over `axis` alone.
         view: `"global"`: the loss sees all rows of the batch; `"device"`: each device's its own.
@@ -75,6 +76,7 @@ class Config:
     reshard_after_forward: bool = True
     precision: Precision | None = None
     trainable: Callable[[str, Any], bool] | None = None
+    overwrite: Callable[[str, Any], bool] | None = None
     offload: Offload | None = None
     batch_spec: BatchSpec | None = None
     view: str = "global"

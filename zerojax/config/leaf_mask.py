@@ -17,13 +17,15 @@ class LeafMask:
     Attributes:
         known: Paths of all leaves of the mask.
         meant: Those whose value is true.
+        option: The option of `zero_shard` that the mask was given as.
     """
 
     known: frozenset[str]
     meant: frozenset[str]
+    option: str = "trainable"
 
     @classmethod
-    def of(cls, mask: Any) -> LeafMask:
+    def of(cls, mask: Any, option: str = "trainable") -> LeafMask:
         """The predicate of a tree of bools with the structure of the parameters.
 
         Raises:
@@ -33,14 +35,14 @@ class LeafMask:
         leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
         found = {path_of(path): x for path, x in leaves}
         if len(found) < len(leaves):
-            raise ValueError("Two leaves of the mask in trainable= have one path. Rename the keys that contain '/'.")
+            raise ValueError(f"Two leaves of the mask in {option}= have one path. Rename the keys that contain '/'.")
         for path, x in found.items():
             if not isinstance(x, bool | np.bool_):
                 raise TypeError(
-                    f"trainable= is read as a mask, and its leaf {path!r} is {x!r}. Give a tree of bools with the "
+                    f"{option}= is read as a mask, and its leaf {path!r} is {x!r}. Give a tree of bools with the "
                     f"structure of the parameters, or a function of (path, leaf)."
                 )
-        return cls(frozenset(found), frozenset(path for path, x in found.items() if x))
+        return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
         """Whether the leaf at `path` is meant.
@@ -50,7 +52,7 @@ class LeafMask:
         """
         if path not in self.known:
             raise ValueError(
-                f"The mask in trainable= has no leaf {path!r}, which the parameters have. "
+                f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. "
                 f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
             )
         return path in self.meant
@@ -63,7 +65,7 @@ class LeafMask:
         """
         if surplus := sorted(self.known.difference(paths)):
             raise ValueError(
-                f"The mask in trainable= has a leaf {surplus[0]!r}, which the parameters have not. "
+                f"The mask in {self.option}= has a leaf {surplus[0]!r}, which the parameters have not. "
                 f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
             )
 

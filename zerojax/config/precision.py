@@ -17,6 +17,12 @@ from zerojax.config.checks import check_count
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
+def common_dtype(first: Any, second: Any) -> np.dtype:
+    """Return the narrowest type that holds the values of both, also where JAX's promotion is strict for the user."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(first, second)
+
+
 @dataclasses.dataclass(frozen=True)
 class DynamicScale:
     """A loss scale that looks for the largest power of two at which nothing overflows.
@@ -123,7 +129,7 @@ class Precision:
                     f"Precision({name}={dtype}) needs jax.config.update('jax_enable_x64', True), without which JAX "
                     f"makes float32 of it."
                 )
-        if jnp.promote_types(self.compute, self.master) != self.master:
+        if common_dtype(self.compute, self.master) != self.master:
             raise ValueError(
                 f"Precision(master={self.master}) is narrower than compute={self.compute}: the optimizer would update "
                 f"coarser weights than the loss sees. Give master=jnp.float32, or another that holds all of its values."

@@ -13,9 +13,20 @@ working_set     how much is gathered at a time
 tiled           a loop over tiles of a sequence, as one block
 """
 
-from zerojax.gather.engine import block, gather_on_use
+from zerojax.gather.engine import block, gather_on_use, row_states, split_arrays
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.tiled import tiled
+from zerojax.gather.vjp import passes
 from zerojax.gather.working_set import WorkingSet, working_set
 
-__all__ = ["StandIn", "WorkingSet", "block", "gather_on_use", "tiled", "working_set"]
+__all__ = [
+    "StandIn",
+    "WorkingSet",
+    "block",
+    "gather_on_use",
+    "passes",
+    "row_states",
+    "split_arrays",
+    "tiled",
+    "working_set",
+]

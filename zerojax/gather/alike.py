@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zerojax import jaxprs
+from zerojax.dims import Follower
 from zerojax.gather.vjp import Passes, passes
 
 if TYPE_CHECKING:
@@ -23,15 +24,18 @@ class Alike:
         self._counts = Counter(filter(None, self._signatures.values()))
         self._traced: dict[Hashable, Passes] = {}
 
-    def passes(self, segment: "Segment", params: Sequence, others: Sequence, **wanted: Sequence[bool]) -> Passes:
+    def passes(
+        self, segment: "Segment", params: Sequence, others: Sequence, *, follower: Follower | None, **given: Sequence
+    ) -> Passes:
         """See `vjp.passes`, of the segment; those of segments that are alike are one, and each traced once."""
         signature = self._signatures[id(segment)]
         if self._counts[signature] < 2:
-            return passes(segment.run, params, others, **wanted)
+            return passes(segment.run, params, others, follower=follower, **given)
         types = tuple(jax.typeof(x) for x in (*params, *others))
-        key = signature, types, tuple((name, tuple(flags)) for name, flags in sorted(wanted.items()))
+        key = signature, types, tuple((name, tuple(values)) for name, values in sorted(given.items()))
         if key not in self._traced:
-            self._traced[key] = dataclasses.replace(passes(segment.run, params, others, **wanted), is_shared=True)
+            new = passes(segment.run, params, others, follower=follower, **given)
+            self._traced[key] = dataclasses.replace(new, is_shared=True)
         return self._traced[key]
 
 

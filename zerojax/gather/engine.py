@@ -1,17 +1,20 @@
 """`gather_on_use`: a loss function of full parameters, rewritten to take shards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from zerojax.comm.collectives import Collectives
+from zerojax.dims import NOWHERE, Follower, State, at
 from zerojax.gather.passes import as_function
 from zerojax.gather.program import BLOCK_NAME, Program, planned
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def gather_on_use(
@@ -21,6 +24,7 @@ def gather_on_use(
     comm: Collectives,
     prefetch: int = 1,
     reshard_after_forward: bool = True,
+    of_rows: Collection[int] = (),
 ) -> Callable:
     """Rewrite `fn(params, *args)` to take shards of `params`.
 
@@ -36,6 +40,7 @@ def gather_on_use(
         prefetch: How many uses ahead a gather may start; 0 starts each when its use is due.
         reshard_after_forward: False keeps gathered parameters for the backward pass:
             two collectives a parameter instead of three, at the cost of their memory.
+        of_rows: Which of `args`, by index, hold the rows of the batch on dim 0.
 
     Returns:
         `wrapped(shards, *args)`, which returns what `fn` does. Its derivative with respect to
@@ -65,7 +70,7 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-        program, arrays, consts, structure = traced(fn, tree, leaves, full, args)
+        program, arrays, consts, structure = traced(fn, tree, leaves, full, args, of_rows, comm.follower)
         run = as_function(program, options, zeros)
         results = run(*shards, *arrays, *consts, *zeros.values())
         return jax.tree.unflatten(structure, results)
@@ -89,7 +94,15 @@ class Traced(NamedTuple):
     structure: Any
 
 
-def traced(fn: Callable, tree: Any, leaves: Sequence[Leaf], full: Sequence, args: Sequence) -> Traced:
+def traced(
+    fn: Callable,
+    tree: Any,
+    leaves: Sequence[Leaf],
+    full: Sequence,
+    args: Sequence,
+    of_rows: Collection[int] = (),
+    follower: Follower | None = None,
+) -> Traced:
     """Trace `fn` on full parameters and divide it into segments.
 
     Args:
@@ -98,14 +111,17 @@ def traced(fn: Callable, tree: Any, leaves: Sequence[Leaf], full: Sequence, args
         leaves: How each of them is laid out.
         full: Arrays or shapes of them; logical shape.
         args: Further arguments of `fn`; shapes are enough.
+        of_rows: Which of `args` hold the rows of the batch on dim 0.
+        follower: Follows the rows through the program; None does not.
     """
-    arrays, put_back = _split_arrays(args)
+    arrays, put_back = split_arrays(args)
+    given = [NOWHERE] * len(full) + row_states(args, of_rows)
 
     def on_leaves(full, arrays):
         return fn(tree.unflatten(full), *put_back(arrays))
 
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
-    program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves])
+    program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves], given, follower)
     return Traced(program, arrays, consts, jax.tree.structure(shape))
 
 
@@ -146,13 +162,23 @@ def _leaves_of(layout, tree) -> list[Leaf]:
     return leaves
 
 
-def _split_arrays(args: Sequence) -> tuple[list, Callable]:
+def split_arrays(args: Sequence) -> tuple[list, Callable]:
     """The arrays among `args`, without what is no array (flags, names), which `fn` may branch on."""
     leaves, tree = jax.tree.flatten(args)
-    is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) for x in leaves]
+    is_array = [isinstance(x, _ARRAYS) for x in leaves]
 
     def put_back(arrays):
         rest = iter(arrays)
         return tree.unflatten([next(rest) if on else x for x, on in zip(leaves, is_array, strict=True)])
 
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
+
+
+def row_states(args: Sequence, of_rows: Collection[int]) -> list[State]:
+    """Where each array among `args` holds the rows of the batch: on dim 0 of those that are named."""
+    return [
+        at(0) if i in of_rows and x.shape else NOWHERE
+        for i, arg in enumerate(args)
+        for x in jax.tree.leaves(arg)
+        if isinstance(x, _ARRAYS)
+    ]

@@ -192,7 +192,7 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
         if i >= split:
             return None if x.leaves == (x,) else _Rows(0, 1, scan.length)
         indices = _indices(body, body.invars[i], counters) if i < scan.consts and scan.length else None
-        return _progression(indices) if indices else None
+        return _progression(indices, scan.length) if indices else None
 
     chosen = {i: rows for i, x in enumerate(values) if (rows := rows_read(i, x)) is not None}
     if not chosen:
@@ -221,12 +221,16 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
     return [*carry, *stacked]
 
 
-def _progression(indices: Sequence[np.ndarray]) -> _Rows | None:
-    """The rows that are read, if all reads are of the same, and each as far from the one before."""
-    index = indices[0].astype(int)
+def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
+    """The rows that are read, if all reads are of the same, and each as far from the one before.
+
+    An index that no iteration changes is a scalar.
+    """
+    index, *others = (np.broadcast_to(index, (length,)) for index in indices)
+    index = index.astype(int)
     step = int(index[1] - index[0]) if index.size > 1 else 1
     rows = _Rows(int(index[0]), step, index.size)
-    same = all(np.array_equal(index, other) for other in indices[1:])
+    same = all(np.array_equal(index, other) for other in others)
     return rows if same and step and np.array_equal(index, rows.start + step * np.arange(index.size)) else None
 
 

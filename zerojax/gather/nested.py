@@ -10,11 +10,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.residuals import PlainResiduals
+from zerojax.dims import UNKNOWN
+from zerojax.gather.residuals import NestedResiduals, Static
 from zerojax.gather.segments import Segment
 from zerojax.offload.host import to_device
 
@@ -70,7 +72,7 @@ class NestedSegment(Segment):
         """None that the backward pass reads again."""
         return []
 
-    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, PlainResiduals | None]:
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, NestedResiduals | None]:
         """See `Segment`."""
         _, others = self.start(gathers, ahead=False)
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
@@ -83,18 +85,30 @@ class NestedSegment(Segment):
         def of_moving(values):
             return self._loop(run, {**gathers.env, **given, **dict(zip(wanted, values, strict=True))})
 
-        return self.differentiated(of_moving, [given[v] for v in wanted], wanted, moving)
+        return self._differentiated(of_moving, [given[v] for v in wanted], wanted, moving)
 
-    def backward(self, residuals: PlainResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+    def backward(self, residuals: NestedResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """See `Segment`."""
         outputs, wanted = residuals.active.value
         cotangents = self.cotangents(outputs, grads)
         if cotangents is None:
             return
-        _, (cotangents, due) = gathers.take(cotangents, grads.due, ahead=False)
+        _, (cotangents, due) = gathers.take(cotangents, grads.due, rows=[UNKNOWN] * len(cotangents), ahead=False)
         grads.settle(due)
         (to_wanted,) = residuals.pull(cotangents)
         grads.add_others(wanted, gathers.finish(to_wanted))
+
+    def _differentiated(self, run: Callable, values: list, inputs: list, moving: Set) -> tuple[list, NestedResiduals]:
+        """`run(values)`, and what pulls cotangents of its results back to the values, which are called `inputs`."""
+        live = set(self.live_results(moving))
+        outputs = [i for i, key in enumerate(self.results) if key in live]
+
+        def with_results(values):
+            results = run(values)
+            return [results[i] for i in outputs], results
+
+        _, pull, results = jax.vjp(with_results, values, has_aux=True)
+        return results, NestedResiduals(pull, Static((outputs, inputs)))
 
     def _loop(self, run: Callable, env: Mapping) -> list:
         """The results, given `run(*arguments of the program)`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.comm.barriers import barrier
 from zerojax.gather.alike import Alike
 from zerojax.gather.program import Program
@@ -35,18 +35,24 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     gathering = [segment for segment in program.segments if segment.params]
     order = [segment.first_gather for segment in gathering]
     computes, alike = [segment.computes for segment in gathering], Alike(program.segments)
-    gathers = GatherScheduler(env, program.invars, order, computes, options, alike, _nested(options))
+    gathers = GatherScheduler(env, program.invars, order, computes, options, alike, _nested(options), program.rows)
     residuals: list = []
-    for segment in program.segments:
+    last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
+    last_read |= dict.fromkeys(jaxprs.variables_in(program.outs), len(program.segments))
+    ends = _ends(program)
+    for index, segment in enumerate(program.segments):
         moving = live.intersection(segment.sources)
         live.update(segment.live_results(moving))
         results, new = segment.forward(gathers, moving)
         if segment.params:
-            results = gathers.finish(results)
+            results = gathers.finish(results) if segment.waits_for_next else results
             gathers.position += 1
+            results, new = _before_backward(results, [segment.results.index(v) for v in ends[index]], new)
         if residuals and residuals[-1] is not None:
             results, residuals[-1] = _after_offload(results, residuals[-1])
         env.update(zip(segment.results, results, strict=True))
+        reached = segment.results if segment.params else [*gathers.frontier, *segment.after(gathers.frontier)]
+        gathers.frontier = [v for v in reached if last_read.get(v, 0) > index]
         residuals.append(new)
     return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
 
@@ -61,6 +67,28 @@ def _env(program: Program, args: Sequence) -> dict:
     for var, params in program.joined.items():
         env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
     return env
+
+
+def _ends(program: Program) -> list[list]:
+    """For each segment, the results that no later segment needs which gathers."""
+    needed: set = set()
+    found = []
+    for segment in reversed(program.segments):
+        found.append([v for v in segment.results if v not in needed])
+        needed.update(segment.others if segment.params else segment.behind(needed))
+    return found[::-1]
+
+
+def _before_backward(results: Sequence, ends: Sequence[int], residuals) -> tuple:
+    """The results of a segment, and its residuals once those at `ends` are computed.
+
+    The backward pass of a loss that is summed up reads none of the summands. Otherwise XLA computes them behind it,
+    and keeps what they read, gathered parameters among it, until then.
+    """
+    leaves, tree = jax.tree.flatten(residuals)
+    waited, (leaves,) = barrier([results[i] for i in ends], leaves)
+    values = {**dict(enumerate(results)), **dict(zip(ends, waited, strict=True))}
+    return list(values.values()), jax.tree.unflatten(tree, leaves)
 
 
 def _after_offload(results: Sequence, residuals) -> tuple:
@@ -109,10 +137,12 @@ def run_backward(
             env.update(zip(segment.operands, kept.operands, strict=True))
     order = [segment.last_gather(kept) for segment, kept in gathering]
     computes = [segment.computes for segment, _ in gathering]
-    gathers = GatherScheduler(env, program.invars, order, computes, options, Alike(()), _nested(options))
+    gathers = GatherScheduler(env, program.invars, order, computes, options, Alike(()), _nested(options), program.rows)
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)
+        reached = segment.others if segment.params else [*gathers.frontier, *segment.behind(gathers.frontier)]
+        gathers.frontier = [v for v in reached if v not in segment.results]
     grads.finish()
     for var, params in program.joined.items():
         for i, param in enumerate(params if var in grads.cotangents else ()):

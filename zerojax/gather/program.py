@@ -11,14 +11,17 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from zerojax import compat, jaxprs
+from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather import evaluate
 from zerojax.gather.grad_dims import orders
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
+from zerojax.gather.merged import merged
 from zerojax.gather.nested import MOST_ITERATIONS, NestedSegment, iterations_are_independent
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment, Segment
@@ -52,6 +55,7 @@ class Program:
         outs: What the function returns: variables, `Gathered` parameters, or literals.
         joined: Stacks that are made of parameters of one layout (`jnp.stack`), by their variable.
         held: What is computed of parameters alone, once for all segments that read it.
+        rows: Where variables hold the rows of the batch; empty if nothing follows them.
     """
 
     invars: tuple
@@ -59,12 +63,16 @@ class Program:
     outs: tuple
     joined: Mapping[Any, tuple[ShardedParam, ...]]
     held: frozenset
+    rows: Mapping[Any, State]
 
 
-def planned(closed, leaves: Sequence[Leaf | None]) -> tuple[Program, list]:
-    """The program of a traced function, and the constants that are its last arguments.
+def planned(
+    closed, leaves: Sequence[Leaf | None], given: Sequence[State], follower: Follower | None
+) -> tuple[Program, list]:
+    """Return the program of a traced function, and the constants that are its last arguments.
 
-    `leaves` are the layouts of its first arguments, None for those that are not sharded.
+    `leaves` are the layouts of its first arguments, None for those that are not sharded. `given` says where each of
+    its arguments holds the rows of the batch, which `follower`, if there is one, follows.
     """
     jaxpr, consts = compat.opened(closed)
     missing = [None] * (len(jaxpr.invars) - len(leaves))
@@ -76,8 +84,11 @@ def planned(closed, leaves: Sequence[Leaf | None]) -> tuple[Program, list]:
     again = jax.make_jaxpr(flat)([var.aval for var in jaxpr.invars], list(consts))
     jaxpr, more = compat.opened(again)
     bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
+    bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])
     missing = [None] * (len(bare.invars) - len(leaves))
-    return plan(bare, [*leaves, *missing]), jaxprs.as_jax_values([*consts, *more])
+    rest = [NOWHERE] * (len(bare.invars) - len(given))
+    rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, [*given, *rest]))
+    return plan(bare, [*leaves, *missing], rows, follower), jaxprs.as_jax_values([*consts, *more])
 
 
 def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) -> list:
@@ -147,19 +158,25 @@ class _Draft:
     reads: Mapping = dataclasses.field(default_factory=dict)
 
 
-def plan(jaxpr, leaves: Sequence[Leaf | None]) -> Program:
+def plan(
+    jaxpr, leaves: Sequence[Leaf | None], rows: Mapping[Any, State] = MappingProxyType({}), follower: Any = None
+) -> Program:
     """Divide an inlined jaxpr into segments.
 
     Args:
         jaxpr: Without constants.
         leaves: For each argument, its layout if it is a sharded parameter, else None.
+        rows: Where each variable holds the rows of the batch.
+        follower: What found that, or None.
     """
-    program, params, repeated = _plan(jaxpr, leaves, frozenset())
+    nest = functools.partial(_nested, rows=rows, follower=follower)
+    program, params, repeated = _plan(jaxpr, leaves, frozenset(), nest)
     held = _costly(jaxpr, program, params, repeated)
-    return _plan(jaxpr, leaves, held)[0] if held else program
+    program = _plan(jaxpr, leaves, held, nest)[0] if held else program
+    return dataclasses.replace(program, rows=rows)
 
 
-def _plan(jaxpr, leaves: Sequence[Leaf | None], held: frozenset) -> tuple[Program, Mapping, Mapping]:
+def _plan(jaxpr, leaves: Sequence[Leaf | None], held: frozenset, nest: Callable) -> tuple[Program, Mapping, Mapping]:
     """The program, its parameters by variable, and the equations that segments repeat, by their results."""
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
     joined: dict = {}
@@ -200,7 +217,7 @@ def _plan(jaxpr, leaves: Sequence[Leaf | None], held: frozenset) -> tuple[Progra
         elif _changes_a_weight(eqn, params, repeated) and _has_one_reader(eqn.outvars[0], uses, final):
             repeated[eqn.outvars[0]] = eqn
         elif eqn.primitive.name == "scan":
-            if (body := _nested(eqn, touched, params)) is not None:
+            if (body := nest(eqn, touched, params)) is not None:
                 drafts.append(_Draft(functools.partial(NestedSegment, program=body[0], consts=body[1]), [eqn]))
                 continue
             early = [v for i, v in enumerate(eqn.invars) if v in touched and not _by_iteration(eqn, i, params)]
@@ -214,10 +231,17 @@ def _plan(jaxpr, leaves: Sequence[Leaf | None], held: frozenset) -> tuple[Progra
         drafts.append(_Draft(BlockSegment, [], returned))
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
     segments = _assembled(jaxpr, drafts, params, repeated)
-    return Program(tuple(jaxpr.invars), segments, outs, joined, held), params, repeated
+    return Program(tuple(jaxpr.invars), segments, outs, joined, held, {}), params, repeated
 
 
-def _nested(eqn, touched: Collection, params: Mapping[Any, ShardedParam]) -> tuple[Program, list] | None:
+def _nested(
+    eqn,
+    touched: Collection,
+    params: Mapping[Any, ShardedParam],
+    *,
+    rows: Mapping[Any, State],
+    follower: Follower | None,
+) -> tuple[Program, list] | None:
     """The program of a loop's body and its constants, if the parameters had better stay sharded until it uses them."""
     scan = compat.scan_params(eqn)
     constants = set(jaxprs.variables_in(eqn.invars[: scan.consts]))
@@ -228,7 +252,9 @@ def _nested(eqn, touched: Collection, params: Mapping[Any, ShardedParam]) -> tup
     if any(param and param.leaf.further > 1 for param in found):  # its gradients are no shards of the body's arguments
         return None
     leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in found]
-    program, consts = planned(scan.body, leaves)
+    states = [NOWHERE if compat.is_literal(a) else rows.get(a, NOWHERE) for a in eqn.invars]
+    inside = [] if follower is None else follower.into_scan(eqn, states)
+    program, consts = planned(scan.body, leaves, inside, follower)
     largest = max((size for segment in program.segments for size in segment.gathered_bytes), default=0)
     return (program, consts) if 2 * largest < sum(leaf.bytes for leaf in leaves if leaf) else None
 

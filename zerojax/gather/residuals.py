@@ -41,8 +41,8 @@ class StandIn:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PlainResiduals:
-    """Residuals of a segment that uses no sharded parameter.
+class NestedResiduals:
+    """Residuals of a loop that runs a program of its own in each iteration.
 
     Attributes:
         pull: Its backward function.

@@ -54,6 +54,14 @@ class ScanSegment(Segment):
         """See `Segment`."""
         return self.loop.stacked
 
+    @property
+    def waits_for_next(self) -> bool:
+        """Not where the iterations gather nothing: XLA then has the whole loop to hide the next gather behind.
+
+        With a wait, XLA's scheduler ended half of these gathers before the loop.
+        """
+        return bool(self.loop.stacked)
+
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """See `Segment`."""
         return scan_forward.forward(self, self.loop, gathers, moving)

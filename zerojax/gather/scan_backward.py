@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import compat
 from zerojax.comm.barriers import barrier
+from zerojax.dims import State, stacked
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
@@ -23,7 +25,7 @@ from zerojax.gather.vjp import Passes
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class LoopState:
     """What one iteration of the backward loop hands the next.
 
     Attributes:
@@ -75,6 +77,18 @@ class Backward:
         first = len(self.loop.shared)
         return {self.loop.stacked[i - first].key: i - first for i in reversed(self.two.active_params) if i >= first}
 
+    @property
+    def cotangent_rows(self) -> list[State]:
+        """Where the cotangents hold the rows of the batch; those of what the iterations return are stacks."""
+        pairs = zip(self.two.active_results, self.two.result_rows, strict=True)
+        return [rows if i < self.loop.carry else stacked(rows) for i, rows in pairs]
+
+    @property
+    def carry_rows(self) -> list[State]:
+        """Where the cotangents of the carry hold the rows of the batch."""
+        pairs = zip(self.two.active_results, self.two.result_rows, strict=True)
+        return [rows for i, rows in pairs if i < self.loop.carry]
+
     def others_in(self, start: int, stop: int | None = None) -> list[int]:
         """The active others from `start` to `stop`."""
         return [i for i in self.two.active_others if start <= i and (stop is None or i < stop)]
@@ -94,15 +108,16 @@ class Backward:
         values = [found.get(i) for i in range(len(self.loop.params))]
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
-    def start(self, cotangents: Sequence, gathered: Sequence) -> State:
+    def start(self, cotangents: Sequence, gathered: Sequence) -> LoopState:
         """The state before the first iteration."""
         loop, others = self.loop, self.two.other_shapes
         inner, comm = loop.consts + loop.carry, self.layers.options.comm
-        zeros = lambda i: (comm.zeros if i in self.later else jnp.zeros)(others[i].shape, others[i].dtype)
+        zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in self.others_in(0, loop.consts)]
         # Every row will be written. Filled with a value that is computed only now, and not with zeros, XLA
         # cannot allocate the stacks early.
-        seed = comm.element(next(c for c in cotangents if c is not None))
+        first = next(n for n, c in enumerate(cotangents) if c is not None)
+        seed = comm.element(cotangents[first], self.cotangent_rows[first])
         rows = [zeros(i) for i in self.others_in(inner)]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.two.active_params if i < len(loop.shared)]
@@ -111,9 +126,9 @@ class Backward:
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
-        return State(carry, list(gathered), [], [], shared, consts, slices, stacks)
+        return LoopState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
-    def iterate(self, shared: Sequence, state: State, iteration, *, fetch: bool, zero: Any = 0) -> State:
+    def iterate(self, shared: Sequence, state: LoopState, iteration, *, fetch: bool, zero: Any = 0) -> LoopState:
         """One iteration.
 
         Args:
@@ -146,7 +161,7 @@ class Backward:
             stacks, pending, scattered = self._reduced_into(stacks, scattered, iteration), [], []
         to = dict(zip(two.active_others, to_others, strict=True))
         to_consts, to_slices = [to[i] for i in self.others_in(0, loop.consts)], [to[i] for i in self.others_in(inner)]
-        return State(
+        return LoopState(
             carry=[to[i] for i in self.others_in(loop.consts, inner)],
             gathered=following,
             pending=pending,
@@ -165,7 +180,7 @@ class Backward:
                 results.append(next(rest))
             elif stack is None:
                 aval = self.two.forward.jaxpr.outvars[index].aval
-                results.append(jnp.zeros(aval.shape, aval.dtype))
+                results.append(compat.zero_cotangent(aval.shape, aval.dtype))
             else:
                 results.append(self.loop.row(stack, iteration))
         return results
@@ -224,7 +239,9 @@ def backward(
     here = [c for c in cotangents if c is not None]
     flat, structure = jax.tree.flatten(residuals.saved)
     # Without the barrier the peeled iteration would be common-subexpression-eliminated with the forward one.
-    entry, (here, flat, due) = gathers.take(here, flat, grads.due, ahead=False)
+    pairs = zip(two.active_results, two.result_rows, cotangents, strict=True)
+    rows = [rows if i < loop.carry else stacked(rows) for i, rows, c in pairs if c is not None]
+    entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
     grads.settle(due)
     rest = iter(here)
     cotangents = [None if c is None else next(rest) for c in cotangents]
@@ -244,7 +261,7 @@ def backward(
 
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
-) -> State:
+) -> LoopState:
     """All iterations."""
     length = run.loop.length
     state = run.start(run.cotangents, gathered if run.ahead else [])
@@ -256,7 +273,7 @@ def _iterate(
         return lax.scan(body, state, jnp.arange(length), reverse=True)[0]
     left = length - 1
     if length > 1:
-        zero = run.layers.options.comm.zero_after(state.carry)
+        zero = run.layers.options.comm.zero_after(state.carry, run.carry_rows)
         state = run.iterate(shared, state, left, fetch=True, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
         grads.settle(due)
@@ -265,7 +282,7 @@ def _iterate(
         state, left = run.iterate(shared, state, left, fetch=True), left - 1
     if left:
         state, _ = lax.scan(body, state, jnp.arange(1, left + 1), reverse=True)
-    (carry,) = gathers.start(state.carry)
+    (carry,) = gathers.start(state.carry, rows=run.carry_rows)
     state = run.iterate(shared, dataclasses.replace(state, carry=carry), 0, fetch=False)
     # Otherwise XLA sinks the reduction of iteration 1 past the one that hides it, or combines it with the last.
     carry, (stacks, scattered) = barrier(state.carry, state.stacks, state.scattered)
@@ -273,7 +290,7 @@ def _iterate(
     return dataclasses.replace(state, carry=carry, pending=pending, scattered=scattered, stacks=stacks)
 
 
-def _finish(segment: Segment, run: Backward, state: State, gathers: GatherScheduler, grads: GradScheduler) -> None:
+def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherScheduler, grads: GradScheduler) -> None:
     """Hand on what the loop computed."""
     loop, two, inner = run.loop, run.two, run.loop.consts + run.loop.carry
     carry = gathers.finish(state.carry)
@@ -305,6 +322,6 @@ def _cotangents(segment: Segment, loop: Loop, two: Passes, grads: GradScheduler)
         return None
     shapes = [v.aval for v in two.forward.jaxpr.outvars]
     return [
-        jnp.zeros(shapes[i].shape, shapes[i].dtype) if c is None and i < loop.carry else c
+        compat.zero_cotangent(shapes[i].shape, shapes[i].dtype) if c is None and i < loop.carry else c
         for i, c in zip(two.active_results, given, strict=True)
     ]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat
+from zerojax.dims import NOWHERE, UNKNOWN, State
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler
@@ -16,7 +17,7 @@ from zerojax.gather.segments import Segment
 from zerojax.gather.vjp import Passes, passes
 
 
-class State(NamedTuple):
+class LoopState(NamedTuple):
     """What one iteration of the forward loop hands the next.
 
     Attributes:
@@ -52,7 +53,7 @@ class Forward:
     slices: Sequence
     ahead: bool
 
-    def iterate(self, state: State, iteration, *, fetch: bool, peeled: bool) -> State:
+    def iterate(self, state: LoopState, iteration, *, fetch: bool, peeled: bool) -> LoopState:
         """One iteration; `fetch` gathers for the next one."""
         carry, gathered, stacks = state
         if not self.ahead:
@@ -63,7 +64,7 @@ class Forward:
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
         stacks = jax.tree.map(lambda stack, row: self.loop.write(stack, row, iteration), stacks, rows)
-        return State(carry, following if self.ahead else [], stacks)
+        return LoopState(carry, following if self.ahead else [], stacks)
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
         """`(carry, rows)`, rows being what one iteration writes: results, residuals, its carry, gathered layers."""
@@ -78,23 +79,23 @@ class Forward:
         kept = [x if i + len(self.shared) in two.needed else None for i, x in enumerate(kept)]
         return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
 
-    def start(self, carry: list, gathered: list) -> State:
+    def start(self, carry: list, gathered: list) -> LoopState:
         """The state before the first iteration."""
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
-        return State(carry, gathered if self.ahead else [], stacks)
+        return LoopState(carry, gathered if self.ahead else [], stacks)
 
 
 def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
     """Run a scan segment; see `Segment.forward`."""
     env, options, length = gathers.env, gathers.options, loop.length
     ahead = options.prefetch > 0 and bool(loop.stacked)
-    entry, others = segment.start(gathers, ahead=False)
+    entry, others = segment.start(gathers, ahead=not loop.stacked)
     consts, carry, slices = loop.values(others)
     layers = LayerGathers(loop, options, [p.sliced(env) for p in loop.stacked], range(len(loop.stacked)))
     shared, gathered = entry[: len(loop.shared)], entry[len(loop.shared) :]
-    two = _passes(segment, loop, entry, [*consts, *carry], slices, moving) if moving else None
+    two = _passes(segment, loop, entry, [*consts, *carry], slices, moving, gathers) if moving else None
     run = Forward(loop, two, layers, shared, consts, slices, ahead)
 
     def body(state, iteration):
@@ -109,7 +110,7 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
         state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.scan.unroll, inside))
     if ahead:
         if length > 1:
-            (carry,) = gathers.start(state.carry)
+            (carry,) = gathers.start(state.carry, rows=carry_rows(segment, loop, gathers))
             state = state._replace(carry=carry)
         state = run.iterate(state, length - 1, fetch=False, peeled=True)
     ys, saved, carried, kept = state.stacks
@@ -123,13 +124,30 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
     return results, BlockResiduals((saved, carried), given, operands, stays, Static(two))
 
 
-def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set) -> Passes:
+def carry_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[State]:
+    """Where what the loop carries holds the rows of the batch."""
+    return _body_rows(segment, loop, gathers)[loop.consts :][: loop.carry]
+
+
+def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[State]:
+    """Where the body's arguments, but for parameters, hold the rows of the batch."""
+    if (follower := gathers.options.comm.follower) is None:
+        return [UNKNOWN] * len(loop.others)
+    (eqn,) = segment.jaxpr.eqns
+    given = dict(zip(segment.jaxpr.invars[len(segment.params) :], gathers.rows_of(segment.others), strict=True))
+    states = [NOWHERE if compat.is_literal(atom) else given.get(atom, NOWHERE) for atom in eqn.invars]
+    inside = follower.into_scan(eqn, states)
+    return [state for state, is_param in zip(inside, loop.is_param, strict=True) if not is_param]
+
+
+def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
     """The two passes of the body; a carry counts as active when anything is."""
     active = [index is not None and segment.others[index] in moving for index in loop.others]
     active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
     trained = [p.root in moving for p in loop.params]
     rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
-    return passes(loop.run, entry, [*others, *rows], trained=trained, active=active)
+    of_body = {"rows": _body_rows(segment, loop, gathers), "follower": gathers.options.comm.follower}
+    return passes(loop.run, entry, [*others, *rows], trained=trained, active=active, **of_body)
 
 
 def _empty(row, length: int) -> jax.Array:

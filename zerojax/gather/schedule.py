@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
+from zerojax.dims import NOWHERE, State
 from zerojax.gather.alike import Alike
 from zerojax.gather.sharded_param import ShardedParam
 
@@ -87,7 +89,9 @@ class GatherScheduler:
         options: How to gather.
         alike: The passes of the program's segments.
         nested: Makes a differentiable function of a program within the program.
+        rows: Where the program's variables hold the rows of the batch.
         position: The index in `order` of the segment that runs now.
+        frontier: What depends on the segment that gathered last, and is not read yet by all that will read it.
     """
 
     def __init__(
@@ -99,29 +103,53 @@ class GatherScheduler:
         options: Options,
         alike: Alike,
         nested: Callable[[Any], Callable],
+        rows: Mapping[Any, State],
     ):
         self.env = env
         self.alike = alike
         self.nested = nested
+        self.rows = rows
         self.arguments = frozenset(arguments)
         self.order = order
         self.computes = computes
         self.options = options
         self.position = 0
+        self.frontier: Sequence = ()
         self._next = 0
         self._gathered: dict[int, list] = {}
 
-    def take(self, *anchors: Sequence[jax.Array], ahead: bool = True) -> tuple[list, list[list[jax.Array]]]:
+    def rows_of(self, variables: Sequence) -> list[State]:
+        """Return where some variables hold the rows of the batch; what is made from parameters alone does not."""
+        return [self.rows.get(var, NOWHERE) for var in variables]
+
+    def take(
+        self,
+        *anchors: Sequence[jax.Array],
+        rows: Sequence[State],
+        ahead: bool = True,
+        beside: MutableMapping | None = None,
+    ) -> tuple[list, list[list[jax.Array]]]:
         """Gathered parameters of this segment, and the `anchors`, behind the barrier.
 
         With `ahead`, gathers up to `prefetch` positions on are started too, no earlier than
         the anchors are computed; a loop starts them later, with `start`.
         """
-        behind = self.start(*anchors, ahead=ahead)
+        behind = self.start(*anchors, rows=rows, ahead=ahead, beside=beside)
         return self._gathered.pop(self.position), behind
 
-    def start(self, *anchors: Sequence[jax.Array], ahead: bool = True) -> list[list[jax.Array]]:
-        """Start the gathers that may run beside this segment; returns the anchors."""
+    def start(
+        self,
+        *anchors: Sequence[jax.Array],
+        rows: Sequence[State],
+        ahead: bool = True,
+        beside: MutableMapping | None = None,
+    ) -> list[list[jax.Array]]:
+        """Start the gathers that may run beside this segment; returns the anchors.
+
+        `rows` says where the first of the anchors, a list, hold the rows of the batch.
+        Where the anchors do not depend on the segment before, `beside` has the values of the `frontier`. The gathers
+        then wait for one of these too, and the segment itself does not: branches stay independent.
+        """
         due = []
         for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.order))):
             if place > self.position and not all(v in self.env for p in self.order[place] for v in p.operands):
@@ -131,15 +159,22 @@ class GatherScheduler:
         roots = list(dict.fromkeys(p.root for place in due for p in self.order[place]))
         # The first anchor is what the segment reads: without it the barrier delays nothing.
         first, (*rest, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
+        waited, rows_waited = [], []
+        if beside is not None:
+            # It is put back for its readers: XLA drops a barrier's operand if nobody reads the result.
+            keys = [key for key in self.frontier if key in beside][:1]
+            waited, (values,) = barrier([beside[key] for key in keys], values)
+            beside.update(zip(keys, waited, strict=True))
+            rows_waited = self.rows_of(keys)
         behind = {**self.env, **dict(zip(roots, values, strict=True))}
         for place in due:
-            self._gathered[place] = self._gather(place, behind, first)
+            self._gathered[place] = self._gather(place, behind, first or waited, rows if first else rows_waited)
         return [first, *rest]
 
-    def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array]) -> list[jax.Array]:
+    def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> list[jax.Array]:
         unique = {p.key: p for p in self.order[place]}
         params = list(unique.values())
-        zero = functools.cache(lambda: self.options.comm.zero_after(anchor))
+        zero = functools.cache(lambda: self.options.comm.zero_after(anchor, rows))
         shards = self.options.encode([p.shard(env, zero) for p in params], params)
         exposed = not any(self.computes[max(0, place - self.options.prefetch) : place])
         gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
@@ -332,6 +367,6 @@ def cotangents_of(keys: Sequence, variables: Sequence, cotangents: Mapping) -> l
     if not any(key in cotangents for key in keys):
         return None
     return [
-        cotangents[key] if key in cotangents else jnp.zeros(var.aval.shape, var.aval.dtype)
+        cotangents[key] if key in cotangents else compat.zero_cotangent(var.aval.shape, var.aval.dtype)
         for key, var in zip(keys, variables, strict=True)
     ]

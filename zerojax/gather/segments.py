@@ -11,7 +11,7 @@ pass gather each parameter again at a time of our choosing.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.evaluate import as_gathered, evaluate
-from zerojax.gather.residuals import BlockResiduals, PlainResiduals, Static
+from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, cotangents_of
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.gather.vjp import Passes, differentiable
+from zerojax.gather.vjp import Passes, differentiable, passes
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
 
@@ -87,6 +87,11 @@ class Segment(abc.ABC):
         return ()
 
     @property
+    def waits_for_next(self) -> bool:
+        """Whether its results are handed on only when the next segment's parameters are gathered."""
+        return True
+
+    @property
     def sources(self) -> list:
         """The variables of the parameters' shards and of the others, in the order of the jaxpr's arguments."""
         return [*(param.root for param in self.params), *self.others]
@@ -116,26 +121,34 @@ class Segment(abc.ABC):
                 return ()
             return [v for v in eqn.outvars if differentiable(v.aval.dtype)]
 
-        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in moving]
-        found = jaxprs.dependent_on(start, self.jaxpr.eqns, live)
+        return self._dependent(moving, live)
+
+    def after(self, sources: Collection) -> list:
+        """Results that depend on some of the `sources`."""
+        return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
+
+    def behind(self, results: Collection) -> list:
+        """What it reads that some of the `results` depend on."""
+        wanted = [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
+        _, reads = jaxprs.needed_for(self.jaxpr.eqns, wanted)
+        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in reads]
+
+    def _dependent(self, sources: Collection, results: Callable) -> list:
+        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in sources]
+        found = jaxprs.dependent_on(start, self.jaxpr.eqns, results)
         return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in found]
 
-    def differentiated(self, run: Callable, values: list, inputs: list, moving: Set) -> tuple[list, PlainResiduals]:
-        """`run(values)`, and what pulls cotangents of its results back to the values, which are called `inputs`."""
-        live = set(self.live_results(moving))
-        outputs = [i for i, key in enumerate(self.results) if key in live]
-
-        def with_results(values):
-            results = run(values)
-            return [results[i] for i in outputs], results
-
-        _, pull, results = jax.vjp(with_results, values, has_aux=True)
-        return results, PlainResiduals(pull, Static((outputs, inputs)))
-
     def start(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
-        """`(gathered parameters, others)` of the forward pass, gathers further on started behind the last other."""
-        anchors = [v for v in self.others if v not in gathers.arguments][-1:]
-        gathered, (values,) = gathers.take([gathers.env[v] for v in anchors], ahead=ahead)
+        """`(gathered parameters, others)` of the forward pass.
+
+        Gathers further on are started behind what the segment reads of the one before; a branch that reads
+        nothing of it leaves the waiting to the gathers.
+        """
+        follows = [v for v in self.others if v in gathers.frontier]
+        anchors = (follows or [v for v in self.others if v not in gathers.arguments])[-1:]
+        beside = None if follows else gathers.env
+        rows, values = gathers.rows_of(anchors), [gathers.env[v] for v in anchors]
+        gathered, (values,) = gathers.take(values, rows=rows, ahead=ahead, beside=beside)
         gathers.env.update(zip(anchors, values, strict=True))
         return gathered, [gathers.env[v] for v in self.others]
 
@@ -149,30 +162,37 @@ class Segment(abc.ABC):
 class PlainSegment(Segment):
     """Equations that use no sharded parameter."""
 
-    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, PlainResiduals | None]:
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """See `Segment`."""
         others = [gathers.env[v] for v in self.others]
         if not moving:
             return self.run((), others), None
-        inputs = [i for i, v in enumerate(self.others) if v in moving]
+        live = set(self.live_results(moving))
+        two = passes(
+            self.run,
+            (),
+            others,
+            trained=(),
+            active=[v in moving for v in self.others],
+            wanted=[i for i, key in enumerate(self.results) if key in live],
+            rows=gathers.rows_of(self.others),
+            of_results=gathers.rows_of(self.results),
+            follower=gathers.options.comm.follower,
+        )
+        results, saved = two.run((), others)
+        others = [x if i in two.needed_others else None for i, x in enumerate(others)]
+        return results, BlockResiduals(saved, others, [], [], Static(two))
 
-        def of_moving(values):
-            arguments = list(others)
-            for i, value in zip(inputs, values, strict=True):
-                arguments[i] = value
-            return self.run((), arguments)
-
-        return self.differentiated(of_moving, [others[i] for i in inputs], inputs, moving)
-
-    def backward(self, residuals: PlainResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """See `Segment`."""
-        outputs, inputs = residuals.active.value
-        cotangents = self.cotangents(outputs, grads)
+        two: Passes = residuals.passes.value
+        cotangents = self.cotangents(two.active_results, grads)
         if cotangents is None:
             return
-        later = [k for k, i in enumerate(inputs) if self.others[i] in grads.arguments]
-        to_inputs = gathers.options.comm.backward(residuals.pull, cotangents, later)
-        for index, cotangent in zip(inputs, to_inputs, strict=True):
+        later = [i for i in two.active_others if self.others[i] in grads.arguments]
+        comm, others, saved = gathers.options.comm, residuals.others, residuals.saved
+        _, to_others = two.pull(comm, (), others, saved, cotangents, reduced_later=later)
+        for index, cotangent in zip(two.active_others, to_others, strict=True):
             grads.add(self.others[index], cotangent)
 
 
@@ -186,7 +206,16 @@ class BlockSegment(Segment):
         if not moving:
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
-        two = gathers.alike.passes(self, gathered, others, trained=trained, active=active)
+        two = gathers.alike.passes(
+            self,
+            gathered,
+            others,
+            follower=gathers.options.comm.follower,
+            trained=trained,
+            active=active,
+            rows=gathers.rows_of(self.others),
+            of_results=gathers.rows_of(self.results),
+        )
         results, saved = two.run(gathered, others)
         others = [x if i in two.needed_others else None for i, x in enumerate(others)]
         # Between the last use and its backward pass there is only the loss: resharding would save nothing.
@@ -200,14 +229,16 @@ class BlockSegment(Segment):
         cotangents = self.cotangents(two.active_results, grads)
         if cotangents is None:
             return
-        again, (cotangents, due) = gathers.take(cotangents, grads.due)
+        # Gradients that are due make the gathers wait for the segment before.
+        beside = None if grads.due else grads.cotangents
+        again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=two.result_rows, beside=beside)
         grads.settle(due)
         gathered = residuals.gathered
         if gathered is None:
             values = dict(zip(sorted(two.needed), again, strict=True))
             gathered = [values.get(i) for i in range(len(self.params))]
         comm = gathers.options.comm
-        zero = None if self.computes else comm.zero_after(cotangents)
+        zero = None if self.computes else comm.zero_after(cotangents, two.result_rows)
         later = [i for i, v in enumerate(self.others) if v in grads.arguments]
 
         def pull(comm: Collectives, cotangents: Sequence) -> tuple[list, list]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.config import check_count
+from zerojax.config.precision import common_dtype
 from zerojax.gather.engine import block
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def check_results(results: Any, extent: int) -> None:
 def summed_wide(w: Any) -> Any:
     """A parameter in a type in which its gradients may be added up: tiles are many, and bfloat16 has 8 bits."""
     dtype = jnp.result_type(w)
-    return w.astype(jnp.promote_types(dtype, jnp.float32)) if jnp.issubdtype(dtype, jnp.floating) else w
+    return w.astype(common_dtype(dtype, jnp.float32)) if jnp.issubdtype(dtype, jnp.floating) else w
 
 
 def split_positions(x: Array, tiles: int) -> Shaped[Array, "tiles rows extent ..."]:

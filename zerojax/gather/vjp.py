@@ -20,13 +20,15 @@ import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
 def differentiable(dtype) -> bool:
-    """Whether values of a type have cotangents."""
-    return jnp.issubdtype(dtype, jnp.inexact)
+    """Return whether values of a type have cotangents; of extended types, such as Flax's for FP8, all but keys have."""
+    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Passes:
         derive_reads: Its arguments.
         tree: Tree structure of the backward function, whose leaves are the residuals.
         other_shapes: Shapes of the others.
+        residual_rows: Where each residual holds the rows of the batch.
+        result_rows: Where each active result, and so its cotangent, holds them.
         is_shared: Whether several segments run it; then either pass is traced once.
     """
 
@@ -74,6 +78,8 @@ class Passes:
     derive_reads: tuple[Source, ...]
     tree: Any
     other_shapes: tuple
+    residual_rows: tuple[State, ...]
+    result_rows: tuple[State, ...]
     is_shared: bool = False
 
     @functools.cached_property
@@ -134,7 +140,10 @@ class Passes:
     def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
         pools = {"param": params, "other": others, "saved": saved}
         pools["derived"] = self.derive(*[pools[pool][i] for pool, i in self.derive_reads])
-        backward = jax.tree.unflatten(self.tree, [pools[pool][index] for pool, index in self.sources])
+        residuals = [pools[pool][index] for pool, index in self.sources]
+
+        def backward(values):
+            return jax.tree.unflatten(self.tree, values[: len(residuals)])(list(values[len(residuals) :]))
 
         def zeros_from_seed(eqn, values):
             assert zero is not None
@@ -146,12 +155,22 @@ class Passes:
         rule = None if zero is None else zeros_from_seed
         count = len(self.active_params)
         later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
-        results = comm.backward(backward, list(cotangents), [*range(count), *later], rule)
+        rows = [*self.residual_rows, *self.result_rows]
+        results = comm.backward(backward, [*residuals, *cotangents], rows, [*range(count), *later], rule)
         return results[:count], results[count:]
 
 
 def passes(
-    function: Callable, params: Sequence, others: Sequence, *, trained: Sequence[bool], active: Sequence[bool]
+    function: Callable,
+    params: Sequence,
+    others: Sequence,
+    *,
+    trained: Sequence[bool],
+    active: Sequence[bool],
+    wanted: Collection[int] | None = None,
+    rows: Sequence[State] = (),
+    of_results: Sequence[State] = (),
+    follower: Follower | None = None,
 ) -> Passes:
     """Trace `function(params, others)` and its derivative.
 
@@ -161,6 +180,10 @@ def passes(
         others: Shapes, or arrays, of everything else.
         trained: For each of `params`, whether its cotangent is wanted.
         active: For each of `others`, whether its cotangent is wanted.
+        wanted: Indices of the results that are differentiated; None: all that can be.
+        rows: Where each of `others` holds the rows of the batch.
+        of_results: Where each result holds them, as far as what reads it tells; empty: as `function` alone tells.
+        follower: Follows the rows to the residuals and results; None leaves them unknown.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
@@ -172,7 +195,8 @@ def passes(
             results = function(
                 _replaced(params, active_params, some_params), _replaced(others, active_others, some_others)
             )
-            active_results = tuple(i for i, r in enumerate(results) if differentiable(r.dtype))
+            found = range(len(results)) if wanted is None else sorted(wanted)
+            active_results = tuple(i for i in found if differentiable(results[i].dtype))
             return [results[i] for i in active_results], results
 
         primals = [params[i] for i in active_params], [others[i] for i in active_others]
@@ -184,7 +208,25 @@ def passes(
     jaxpr, consts = compat.opened(closed)
     forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
     shapes = tuple(v.aval for v in jaxpr.invars[len(params) :])
-    return Passes(forward, results, active_params, active_others, active_results, sources, derive, reads, tree, shapes)
+    if follower is None:
+        states = [UNKNOWN] * len(jaxpr.outvars)
+    else:
+        states = list(follower.results(jaxpr, [*[NOWHERE] * len(params), *rows]))
+        states[: len(of_results)] = of_results
+    return Passes(
+        forward=forward,
+        results=results,
+        active_params=active_params,
+        active_others=active_others,
+        active_results=active_results,
+        sources=sources,
+        derive=derive,
+        derive_reads=reads,
+        tree=tree,
+        other_shapes=shapes,
+        residual_rows=tuple(states[results:]),
+        result_rows=tuple(states[i] for i in active_results),
+    )
 
 
 def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:

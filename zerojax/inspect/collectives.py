@@ -70,6 +70,7 @@ class Collective:
         name: Its HLO instruction.
         op_name: The JAX operation it came from, or "".
         frames: The Python stack that traced it, innermost first, as "file:line in function".
+        dim: The dim along which an all-gather joins its array, or an all-to-all exchanges it; None of other kinds.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Collective:
     name: str
     op_name: str
     frames: tuple[str, ...]
+    dim: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -222,7 +224,7 @@ def collectives(compiled: Any) -> Collectives:
 
 def collectives_of(module: Module) -> Collectives:
     """The collectives of a parsed program."""
-    frames, listed = _frame_reader(module.text), []
+    frames, listed = frame_reader(module.text), []
     for name in module.callers_first:
         computation, count = module.computations[name], module.executions[name]
         for i in computation.instructions:
@@ -231,6 +233,7 @@ def collectives_of(module: Module) -> Collectives:
             if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
                 continue
             op_name = re.search(r'op_name="([^"]*)"', i.rest)
+            dim = re.search(r"\bdimensions=\{(\d+)\}", i.attributes)
             listed.append(
                 Collective(
                     kind=kind,
@@ -243,6 +246,7 @@ def collectives_of(module: Module) -> Collectives:
                     name=i.name,
                     op_name=op_name[1] if op_name else "",
                     frames=frames(i),
+                    dim=int(dim[1]) if dim else None,
                 )
             )
     return Collectives(listed)
@@ -253,9 +257,13 @@ def cause_of(c: Collective) -> str:
     if label := LABEL.search(c.op_name):
         more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
         return label.group(2).replace("\\", "") + f" and {more} combined with it" * bool(more)
-    callers = {f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()}
-    own = [frame for frame in c.frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
-    return own[0] if own else c.op_name or c.name
+    return next(iter(lines_of_model(c.frames)), c.op_name or c.name)
+
+
+def lines_of_model(frames: Sequence[str]) -> list[str]:
+    """The frames that are the model's own: not those of the code that is asking."""
+    callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
+    return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
 
 def arrays_of(shape: str) -> list[Array]:
@@ -309,7 +317,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
 
 
-def _frame_reader(text: str) -> Callable[[Instruction], tuple[str, ...]]:
+def frame_reader(text: str) -> Callable[[Instruction], tuple[str, ...]]:
     """Resolve an instruction's Python stack from the tables at the head of the text, or from its own line."""
     tables = {}
     for block in text[: text.find("\n%")].split("\n\n"):

@@ -198,14 +198,16 @@ def itemsize(array: jax.Array | Chunked) -> int:
 
 
 def notes_from_plan(state: Any) -> dict[tuple[str, str], str]:
-    """For each leaf of a `ZeroState`, why its plan does not shard it, or how it is padded."""
+    """Note for each leaf of a `ZeroState` why its plan does not shard it, how it is padded, why it is not trained."""
     plan = getattr(state, "plan", None)
     if plan is None:
         return {}
     parts = {"params": plan.layout.params, "opt_state": plan.state, "rounding_errors": [x for _, x in plan.errors]}
     notes = {(part, leaf.path): note_from_layout(leaf) for part, leaves in parts.items() for leaf in leaves}
-    for leaf in plan.layout.params:
-        notes["params", leaf.path] = "; ".join(filter(None, (notes["params", leaf.path], leaf.sent)))
+    for i, leaf in enumerate(plan.layout.params):
+        why = plan.layout.why_not_trained(i)
+        parts = notes["params", leaf.path], leaf.sent, "" if why in leaf.reason else why
+        notes["params", leaf.path] = "; ".join(filter(None, parts))
     return notes
 
 

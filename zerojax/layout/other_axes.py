@@ -17,12 +17,13 @@ def partition_metadata(params) -> list:
     """
 
     def names(node) -> tuple | None:
-        if hasattr(node, "get_partition_spec"):
+        # Asked of the class: a node of the user's may answer for any attribute, or with another error than Python's.
+        if hasattr(type(node), "get_partition_spec"):
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
             return tuple(sys.modules["flax.linen"].logical_to_mesh_axes(spec, node.rules) if logical else spec)
-        read = getattr(node, "get_metadata", None)
-        metadata: dict = (read() if callable(read) else None) or {}  # pyright: ignore[reportAssignmentType]
+        has_metadata = callable(getattr(type(node), "get_metadata", None))
+        metadata: dict = (node.get_metadata() if has_metadata else None) or {}
         spec = metadata.get("out_sharding") or metadata.get("sharding_names") or ()  # newer and older nnx
         flax = sys.modules.get("flax.core.spmd")
         rules = dict((*(flax.get_logical_axis_rules() if flax else ()), *(metadata.get("sharding_rules") or ())))

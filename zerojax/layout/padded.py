@@ -113,11 +113,11 @@ def is_padded(x) -> bool:
     return isinstance(x, Padded)
 
 
-def stored_mask(mask: Callable | PyTree) -> Any:
+def stored_mask(mask: Callable | PyTree, option: str) -> Any:
     """A choice of parameters, a predicate or a mask, as a predicate; a mask made of stored ones has their nodes."""
     if mask is None or callable(mask):
         return mask
-    return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded))
+    return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded), option)
 
 
 def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.leaf import QUANTISED, Leaf, shard_extent
 from zerojax.layout.other_axes import other_axes, partition_metadata
+from zerojax.layout.overwritten import REASON, overwritten_leaves
 from zerojax.layout.padded import is_padded
 
 
@@ -30,7 +31,8 @@ class Layout(CachedHash):
             sharded when the stage shards them, in the type of the master weights. A small
             leaf is `"flat"` here.
         compute: The type in which the loss function sees each parameter.
-        trained: Indices of the parameters that are trained.
+        trained: Indices of the parameters that are trained: neither frozen nor without a gradient, as integers are.
+        overwritten: Indices of the parameters that take their gradient as the new value.
     """
 
     policy: LayoutPolicy
@@ -39,12 +41,22 @@ class Layout(CachedHash):
     grads: tuple[Leaf, ...]
     compute: tuple[np.dtype, ...]
     trained: tuple[int, ...]
+    overwritten: tuple[int, ...] = ()
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
         """Paths of the parameters as predicates are given them."""
         keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.treedef, self.params))
         return tuple(path_of(path) for path, _ in keyed)
+
+    def why_not_trained(self, i: int) -> str:
+        """Say why a step does not train one parameter; empty if it does."""
+        if i in self.trained:
+            return ""
+        if i in self.overwritten:
+            return REASON
+        dtype = self.grads[i].dtype
+        return "frozen" if has_gradient(dtype) else f"not trained: {dtype} has no gradient"
 
     def trained_only(self) -> "Layout":
         """The layout of the parameters that are trained, the others holes in the tree, as `optax.masked` makes them."""
@@ -63,11 +75,11 @@ class Layout(CachedHash):
         )
 
 
-def layout_of(config: Config, params, *, others: Sequence[tuple] = ()) -> Layout:
+def layout_of(config: Config, params, *, others: Sequence[tuple] = (), overwritten: Collection[int] = ()) -> Layout:
     """Lay out a tree of parameters as a configuration says: arrays, `Padded` arrays or shapes."""
     policy = config.layout_policy
     chosen = {"precision": config.precision, "trainable": config.trainable, "wire": config.wire}
-    return lay_out(params, policy, others=others, **chosen)
+    return lay_out(params, policy, others=others, overwrite=config.overwrite, overwritten=overwritten, **chosen)
 
 
 def lay_out(
@@ -76,8 +88,10 @@ def lay_out(
     *,
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | None = None,
+    overwrite: Callable[[str, Any], bool] | None = None,
     wire: Wire | None = None,
     others: Sequence[tuple] = (),
+    overwritten: Collection[int] = (),
 ) -> Layout:
     """Decide where each leaf of `params` lives.
 
@@ -87,9 +101,11 @@ def lay_out(
             metadata) stays so, and the data axes go on a free dim.
         policy: Stage, axes and thresholds.
         precision: Types; None leaves every leaf its own.
-        trainable: Which leaves are trained; None is all of them.
+        trainable: Which leaves are trained; None is all of them. One without a gradient never is.
         wire: Which leaves are quantised where they are sent; None: none.
+        overwrite: Which leaves take their gradient as the new value, beside those that are named so.
         others: For each leaf the other mesh axes it is divided over, in place of Flax's metadata.
+        overwritten: Indices of leaves that are known to be overwritten.
 
     Returns:
         The layout of parameters, gradients and parameter-shaped optimizer state.
@@ -109,11 +125,16 @@ def lay_out(
     paths = [path_of(path) for path, _ in found]
     if isinstance(trainable, LeafMask):
         trainable.check(paths)
-    types = [types_of(path, x, precision) for path, (_, x) in zip(paths, found, strict=True)]
+    given = [jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)) for _, x in found]
+    named = overwritten_leaves(params, paths, given, overwrite=overwrite, known=overwritten)
+    kept = {i for i in named if has_gradient(given[i].dtype)}
+    types = [types_of(paths[i], x, None if i in kept else precision) for i, x in enumerate(given)]
     grads = [
         shard_leaf(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, policy.data), policy)
         for (path, x), spec, (master, _) in zip(found, others or partition_metadata(params), types, strict=True)
     ]
+    replicated = functools.partial(dataclasses.replace, kind="replicated", dim=None, reason=REASON)
+    grads = [replicated(leaf) if i in kept else leaf for i, leaf in enumerate(grads)]
     if wire is not None:
         grads = [
             dataclasses.replace(leaf, wire=carried(wire, path, leaf)) for path, leaf in zip(paths, grads, strict=True)
@@ -122,8 +143,8 @@ def lay_out(
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
     seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
-    trained = tuple(i for i, on in enumerate(chosen) if on)
-    return Layout(policy, treedef, params, tuple(grads), compute, trained)
+    trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
+    return Layout(policy, treedef, params, tuple(grads), compute, trained, tuple(sorted(kept)))
 
 
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
@@ -181,8 +202,22 @@ def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
         shards = policy.data.size(axes)
         further = leaf.shards // shards
         return dataclasses.replace(leaf, host=policy.params_on_host, axes=axes, shards=shards, further=further)
-    reason = leaf.reason if policy.stage in (0, 3) else f"stage {policy.stage} keeps parameters replicated"
+    reason = (
+        leaf.reason
+        if policy.stage in (0, 3) or leaf.reason == REASON
+        else f"stage {policy.stage} keeps parameters replicated"
+    )
     return dataclasses.replace(leaf, kind="replicated", dim=None, reason=reason)
+
+
+def has_gradient(dtype) -> bool:
+    """Return whether arrays of a type have a gradient: not integers and booleans. PRNG keys are refused elsewhere."""
+    return jnp.issubdtype(dtype, jnp.inexact) or not is_numeric(dtype)
+
+
+def canonical(dtype) -> Any:
+    """Return the type that JAX gives to an array of another: float32 for NumPy's float64, unless x64 is enabled."""
+    return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 
 def is_numeric(dtype) -> bool:

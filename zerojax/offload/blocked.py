@@ -61,7 +61,9 @@ def in_blocks(
             f"Cannot update arrays of different shapes in blocks: {[x.shape for x in wide]}. Give arrays of one shape."
         )
     flat = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
-    dtypes = [x.dtype for x in jax.eval_shape(lambda *xs: list(fn(list(xs), list(scalars))), *flat)]
+    # Shapes in one memory: arrays in host memory would not combine with blocks of which only the shape is given.
+    like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=jax.typeof(x).weak_type) for x in scalars]
+    dtypes = [x.dtype for x in jax.eval_shape(lambda xs, ys: list(fn(list(xs), list(ys))), flat, like)]
     _check(overwrites, wide, dtypes)
     block = max(1, block_bytes // max(x.dtype.itemsize for x in wide))
     if math.prod(shape) <= block or not loops_become_kernels():

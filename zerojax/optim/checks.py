@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import Config, LayoutPolicy
+from zerojax.config.precision import common_dtype
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout, layout_of
@@ -44,9 +45,8 @@ def check_state(config: Config, plan: ShardingPlan, state: PyTree, *, may_be_wid
             where = f"offloaded in {len(x.chunking.extents)} chunks" if is_chunked(x) else "on the device"
             wanted = f"offloaded in {len(chunking.extents)} chunks" if chunking else "on the device"
             raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
-        # optax makes floats of the integer moments of an integer parameter at its first update
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
-        changed = changed and not (may_be_wider and jnp.promote_types(x.dtype, leaf.dtype) == x.dtype)
+        changed = changed and not (may_be_wider and common_dtype(x.dtype, leaf.dtype) == x.dtype)
         if tuple(x.shape) != leaf.storage_shape or changed:
             raise ValueError(
                 f"The optimizer state does not belong to these parameters: opt_state{leaf.path} is "
@@ -110,5 +110,4 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 def roles(layout: Layout) -> Iterator[str]:
     """In words, what precision and trainable say of each parameter."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
-        use = "trained" if i in layout.trained else "frozen"
-        yield f"params{part.path} {use}, {part.dtype} computed in {compute}"
+        yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

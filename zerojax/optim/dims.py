@@ -1,6 +1,6 @@
-"""Follow a dim of some arrays through equations, and count the products on the way.
+"""Count what the products of a matrix's update cost if one of its dims is divided.
 
-Where the dim goes says two things of a matrix's update: whether it is a batch over that dim, each slice for
+Where the dim goes (`zerojax.dims`) says two things of an update: whether it is a batch over that dim, each slice for
 itself; and which of its products are divided if the dim is, and which every device repeats.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax import compat
+from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.jaxprs import nbytes
-from zerojax.optim.elementwise import ELEMENTWISE
 
 # FLOPs of a decomposition of an (m, n) matrix, m >= n, over m * n^2: Golub and Van Loan 2013, sections 4.2 to 8.6.
 DECOMPOSITIONS = {
@@ -29,8 +29,6 @@ DECOMPOSITIONS = {
     "triangular_solve": 1.0,
     "tridiagonal": 4 / 3,
 }
-_REDUCES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
-_ALONG = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
 
 
 class LostError(Exception):
@@ -90,10 +88,12 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
     Raises:
         LostError: If the dim cannot be followed, or is summed over where it may not be.
     """
-    found, work = dict(zip(jaxpr.invars, dims, strict=True)), Work()
+    found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
     of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
     for eqn in jaxpr.eqns:
-        found.update(zip(eqn.outvars, _through(eqn, [of(atom) for atom in eqn.invars], may_sum, work), strict=True))
+        given = [of(atom) for atom in eqn.invars]
+        found.update(zip(eqn.outvars, _through(eqn, given, may_sum, work, made), strict=True))
+        made.update(dict.fromkeys(eqn.outvars, eqn))
     return [of(atom) for atom in jaxpr.outvars], work
 
 
@@ -104,7 +104,7 @@ def has_products(eqn: Any) -> bool:
     return name in DECOMPOSITIONS or name == "dot_general" or any(map(has_products, inner))
 
 
-def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
+def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
     """Where the dim is in each result of one equation; its cost is added."""
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
@@ -122,7 +122,7 @@ def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> lis
             for inner in compat.inner_jaxprs(eqn):
                 _inner(inner, [None] * len(inner.invars), may_sum, work)
         return [None] * len(eqn.outvars)
-    return [_moved(eqn, name, dims, may_sum, work)] * len(eqn.outvars)
+    return _moved(eqn, dims, may_sum, work, made)
 
 
 def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, times: float = 1) -> list[int | None]:
@@ -202,38 +202,21 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
     return [max(given)] * len(eqn.outvars)
 
 
-def _moved(eqn: Any, name: str, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
-    """Where an equation that multiplies nothing puts the dim."""
-    given = {d for d in dims if d is not None}
-    d, params = given.pop(), eqn.params
-    shape = next(atom.aval.shape for atom, dim in zip(eqn.invars, dims, strict=True) if dim is not None)
-    out = eqn.outvars[0].aval.shape
-    if given:
+def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
+    """Where an equation that multiplies nothing puts the dim, by the table of `zerojax.dims`."""
+    sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
+    if len(sizes) > 1:
         raise LostError(eqn)
-    if name in ELEMENTWISE:
-        if any(o.aval.ndim not in (0, len(out)) for o in eqn.invars) or len(shape) != len(out) or out[d] != shape[d]:
+    count = sizes.pop()
+    states = [NOWHERE if d is None else at(d) for d in dims]
+    found = []
+    for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
+        place = None if state is None else state.only
+        if state is None or len(state.of) > 1 or (place and (place.outer > 1 or var.aval.shape[place.dim] != count)):
             raise LostError(eqn)
-        return d
-    if name == "transpose":
-        return list(params["permutation"]).index(d)
-    if name == "broadcast_in_dim" and out[params["broadcast_dimensions"][d]] == shape[d]:
-        return params["broadcast_dimensions"][d]
-    if name == "reshape" and params.get("dimensions") is None:
-        for place, size in enumerate(out):
-            if size == shape[d] and math.prod(out[:place]) == math.prod(shape[:d]):
-                return place
-    if name == "squeeze" and d not in params["dimensions"]:
-        return d - sum(int(other) < d for other in params["dimensions"])
-    if name in _REDUCES:
-        if d not in params["axes"]:
-            return d - sum(int(other) < d for other in params["axes"])
-        if may_sum:
-            work.sum(eqn.outvars[0])
-            return None
-    if name in _ALONG and d not in (params.get("axis"), params.get("dimension"), *params.get("dimensions", ())):
-        return d
-    if name == "concatenate" and params["dimension"] != d and None not in dims:
-        return d
-    if name in ("slice", "dynamic_slice") and dims[0] == d and out[d] == shape[d]:
-        return d
-    raise LostError(eqn)
+        if place is None and not may_sum:
+            raise LostError(eqn)
+        if place is None:
+            work.sum(var)
+        found.append(None if place is None else place.dim)
+    return found

@@ -77,7 +77,8 @@ class StateOffload:
     def _candidates(self) -> dict[int, Owner]:
         """The leaves of the state that may be offloaded, each with its owner."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
-        means = [self._offload.covers(path, x) for path, x in leaves]
+        # What Adafactor keeps of a scalar, or of an empty leaf, cannot be divided as its parameter is.
+        means = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
             for k, (leaf, i) in enumerate(zip(self.state, self.param_of, strict=True))

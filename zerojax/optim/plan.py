@@ -83,7 +83,9 @@ class ShardingPlan(CachedHash):
     def __str__(self) -> str:
         """Stage and axes, then each leaf with its type, its logical shape and how it is sharded."""
         policy = self.layout.policy
-        rows = [("params", leaf, _sent(leaf)) for leaf in self.layout.params]
+        uses = map(self.layout.why_not_trained, range(len(self.layout.params)))
+        pairs = zip(self.layout.params, uses, strict=True)
+        rows = [("params", leaf, _sent(leaf) + (f", {why}" if why not in leaf.reason else "")) for leaf, why in pairs]
         rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
         rows += [("opt_state", leaf, _offloaded(self.offloaded.get(k))) for k, leaf in enumerate(self.state)]
         rows += [("rounding_errors", leaf, "") for _, leaf in self.errors]

@@ -14,29 +14,36 @@ import jax
 
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
+from zerojax.layout.overwritten import overwritten_leaves
 from zerojax.optim.plan import ShardingPlan
+from zerojax.placement.storage import shapes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["others"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["others", "overwritten"])
 @dataclasses.dataclass(frozen=True)
-class OnOtherAxes:
-    """The state of an optimizer some of whose parameters are divided over Auto axes that are not the data axes.
+class Annotated:
+    """The state of an optimizer of parameters of which `update` has to know more than it can see.
+
+    Under `jax.jit` it cannot see which Auto axes, other than the data axes, divide a parameter. Flax's `nnx.Optimizer`
+    gives it arrays without the variables that they were in.
 
     Attributes:
         state: The state, in the transformation's own structure.
-        others: For each parameter its `Leaf.others`, which `update` cannot see under `jax.jit`.
+        others: For each parameter its `Leaf.others`; () if no other axis divides any.
+        overwritten: Indices of the overwritten parameters whose paths do not say so.
     """
 
     state: PyTree
     others: tuple[tuple, ...]
+    overwritten: tuple[int, ...]
 
 
-def other_axes_in(state: PyTree) -> tuple[tuple, ...]:
-    """The other mesh axes of each parameter, as far as the state knows; () where it does not."""
-    return state.others if isinstance(state, OnOtherAxes) else ()
+def seen_in(state: PyTree) -> dict[str, tuple]:
+    """Return what the state knows of the parameters: keyword arguments of `layout_of`."""
+    return {"others": state.others, "overwritten": state.overwritten} if isinstance(state, Annotated) else {}
 
 
 def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
@@ -45,8 +52,11 @@ def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     names = {
         name for entries in others for entry in entries for name in (entry if isinstance(entry, tuple) else [entry])
     }
+    others = others if names - {None, *config.user_mesh.explicit_axes} else ()
+    visible = overwritten_leaves((), plan.layout.paths, shapes(plan.layout.grads), overwrite=config.overwrite)
+    hidden = tuple(i for i in plan.layout.overwritten if i not in visible)
     labelled = relabelled(plan, state)
-    return OnOtherAxes(labelled, others) if names - {None, *config.user_mesh.explicit_axes} else labelled
+    return Annotated(labelled, others, hidden) if others or hidden else labelled
 
 
 def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
@@ -56,7 +66,7 @@ def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
     """
     if state is None and plan.state_def.num_leaves == 0:
         return jax.tree.unflatten(plan.state_def, ())
-    state = state.state if isinstance(state, OnOtherAxes) else state
+    state = state.state if isinstance(state, Annotated) else state
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
     if len(leaves) != plan.state_def.num_leaves:
         return state
@@ -76,6 +86,6 @@ def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
 
 def is_annotated(x: Any) -> bool:
     """Whether a node is a variable of Flax's that says how it is sharded."""
-    read = getattr(x, "get_metadata", None)
-    metadata = read() if callable(read) else None
+    has_metadata = callable(getattr(type(x), "get_metadata", None))  # a node of the user's may answer for any attribute
+    metadata = x.get_metadata() if has_metadata else None
     return isinstance(metadata, dict) and bool(metadata.get("out_sharding"))

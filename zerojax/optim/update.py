@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import Config
+from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
@@ -90,7 +91,7 @@ def update(
         return [to_storage(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
 
     types = [part.dtype for part in plan.grads]
-    wide = [jnp.promote_types(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
+    wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
     params = None if params is None else [to_device(x) for x in params]
     updates, new_state = owner_computed(
         config,

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.config.precision import common_dtype
+
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
@@ -63,7 +65,7 @@ def weight_ema(decay: float) -> optax.GradientTransformation:
 
 def wide(x: jax.Array) -> jnp.dtype:
     """The type of an average: that of the parameter, but not narrower than float32."""
-    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+    return common_dtype(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
 def averaged(opt_state: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded, known_to_flax, pad, trim
 from zerojax.layout.tree import Layout
-from zerojax.offload.host import host_sharding, to_device
+from zerojax.offload.host import host_sharding, is_on_host, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -95,6 +95,28 @@ def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*stor
 def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:
     """Pin a stored array to its layout, inside jit."""
     return mesh.constrain(config.mesh, stored, leaf)
+
+
+def pin_to_plan(
+    config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
+) -> list[Shaped[Array, "*storage"]]:
+    """Pin stored arrays to their layout along the data axes, inside jit; arrays in host memory stay as they are.
+
+    `constrain` leaves a replicated leaf to the compiler where the mesh has other axes. In a loop over steps the
+    compiler then shards it between two of them, and gathers it once for the loss and once for the update.
+    """
+    pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
+    specs = [leaves[i].local_spec for i in pinned]
+    same = jax.shard_map(
+        lambda arrays: arrays,
+        mesh=config.mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+        axis_names=set(config.data.batch),
+        check_vma=False,
+    )
+    values = dict(zip(pinned, same([stored[i] for i in pinned]), strict=True))
+    return [values.get(i, x) for i, x in enumerate(stored)]
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:

@@ -31,6 +31,7 @@ from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import packed
 from zerojax.train.batch import check_batch
 from zerojax.train.loss import Loss
+from zerojax.train.typed_loss import TypedLoss, on_one_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +118,9 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
     def value(params, batch, *args):
         params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
-        return loss.call(params, None, batch, args)
+        return typed.call(params, None, batch, args)
 
-    tree = jax.tree.unflatten(layout.treedef, layout.params)
+    tree, typed = jax.tree.unflatten(layout.treedef, layout.params), TypedLoss(on_one_device(config), layout, loss)
     return working_set(value, tree, batch, *args, prefetch=config.prefetch)
 
 
@@ -141,7 +142,13 @@ def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
 
 
 def plain_gradient(
-    layout: Layout, loss: Loss, batch: Any, args: tuple, *, mesh: Mesh, accumulated: frozenset[int] = frozenset()
+    layout: Layout,
+    loss: Loss | TypedLoss,
+    batch: Any,
+    args: tuple,
+    *,
+    mesh: Mesh,
+    accumulated: frozenset[int] = frozenset(),
 ) -> Any:
     """The gradient by plain jit on replicated parameters, compiled: its temporary memory is a device's activations.
 
@@ -152,7 +159,7 @@ def plain_gradient(
 
     Args:
         layout: Layout of the parameters, of which shapes, types and what is trained are read.
-        loss: The loss function.
+        loss: The loss function, or another with the same `call`.
         batch: Rows, as shapes with or without shardings; those without are replicated.
         args: Further arguments of the loss.
         mesh: To compile for.

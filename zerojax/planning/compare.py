@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
@@ -28,6 +29,7 @@ STEPS = 2
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 
 
+@auto_context()
 def compare(
     tx: ZeroTransformation,
     loss_fn: Callable,
@@ -80,6 +82,7 @@ def compare(
     return run_and_compare(step, params, mutable, batch, args, stages)
 
 
+@auto_context()
 def compare_step(
     step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
 ) -> Comparison:

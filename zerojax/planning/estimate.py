@@ -77,7 +77,7 @@ def estimate(
             first device here. What XLA fuses differs between CPU and GPU, and so do activations.
         **options: As for `zero_shard`: `precision` (for a number of parameters bfloat16 unless
             given), `offload` (not at stage 0), `persist_below` (of no effect for a number of
-            parameters), `prefetch`, `trainable`, `wire` (at the stages that can carry it), and of hosts
+            parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at the stages that can carry it), and of hosts
             `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3); as for `train_step`: `has_aux`, `weighted`.
 
     Returns:
@@ -146,9 +146,10 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
         raise TypeError(
             f"estimate() has no option {unknown[0]!r}. It has {', '.join(EstimateOptions.__annotations__)}."
         )
-    trainable = options.get("trainable")
-    mask = trainable if trainable is None or callable(trainable) else LeafMask.of(trainable)
-    changed: dict[str, Any] = {"trainable": mask} | ({} if stage else {"offload": None})
+    changed: dict[str, Any] = {} if stage else {"offload": None}
+    for name in ("trainable", "overwrite"):
+        mask = options.get(name)
+        changed[name] = mask if mask is None or callable(mask) else LeafMask.of(mask, name)
     for name in ("shard_axis", "params_axis"):
         changed[name] = resolve_axes(options.get(name), name)
     if stage < 3:

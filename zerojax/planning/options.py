@@ -21,6 +21,7 @@ class EstimateOptions(LossOptions, total=False):
     persist_below: int
     prefetch: int
     trainable: Any
+    overwrite: Any
     shard_axis: str | tuple[str, ...] | None
     params_axis: str | tuple[str, ...] | None
     wire: Wire | None

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.comm.explicit import without_types
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.train.batch import cast_inputs
 from zerojax.train.loss import Returned
 from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
 from zerojax.train.step_program import StepProgram
+from zerojax.train.typed_loss import TypedLoss, on_one_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -60,26 +62,32 @@ class PlainStep:
     def value_and_grad(
         self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float = 1.0
     ) -> tuple[Returned, list[Array]]:
-        """What the loss returned, and `scale` times its gradient, one array a trained parameter; zeros for integers."""
+        """What the loss returned, and `scale` times its gradient, one array a trained parameter."""
+        return self._differentiated(params, mutable, batch, args, scale)[:2]
+
+    def _differentiated(
+        self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float
+    ) -> tuple[Returned, list[Array], list[Array]]:
+        """As `value_and_grad`, and one array an overwritten parameter: its new value."""
         leaves = jax.tree.leaves(params)
-        floats = [i for i in self.layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
+        chosen = (*self.layout.trained, *self.layout.overwritten)
 
         def objective(values):
-            merged = dict(enumerate(leaves)) | dict(zip(floats, values, strict=True))
+            merged = dict(enumerate(leaves)) | dict(zip(chosen, values, strict=True))
             seen = cast([merged[i] for i in range(len(leaves))], self.layout.compute)
             inputs = cast_inputs(self.program.config.precision, batch)
             returned = self._call(self.layout.treedef.unflatten(seen), mutable, inputs, args)
             return scale * returned.total / jax.lax.stop_gradient(returned.weight), returned
 
-        grads, returned = jax.grad(objective, has_aux=True)([leaves[i] for i in floats])
-        of = dict(zip(floats, grads, strict=True))
-        return returned, [of.get(i, jnp.zeros_like(leaves[i])) for i in self.layout.trained]
+        grads, returned = jax.grad(objective, has_aux=True)([leaves[i] for i in chosen])
+        count = len(self.layout.trained)
+        return returned, grads[:count], grads[count:]
 
     def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
         """One step; traced under jit. Metrics have `loss`, and `aux` where the loss has it."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
-        returned, grads = self.value_and_grad(state.params, state.mutable, batch, args, scale)
+        returned, grads, values = self._differentiated(state.params, state.mutable, batch, args, scale)
         grads = cast(unscale(grads, 1 / scale), [leaf.dtype for leaf in trained.grads])
         loss = returned.total / returned.weight
         metrics = {"loss": loss, **({"aux": returned.aux} if self.program.loss.has_aux else {})}
@@ -88,6 +96,7 @@ class PlainStep:
         updates, opt_state = tx.update(tree, state.opt_state, params, value=loss)
         updated = jax.tree.leaves(optax.apply_updates(params, updates))
         leaves = dict(enumerate(jax.tree.leaves(state.params))) | dict(zip(self.layout.trained, updated, strict=True))
+        leaves |= dict(zip(self.layout.overwritten, values, strict=True))
         params = self.layout.treedef.unflatten([leaves[i] for i in range(len(leaves))])
         new = PlainState(params, opt_state, returned.mutable, state.scaling)
         if not self.program.skips_nonfinite:
@@ -99,10 +108,10 @@ class PlainStep:
 
     def _call(self, *args: Any) -> Returned:
         """The loss, its axes bound: over one device their collectives are identities."""
-        fn = self.program.loss.call
+        fn = TypedLoss(on_one_device(self.program.config), self.layout, self.program.loss).call
         for axis in self.axes:
             fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]
-        returned = fn(*args)
+        returned = without_types(fn(*args))
         for _ in self.axes:
             returned = jax.tree.map(lambda x: x[0], returned)
         return returned

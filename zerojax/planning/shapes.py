@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.layout.padded import is_padded
+from zerojax.layout.tree import canonical
 
 
 def is_array(x: Any) -> bool:
@@ -53,7 +54,7 @@ def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         sharding = named_sharding(x) if keep_shardings and not is_padded(x) else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, canonical(x.dtype), sharding=sharding)
 
     return jax.tree.map(shape, params, is_leaf=is_padded)
 

@@ -80,12 +80,16 @@ def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, sh
 def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
     """Evaluate elementwise equations on arrays of another shape than they were traced with.
 
-    Of a `cond` all branches are evaluated: their shapes are written into it.
+    Of a `cond` all branches are evaluated: their shapes are written into it. A constant joins the other values in
+    host memory.
     """
+    on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
 
     def rule(eqn, operands):
         if eqn.primitive.name == "broadcast_in_dim":
-            return [jnp.broadcast_to(operands[0], shape)]
+            out = jnp.broadcast_to(operands[0], shape)
+            moved = on_host and not compat.in_host_memory(jax.typeof(out))
+            return [jax.device_put(out, jax.memory.Space.Host) if moved else out]
         if eqn.primitive.name == "cond":
             index, *rest = operands
             results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]

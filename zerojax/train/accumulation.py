@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.precision import common_dtype
 from zerojax.train.batch import fold_keys
 from zerojax.train.loss import at_least_float32
 from zerojax.train.view import View
@@ -24,34 +25,36 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
     to be reduced across.
 
     Returns:
-        `(returned, grads, mutable)`: what the loss function returned, microbatches on dim 0;
+        `(returned, grads, mutable, values)`: what the loss function returned, microbatches on dim 0;
         `scale` times the gradient of the sum over devices and microbatches, reduced but for
-        `View.reduce_across`; the last mutable state.
+        `View.reduce_across`; the last mutable state; the maximum of what each overwritten parameter is to be.
     """
     comm = view.comm
 
     def zeros(k) -> Array:
         leaf = view.layout.params[view.layout.trained[k]]
-        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        wide = common_dtype(leaf.dtype, jnp.float32)
         dtype = wide if view.config.precision is None else comm.wire.reduce_dtype(leaf.dtype)
         return (
             jnp.zeros(comm.grad_shape(view.reduced(k)), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
         )
 
     def iteration(carry, microbatch):
-        sums, mutable = carry
+        sums, mutable, maxima = carry
         number, rows = microbatch
-        returned, grads, factor = view.value_and_grad(stored, mutable, rows, fold_keys(args, number), scale)
+        returned, grads, factor, values = view.value_and_grad(stored, mutable, rows, fold_keys(args, number), scale)
         if view.reduces_each:
             grads = view.reduce(grads)
         if factor is not None:
             grads = [at_least_float32(g) * factor for g in grads]
         sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
-        return (sums, returned.mutable), returned._replace(mutable=None)
+        maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
+        return (sums, returned.mutable, maxima), returned._replace(mutable=None)
 
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, batch))
-    carry = [zeros(k) for k in view.differentiable], mutable
-    (sums, mutable), returned = lax.scan(iteration, carry, microbatches)
+    lowest = [jnp.full_like(stored[i], -jnp.inf) for i in view.layout.overwritten]
+    carry = [zeros(k) for k in view.differentiable], mutable, lowest
+    (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
     if not view.reduces_each:
         sums = view.reduce(sums)
-    return returned, sums, mutable
+    return returned, sums, mutable, maxima

@@ -1,14 +1,18 @@
-"""Further arguments of a loss: what is no array (a flag, a name, a function) is not traced."""
+"""Arguments of a loss: where the batch is, and what is no array (a flag, a name, a function), which is not traced."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+# In place of a batch that is given by keyword, or not at all.
+NO_BATCH = inspect.Parameter.empty
 _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
 
 
@@ -24,34 +28,58 @@ class Constant:
     value: Any
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["batch_too"])
 @dataclasses.dataclass(frozen=True)
 class Keywords:
     """Keyword arguments, as the last positional one.
 
     Attributes:
         values: By name.
+        batch_too: Whether the batch is a dict of keyword arguments, too.
     """
 
     values: dict[str, Any]
+    batch_too: bool = False
 
 
-def separated(args: tuple, mutable: bool) -> tuple[Any, Any, tuple]:
-    """What a loss is called with after its parameters: mutable state, None if there is none, the batch, the rest.
+def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False) -> tuple[Any, Any, tuple]:
+    """Find the batch among what a loss is called with after its parameters.
+
+    Without a positional batch, it is a dict of the keyword arguments that have rows; flags, numbers and keys among
+    them are further arguments.
+
+    Args:
+        args: Positional arguments; `NO_BATCH` among them counts for none.
+        keywords: Keyword arguments.
+        mutable: Whether the first of `args` is a mutable state.
+
+    Returns:
+        `(mutable state, batch, rest)`: None without a mutable state; `rest` as `packed` gives it.
 
     Raises:
         TypeError: If there is no batch.
     """
-    if len(args) < 1 + mutable:
+    args = tuple(x for x in args if x is not NO_BATCH)
+    if len(args) > mutable:
+        state, batch, *rest = args if mutable else (None, *args)
+        return state, batch, packed(tuple(rest), keywords)
+    rows = {name: x for name, x in keywords.items() if has_rows(x)}
+    if not rows or len(args) < mutable:
         raise TypeError(
             "The loss was called without a batch. Rows that it closes over are not divided over the devices: each "
-            "would compute all of them. Give them as an argument, to the loss and here: loss_fn(params, batch)."
+            "would compute all of them. Give them as an argument, to the loss and here: loss_fn(params, batch), or "
+            "loss_fn(params, x=x, y=y)."
         )
-    state, batch, *rest = args if mutable else (None, *args)
-    return state, batch, tuple(rest)
+    others = {name: x for name, x in keywords.items() if name not in rows}
+    return (args[0] if mutable else None), rows, packed((), others, batch_too=True)
 
 
-def packed(args: tuple, keywords: Mapping[str, Any] | None = None) -> tuple:
+def has_rows(tree: Any) -> bool:
+    """Return whether an argument may be a batch: whether any array in it is no scalar."""
+    return any(len(getattr(x, "shape", ())) > 0 for x in jax.tree.leaves(tree))
+
+
+def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too: bool = False) -> tuple:
     """Arguments as one tuple of trees of arrays; everything else in them is a `Constant`.
 
     Python's numbers are arrays, as under `jax.jit`; its bools are not, since a model branches on them.
@@ -77,16 +105,19 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None) -> tuple:
             ) from error
         return Constant(x)
 
-    given = args if not keywords else (*args, Keywords(dict(keywords)))
+    given = (*args, Keywords(dict(keywords or {}), batch_too)) if keywords or batch_too else args
     return jax.tree_util.tree_map_with_path(one, given, is_leaf=is_constant)
 
 
-def unpacked(args: tuple) -> tuple[tuple, dict[str, Any]]:
-    """`(args, keywords)` as they were given."""
+def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
+    """Call a function with its batch and further arguments, `packed` or as they are, as the caller gave them."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
-    if args and isinstance(args[-1], Keywords):
-        return args[:-1], args[-1].values
-    return args, {}
+    if not (args and isinstance(args[-1], Keywords)):
+        return fn(*leading, batch, *args)
+    *rest, keywords = args
+    if keywords.batch_too:
+        return fn(*leading, *rest, **batch, **keywords.values)
+    return fn(*leading, batch, *rest, **keywords.values)
 
 
 def is_constant(x: Any) -> bool:

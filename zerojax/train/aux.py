@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives
+from zerojax.config.precision import common_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -87,7 +88,7 @@ def combine(
     def mean(path, x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(f"aux{path} is {x.dtype}, which has no mean. Mark a count with zerojax.Sum.")
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(common_dtype(x.dtype, jnp.float32))
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
         # with weight 0 the mean itself may be 0/0
         return comm.psum(jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)

@@ -13,6 +13,7 @@ from zerojax.comm.mesh import batch_sharding
 from zerojax.config import Config, DataMesh, Precision
 from zerojax.config.batch_spec import entry_names
 from zerojax.config.data_mesh import in_words
+from zerojax.layout.tree import canonical
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
@@ -112,7 +113,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.core.Tracer):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, canonical(x.dtype), sharding=sharding)
     if getattr(x, "sharding", None) == sharding:
         return x
     try:

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
 from zerojax.config import Config
 from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
+from zerojax.offload.host import is_on_host, to_device
 from zerojax.placement.storage import cast, storage_leaves
-from zerojax.train.arguments import packed, unpacked
+from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import first_undivided, place_batch, placed
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,37 +38,54 @@ class Function:
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
         """Call it; there is nothing mutable."""
         del mutable
-        args, keywords = unpacked(args)
-        return self.fn(params, batch, *args, **keywords)
+        return call(self.fn, (params,), batch, args)
 
 
 def eval_step(config: Config, fn: Callable) -> Callable:
     """What `ZeroTransformation.eval_step` returns."""
-    config = dataclasses.replace(config, view="global")
+    # Error feedback belongs to the gradients of a step; a gradient through this function is reduced at once.
+    wire = None if config.wire is None else dataclasses.replace(config.wire, error_feedback=False)
+    config = dataclasses.replace(config, view="global", wire=wire)
 
     def run(params, batch, *args):
         layout = layout_of(config, params)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
         view = View(config, layout, (), Function(fn), 1)
-        zeros = view.stand_ins(stored)
-        shards = [StandIn(x, zeros[i]) if i in zeros else x for i, x in enumerate(stored)]
+        shards = [StandIn(x, zeros_like(x)) if is_on_host(x) else x for x in stored]
         return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
     @jax.jit
     def program(params, batch, *args):
         rows = batch if divides(config, batch) else ()
         shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
-        return on_auto_mesh(config.user_mesh, run, params, batch, *args, shardings=shardings)
+        return on_auto_mesh(config.user_mesh, run, params, batch, *with_types(args), shardings=shardings)
 
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-    def step(params, batch, *args, **keywords):
-        args = packed(args, keywords)
+    def step(params, batch=NO_BATCH, *args, **keywords):
+        _, batch, args = separated((batch, *args), keywords)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
-            return program(params, place_batch(config, batch), *args)
-        return program(params, jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch), *args)
+            rows = place_batch(config, batch)
+        else:
+            rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
+        try:
+            return program(params, rows, *args)
+        except TypeError as error:
+            if "forward-mode autodiff" not in str(error):
+                raise
+            raise TypeError(
+                "A function of tx.eval_step is differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). "
+                "At stage 3 its gathers have a rule for reverse mode alone. Use jax.grad or jax.vjp, or differentiate "
+                "the function itself, of tx.unshard(params)."
+            ) from error
 
     return step
+
+
+def zeros_like(x: Array) -> Array:
+    """Return zeros on the device whose gradient is that of `x`, which is in host memory; nothing reads their value."""
+    on_device = to_device(x)
+    return on_device - jax.lax.stop_gradient(on_device)
 
 
 def divides(config: Config, batch: PyTree) -> bool:

@@ -38,14 +38,15 @@ class Gradients(NamedTuple):
 
     Attributes:
         loss: The mean loss.
-        grads: Its gradient, one array a trained parameter, in storage shape of its gradient;
-            zeros for integers. NaN if the weights cannot divide.
+        grads: Its gradient, one array a trained parameter, in storage shape of its gradient. NaN if the weights
+            cannot divide.
         aux: Combined as its markers say; None in place of `rows`.
         rows: What of aux has one entry a row; None in place of everything else.
         mutable: The new mutable state, averaged over the devices.
         weights_valid: Whether no weight is negative and their sum is positive.
         squares: For each trained parameter, the sum of its gradient's squares, float32.
         errors: What quantised reductions lost, to be fed back, by the path of a parameter; summands, storage shape.
+        overwritten: The new value of each overwritten parameter: the maximum over devices and microbatches.
     """
 
     loss: Float[Array, ""]
@@ -56,6 +57,7 @@ class Gradients(NamedTuple):
     weights_valid: Bool[Array, ""]
     squares: Float[Array, " trained"]
     errors: dict[str, Array]
+    overwritten: list[Array]
 
 
 def loss_and_grads(
@@ -91,7 +93,10 @@ def loss_and_grads(
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)]
         # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
-        return found._replace(grads=constrained, mutable=mutable, aux=merged(found.aux, found.rows))
+        pairs = zip(found.overwritten, layout.overwritten, strict=True)
+        values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
+        aux = merged(found.aux, found.rows)
+        return found._replace(grads=constrained, mutable=mutable, aux=aux, overwritten=values)
 
     def local(stored, batch, args, mutable, scale, errors):
         args = fold_keys(args, lax.axis_index(config.data.batch))
@@ -101,7 +106,7 @@ def loss_and_grads(
     full: Any = PartitionSpec()
     rows = PartitionSpec(spec_entry(config.data.batch))
     kept = {path: summand_spec(leaf) for path, leaf in error_leaves(layout).items() if path in errors}
-    specs: Any = Gradients(*[full] * 8)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows, errors=kept)
+    specs: Any = Gradients(*[full] * 9)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows, errors=kept)
     found = jax.shard_map(
         local,
         mesh=config.mesh,
@@ -137,11 +142,11 @@ def view_gradients(view: View, stored, batch, args, mutable, scale, errors) -> G
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:
-        returned, grads, factor = view.value_and_grad(stored, mutable, batch, args, scale)
+        returned, grads, factor, values = view.value_and_grad(stored, mutable, batch, args, scale)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
-        returned, grads, mutable = accumulate_microbatches(view, stored, batch, args, mutable, scale)
+        returned, grads, mutable, values = accumulate_microbatches(view, stored, batch, args, mutable, scale)
     total, weights, aux, _ = returned
     if weighted:
         total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
@@ -163,7 +168,8 @@ def view_gradients(view: View, stored, batch, args, mutable, scale, errors) -> G
     else:
         aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
-    return Gradients(total / weight, grads, aux, rows, mean_mutable(mutable, comm), weights_valid, squares, errors)
+    mutable, values = mean_mutable(mutable, comm), comm.pmax(values)
+    return Gradients(total / weight, grads, aux, rows, mutable, weights_valid, squares, errors, values)
 
 
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives
-from zerojax.train.arguments import unpacked
+from zerojax.config.precision import common_dtype
+from zerojax.train.arguments import call
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -76,8 +77,7 @@ class Loss:
             ValueError: If loss or weight is no scalar.
         """
         given = (mutable,) if self.mutable else ()
-        args, keywords = unpacked(args)
-        value = self.fn(params, *given, batch, *args, **keywords)
+        value = call(self.fn, (params, *given), batch, args)
         aux = new = None
         if self.has_aux or self.mutable:
             count = 1 + self.has_aux + self.mutable
@@ -122,7 +122,7 @@ def scalar(name: str, value: Any) -> Array:
 
 def at_least_float32(value: Array) -> Array:
     """In float32, or as it is if it is wider: sums over devices need the precision."""
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    return value.astype(common_dtype(value.dtype, jnp.float32))
 
 
 def check_mutable(new: PyTree, old: PyTree) -> None:

@@ -12,7 +12,7 @@ from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.optim.returned_state import as_returned, other_axes_in
+from zerojax.optim.returned_state import as_returned, seen_in
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
 from zerojax.placement.storage import padded_forms
@@ -39,7 +39,7 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
-    layout = layout_of(config, like, others=other_axes_in(state))
+    layout = layout_of(config, like, **seen_in(state))
     return jitted_update(updates, state, params, arrays, config, layout, padded_forms(like), static)
 
 

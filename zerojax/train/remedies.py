@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 DIVIDED_ALREADY = (
-    "The loss function divides rows over a mesh axis (with_sharding_constraint, or shard_map), and in device view its "
+    "The loss function divides rows over a mesh axis (with_sharding_constraint, shard_map, or the types of an Explicit "
+    "mesh), and in device view its "
     'rows are divided already. Pass view="global" to zero_shard, where it sees them all.'
 )
 # (view of the loss, words of JAX's, cause and remedy); without a view, in both.
@@ -21,19 +22,20 @@ REMEDIES = [
     ),
     (
         "device",
-        r"only refer to Auto axes|context mesh .*Manual.* should match the mesh",
+        r"only refer to Auto axes|[Cc]ontext mesh .*Manual.* should match the mesh|of type: AxisType.Manual",
         DIVIDED_ALREADY,
     ),
     (
         "",
-        r"passed to reshard cannot contain axis names that are of type Auto",
-        "The loss function calls jax.sharding.reshard, which takes Explicit axes, and inside of a loss all axes are "
-        "Auto. Use jax.lax.with_sharding_constraint.",
+        r"passed to \w+ cannot contain axis names that are of type Auto",
+        "The loss function names the types of arrays (jax.sharding.reshard, out_sharding=), which takes Explicit axes, "
+        "and the axes of the mesh are Auto. Use jax.lax.with_sharding_constraint, or give zero_shard a mesh with "
+        "Explicit axes.",
     ),
     (
         "",
         r"Closing over inputs to shard_map|should match the aval mesh",
-        "The loss function closes over an array of an Explicit mesh, and inside of it all axes are Auto. Pass the "
+        "The loss function closes over an array of an Explicit mesh, and inside of it arrays are on another. Pass the "
         "array as a further argument of the loss, or close over a NumPy array.",
     ),
 ]

@@ -33,6 +33,7 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
     """Options, versions and leaves of a run, by name."""
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options |= {"user_mesh": dict(config.mesh.shape), "tx": None, "trainable": config.trainable is not None}
+    options["overwrite"] = config.overwrite is not None
     if config.offload is not None:
         options["offload"] = {name: getattr(config.offload, name) for name in OF_OFFLOAD}
     leaves = {f"params{leaf.path}": leaf for leaf in plan.layout.params}

@@ -12,7 +12,7 @@ import jax.core
 import numpy as np
 
 from zerojax.comm.collectives import LABEL
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings, wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
@@ -20,7 +20,7 @@ from zerojax.optim.checks import check_state
 from zerojax.placement.storage import in_storage
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
-from zerojax.train.arguments import packed
+from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
@@ -66,7 +66,7 @@ class Step:
                 metrics = row_shardings(config.mesh, config.data, returned[1], batch)
                 return ZeroState.shardings(config, state.plan), metrics
 
-            return on_auto_mesh(config.user_mesh, program.step, state, batch, args, shardings=shardings)
+            return on_auto_mesh(config.user_mesh, program.step, state, batch, with_types(args), shardings=shardings)
 
         def step_before_streaming(state, batch, *args):
             return program.step_before_streaming(state, batch, args)
@@ -98,7 +98,9 @@ class Step:
         name, mesh = getattr(self.program.loss.fn, "__name__", "a loss"), dict(self.config.mesh.shape)
         return f"<training step of {name}: stage={self.config.stage}, mesh={mesh}>"
 
-    def __call__(self, state: ZeroState, batch: Any, *args: Any, **keywords: Any) -> tuple[ZeroState, Metrics]:
+    def __call__(
+        self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
+    ) -> tuple[ZeroState, Metrics]:
         """Do one step; simulated devices first finish the one before. Traces of `jax.profiler` number the calls.
 
         Args:
@@ -108,7 +110,7 @@ class Step:
             *args: Replicated. Typed PRNG keys are folded where the loss is called several times: with the
                 number of the microbatch, and in device view the device's index. What is no array and no
                 number, such as a flag, is not traced: the step is compiled for each of its values.
-            **keywords: Further arguments too.
+            **keywords: Further arguments too. Without `batch`, those that have rows are the batch.
 
         Returns:
             The next state, and metrics: `loss` and `grad_norm`, float scalars; `skipped`,
@@ -117,7 +119,7 @@ class Step:
             the transformation's state has one.
 
         Raises:
-            TypeError: If `state` is no `ZeroState`, or a PRNG key is untyped.
+            TypeError: If `state` is no `ZeroState`, there is no batch, or a PRNG key is untyped.
             ValueError: If the batch cannot be divided, the state is of other parameters or was
                 donated, or the weights of a step before were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
@@ -131,7 +133,7 @@ class Step:
         watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
-        args = packed(args, keywords)
+        _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
             return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
         is_new = self._same.check(state.step, batch, args)
@@ -151,7 +153,7 @@ class Step:
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
-            return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, args)
+            return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
         """Which collectives a step has outside of loops, as compiled; of the last arguments of new shapes."""
@@ -172,17 +174,18 @@ class Step:
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 
-    def lower(self, state: ZeroState, batch: Any, *args: Any, **keywords: Any):
+    def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower without running, as `jax.jit(...).lower` does; shapes are enough.
 
         With offloaded state this is the program up to the gradients; `lower_update` has the rest.
         """
         self._check(state)
-        rows, args = place_batch(self.config, batch, self.options.accumulate), packed(args, keywords)
+        _, batch, args = separated((batch, *args), keywords)
+        rows = place_batch(self.config, batch, self.options.accumulate)
         if not state.plan.offloaded:
             return self._jitted.lower(state, rows, *args)
         resident = state.replace(opt_state=resident_state(state))
-        return on_auto_mesh(self.config.user_mesh, self._before_streaming.lower, resident, rows, *args)
+        return on_auto_mesh(self.config.user_mesh, self._before_streaming.lower, resident, rows, *with_types(args))
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """The programs that update offloaded chunks on the device, lowered; one for each kind of chunk.

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.collectives import UPDATE
 from zerojax.config import Config, check_count
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.state_memory import state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
-from zerojax.placement.storage import cast, in_storage, return_to_host, storage_leaves
+from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.resident_update import resident_update
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
@@ -94,7 +95,8 @@ class StepProgram:
         old_state = state_to_device(config, plan, state.opt_state)
         extra = {"value": done.gradients.loss}
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
-        updated, opt_state = apply_update(config, plan, grads, old_state, done.old, extra)
+        with jax.named_scope(UPDATE):
+            updated, opt_state = apply_update(config, plan, grads, old_state, done.old, extra)
         mutable, metrics = done.gradients.mutable, self._metrics(state, done, opt_state)
         if self.may_skip:
             old = ([to_device(x) for x in done.old], old_state, state.mutable)
@@ -114,7 +116,8 @@ class StepProgram:
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
         loss = done.gradients.loss.astype(jnp.float32)
-        resident = resident_update(config, plan, grads, state.opt_state, done.old, loss)
+        with jax.named_scope(UPDATE):
+            resident = resident_update(config, plan, grads, state.opt_state, done.old, loss)
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         metrics = self._metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
         if self.may_skip:
@@ -131,7 +134,7 @@ class StepProgram:
         """Differentiate, and decide whether the step counts."""
         config, plan, scaling = self.config, state.plan, state.scaling
         check_params(config, plan, state.params)
-        stored = storage_leaves(state.params, plan.layout.params)
+        stored = pin_to_plan(config, storage_leaves(state.params, plan.layout.params), plan.layout.params)
         gradients = loss_and_grads(
             config,
             plan.layout,
@@ -145,7 +148,7 @@ class StepProgram:
             accumulate=self.options.accumulate,
             errors=state.rounding_errors,
         )
-        skipped = jnp.zeros((), bool)
+        skipped, values = jnp.zeros((), bool), gradients.overwritten
         if self.may_skip:
             # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
             squares = gradients.squares
@@ -154,7 +157,11 @@ class StepProgram:
             skipped = scaling.skips > 0
             errors = roll_back(~skipped, gradients.errors, state.rounding_errors)
             gradients = gradients._replace(errors=errors)
-        return _Differentiated(gradients, stored, shard_for_update(config, plan, state.params), scaling, skipped)
+            values = roll_back(~skipped, values, [stored[i] for i in plan.layout.overwritten])
+        for i, x in zip(plan.layout.overwritten, values, strict=True):
+            stored[i] = x
+        old = shard_for_update(config, plan, in_storage(stored, plan.layout))
+        return _Differentiated(gradients, stored, old, scaling, skipped)
 
     def _metrics(self, state: ZeroState, done: _Differentiated, opt_state: Any) -> dict:
         """What the step reports; `opt_state` is the updated one, before a skipped step is rolled back."""
@@ -179,7 +186,15 @@ def _learning_rate(opt_state: Any) -> dict:
 
 
 class _Differentiated(NamedTuple):
-    """A step whose gradients are computed; `old` has the trained parameters, sharded for the update."""
+    """A step whose gradients are computed.
+
+    Attributes:
+        gradients: Over all devices and microbatches.
+        stored: One array a parameter, as stored; those that are overwritten have their new values.
+        old: The trained parameters, sharded for the update.
+        scaling: The loss scale after the step.
+        skipped: Whether the step is skipped.
+    """
 
     gradients: Gradients
     stored: list

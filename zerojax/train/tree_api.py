@@ -16,20 +16,31 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.explicit import auto_context, on_auto_mesh
+from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
+from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.new_value import NewValue
 from zerojax.layout.padded import is_padded, without_padding
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.returned_state import as_planned, as_returned
 from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
-from zerojax.placement.storage import cast, constrain, named_tree, padded_forms, storage_leaves, unflatten_params
-from zerojax.train.arguments import packed, separated
+from zerojax.placement.storage import (
+    cast,
+    constrain,
+    leaves_of,
+    logical,
+    named_tree,
+    padded_forms,
+    storage_leaves,
+    unflatten_params,
+)
+from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
@@ -62,9 +73,8 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
-        state, batch, rest = separated(args, loss.mutable)
+        state, batch, rest = separated(args, keywords, mutable=loss.mutable)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
-        rest = packed(rest, keywords)
         return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
 
     return value_and_grad
@@ -93,6 +103,7 @@ def value_and_grad_tree(
         )
         zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
         grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
+        grads |= dict(zip(layout.overwritten, found.overwritten, strict=True))
         arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
         tree = unflatten_params(arrays, layout, parts, forms)
         return loss.returned(found.loss, found.mutable, found.aux), tree
@@ -101,7 +112,7 @@ def value_and_grad_tree(
         loss = row_shardings(config.mesh, config.data, returned[0], batch)
         return loss, named_tree(config, layout.treedef, parts)
 
-    return on_auto_mesh(config.user_mesh, differentiate, params, mutable, batch, *args, shardings=shardings)
+    return on_auto_mesh(config.user_mesh, differentiate, params, mutable, batch, *with_types(args), shardings=shardings)
 
 
 def update_tree(
@@ -130,11 +141,15 @@ def update_tree(
             stored = storage_leaves(params, layout.params)
             updated, state = apply_update(config, plan, reduced, state, sharded, extra)
             new = unshard_after_update(config, plan, updated, frozen=stored)
-            updates = [difference(a, b) for a, b in zip(new, stored, strict=True)]
+            updates: list[Any] = [difference(a, b) for a, b in zip(new, stored, strict=True)]
         else:
             increments, state = update(config, plan, reduced, state, sharded, extra)
-            zeros = [jnp.zeros_like(x) for x in storage_leaves(grads, layout.params)]
+            pairs = zip(storage_leaves(grads, layout.params), layout.params, strict=True)
+            zeros = [zeros_for(*pair) for pair in pairs]
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
+        values = leaves_of(grads)
+        for i in layout.overwritten:
+            updates[i] = NewValue(constrain(config, logical(values[i]), layout.params[i]))
         state = as_returned(config, plan, state_to_host(config, plan, state))
         return unflatten_params(updates, layout, layout.params, forms), state
 
@@ -143,12 +158,20 @@ def update_tree(
     return on_auto_mesh(config.user_mesh, run, grads, state, params, extra, shardings=shardings)
 
 
+def zeros_for(grad: Array, leaf: Leaf) -> Array:
+    """Make the update of a parameter that is not trained; in its own type if it has no gradient.
+
+    A float32 zero would round a large integer where `optax.apply_updates` adds it.
+    """
+    return jnp.zeros(leaf.storage_shape, grad.dtype if has_gradient(leaf.dtype) else leaf.dtype)
+
+
 def difference(new: Array, old: Array) -> Array:
     """The float32 difference by which `optax.apply_updates` gets exactly from one narrow number to the other."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
     new, old = to_device(new), to_device(old)
-    wide = jnp.promote_types(old.dtype, jnp.float32) if jnp.issubdtype(old.dtype, jnp.inexact) else old.dtype
+    wide = common_dtype(old.dtype, jnp.float32) if jnp.issubdtype(old.dtype, jnp.inexact) else old.dtype
     return new.astype(wide) - old.astype(wide)
 
 

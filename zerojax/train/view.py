@@ -23,7 +23,8 @@ from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.wire import Encoding
 from zerojax.config import Config
-from zerojax.gather import StandIn, gather_on_use
+from zerojax.dims import NOWHERE
+from zerojax.gather import StandIn, gather_on_use, passes, row_states, split_arrays
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
@@ -31,11 +32,17 @@ from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast
 from zerojax.train.batch import cast_inputs
 from zerojax.train.checked import checked
-from zerojax.train.loss import Loss
+from zerojax.train.loss import Loss, Returned
+from zerojax.train.overwriting import unscaled
 from zerojax.train.remedies import remedies
+from zerojax.train.typed_loss import TypedLoss
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
+
+
+# Of the loss's arguments after the parameters: mutable state, the batch, and the caller's own.
+_OF_ROWS = (1,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +119,8 @@ class View:
         """Whether a step calls the loss once, for all rows."""
         return self.config.view == "global" and self.accumulate == 1
 
-    def loss_of_storage(self) -> Callable:
-        """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
+    def loss_of_params(self) -> Callable:
+        """Return the loss as a function of logical parameters, which it casts, and of a batch, which it casts too."""
         config, layout = self.config, self.layout
 
         def call(params, mutable, batch, *args):
@@ -121,8 +128,13 @@ class View:
                 params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
             batch = cast_inputs(config.precision, batch)
             with remedies(config.view):
-                return self.loss.call(params, mutable, batch, without_padding(args))
+                return TypedLoss(config, layout, self.loss).call(params, mutable, batch, without_padding(args))
 
+        return call
+
+    def loss_of_storage(self) -> Callable:
+        """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
+        config, layout, call = self.config, self.layout, self.loss_of_params()
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())
         if not self.gathers_on_use:
@@ -133,44 +145,107 @@ class View:
             comm=self.comm,
             prefetch=config.prefetch,
             reshard_after_forward=config.reshard_after_forward,
+            of_rows=_OF_ROWS,
         )
 
     def value_and_grad(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
         """Loss and gradient of one microbatch.
 
         Returns:
-            `(returned, grads, factor)`: the sum of `grads` over the devices is `scale` times
+            `(returned, grads, factor, values)`: the sum of `grads` over the devices is `scale` times
             the microbatch's share of the gradient. If the loss is weighted, it is that of the
             total, divided by `factor`: what the total has to be divided by is known only
-            after the last microbatch.
+            after the last microbatch. `values` are what each overwritten parameter is to be.
         """
-        fn = self.loss_of_storage()
-        trained = [self.layout.trained[k] for k in self.differentiable]
-        zeros = self.stand_ins(stored)
+        of_storage = self._pulled_to_shards if self.gathers_on_use else self._pulled_to_full
+        returned, pull = of_storage(stored, mutable, batch, args)
+        dtype = returned.total.dtype
+        if self.loss.weighted:
+            weight = self.comm.psum(returned.weight)
+            factor = divisor = jnp.where(weight > 0, weight, 1).astype(dtype)
+        else:  # known without a collective between the two passes
+            factor, divisor = None, self.microbatches
+        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
+        cotangent = scale.astype(dtype) / divisor
+        grads, values = pull(cotangent)
+        values = self.unscaled(values, stored, (mutable, batch, args), cotangent * weight_of(returned))
+        return returned, grads, factor, values
 
-        def objective(values):
-            merged = dict(enumerate(stored)) | dict(zip(trained, values, strict=True))
+    @property
+    def _trained(self) -> list[int]:
+        """Indices of the differentiable parameters among all."""
+        return [self.layout.trained[k] for k in self.differentiable]
+
+    def _pulled_to_shards(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple):
+        """Return what the loss returns, and a function from its cotangent to gradients, which the engine reduces.
+
+        The function returns `(gradients, values of overwritten parameters)`.
+        """
+        fn, zeros, trained = self.loss_of_storage(), self.stand_ins(stored), self._trained
+        overwritten = self.layout.overwritten
+
+        def objective(values, kept):
+            merged = dict(enumerate(stored)) | dict(zip(overwritten, kept, strict=True))
+            merged |= dict(zip(trained, values, strict=True))
             for i, x in zeros.items():
                 merged[i] = StandIn(stored[i], merged[i] if i in trained else x)
             params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(stored))])
             returned = fn(params, mutable, batch, *args)
             return returned.total, returned
 
-        primals = [zeros.get(i, stored[i]) for i in trained]
-        total, pull, returned = jax.vjp(objective, primals, has_aux=True)
-        if self.loss.weighted:
-            weight = self.comm.psum(returned.weight)
-            factor = divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)
-        else:  # known without a collective between the two passes
-            factor, divisor = None, self.microbatches
-        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
-        cotangent = scale.astype(total.dtype) / divisor
-        if self.gathers_on_use:
-            return returned, pull(cotangent)[0], factor
-        return returned, self.comm.backward(lambda given: pull(*given), [cotangent], range(len(primals))), factor
+        primals = [zeros.get(i, stored[i]) for i in trained], [stored[i] for i in overwritten]
+        _, pull, returned = jax.vjp(objective, *primals, has_aux=True)
+        return returned, pull
+
+    def _pulled_to_full(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple):
+        """As `_pulled_to_shards`, for parameters that every device holds: gradients are not summed over workers yet."""
+        fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
+        arrays, put_back = split_arrays((mutable, batch, *args))
+        structure = None
+
+        def function(_, given):
+            nonlocal structure
+            params = jax.tree.unflatten(self.layout.treedef, given[: len(stored)])
+            returned = fn(params, *put_back(given[len(stored) :]))
+            rest, structure = jax.tree.flatten(returned._replace(total=None))
+            return [returned.total, *rest]
+
+        given = [*stored, *arrays]
+        rows = [NOWHERE] * len(stored) + row_states((mutable, batch, *args), _OF_ROWS)
+        active = [i in trained or i in overwritten for i in range(len(given))]
+        how = {"wanted": (0,), "rows": rows, "follower": self.comm.follower}
+        two = passes(function, (), given, trained=(), active=active, **how)
+        (total, *rest), saved = two.run((), given)
+        assert structure is not None
+
+        def pull(cotangent):
+            _, found = two.pull(self.comm, (), given, saved, [cotangent], reduced_later=trained)
+            of = dict(zip(two.active_others, found, strict=True))
+            return [of[i] for i in trained], [of[i] for i in overwritten]
+
+        return jax.tree.unflatten(structure, rest)._replace(total=total), pull
+
+    def unscaled(self, values: list, stored: Sequence[Array], given: tuple, cotangent: Array) -> list:
+        """Divide the values of overwritten parameters by the loss's cotangent, where they are linear in it."""
+        overwritten, precision = self.layout.overwritten, self.config.precision
+        if not values or (self.is_one_loss and (precision is None or precision.loss_scale is None)):
+            return values
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in zip(self.layout.params, stored, strict=True)]
+
+        def loss(primals, given):
+            leaves, (mutable, batch, args) = given
+            merged = dict(enumerate(leaves)) | dict(zip(overwritten, primals, strict=True))
+            params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(leaves))])
+            returned = self.loss_of_params()(params, mutable, batch, *args)
+            return returned.total
+
+        return unscaled(values, loss, [leaves[i] for i in overwritten], (leaves, given), cotangent)
 
     def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
-        """What is differentiated in place of a parameter whose gradient is in other memory, or reduced later."""
+        """What is differentiated in place of a parameter whose gradient is in other memory, or reduced later.
+
+        The gradient of an overwritten parameter is a value, and no sum that could be reduced later.
+        """
         if not self.gathers_on_use:
             return {}
         leaves = enumerate(zip(self.layout.params, stored, strict=True))
@@ -179,7 +254,8 @@ class View:
             if leaf.kind == "sharded"
             else self.comm.zeros(leaf.shape, x.dtype)
             for i, (leaf, x) in leaves
-            if is_on_host(x) or leaf.kind != "sharded" or self.comm.grad_shape(leaf) != x.shape
+            if (is_on_host(x) or leaf.kind != "sharded" or self.comm.grad_shape(leaf) != x.shape)
+            and i not in self.layout.overwritten
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
@@ -223,3 +299,8 @@ class View:
         """How the gradient of a trained parameter is sharded before it is reduced across."""
         param = self.layout.params[self.layout.trained[k]]
         return self.grads[k] if param.dim is None else param
+
+
+def weight_of(returned: Returned) -> Array:
+    """Return the weight of a loss, 1 where none could divide."""
+    return jnp.where(returned.weight > 0, returned.weight, 1)

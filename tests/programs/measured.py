@@ -1,0 +1,221 @@
+"""What a program costs, compiled for eight simulated devices: by zerojax in either view, and by plain jit."""
+
+import dataclasses
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import TABLE
+from registry import DEVICES, Program
+
+from zerojax import collectives, zero_shard
+from zerojax.comm.collectives import LABEL
+from zerojax.inspect.collectives import Collective, cause_of
+from zerojax.inspect.hlo import read
+from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.roofline import kernels, product_flops
+
+EXCHANGES = ("all-to-all", "ragged-all-to-all", "collective-permute")
+SMALL = 1000  # elements; vectors have fewer and matrices more
+PERSIST_BELOW = SMALL
+MOST_FLOPS, MOST_MEMORY = 1.05, 1.2  # times plain jit's
+MOST_MOVED = 1.01  # times device view's: which leaves share a bucket, and so their padding, is not the same
+# Bytes of scalars: the compiler averages the loss and sums a norm or a count. The smallest activation is larger, one
+# number a row of which a device has 52 or 832 and there are 416 or 6656.
+SLACK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one device computes, holds and sends.
+
+    Attributes:
+        flops: FLOPs of its matrix products.
+        temporary: Bytes of temporary memory.
+        labelled: Bytes that it sends in collectives of parameters and gradients that zerojax labels.
+        gradients: Bytes that it sends in other collectives of arrays as large as a parameter or a layer of a stack,
+            where the compiler sums a gradient.
+        activations: Bytes that it sends in all other collectives.
+        causes: Bytes of the last two, by kind, arrays and cause.
+    """
+
+    flops: int
+    temporary: int
+    labelled: int
+    gradients: int
+    activations: int
+    causes: Counter
+
+    @property
+    def beyond(self) -> int:
+        """Bytes sent in collectives that are not zerojax's own."""
+        return self.gradients + self.activations
+
+    @property
+    def moved(self) -> int:
+        """Bytes sent in all."""
+        return self.labelled + self.beyond
+
+
+class Limit(NamedTuple):
+    """A limit on a program.
+
+    Attributes:
+        name: What is limited.
+        found: FLOPs or bytes of the program.
+        usual: What every program is allowed.
+        excepted: What this one is allowed by an exception; None: it has none.
+    """
+
+    name: str
+    found: float
+    usual: float
+    excepted: float | None
+
+    @property
+    def allowed(self) -> float:
+        """What this program is allowed."""
+        return self.usual if self.excepted is None else self.excepted
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the program needs more."""
+        return self.found > self.allowed
+
+
+@functools.cache
+def mesh():
+    """All simulated devices on one axis."""
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+
+
+def placed(tree: Any, *spec: str) -> Any:
+    """Shapes with a sharding."""
+    sharding = NamedSharding(mesh(), PartitionSpec(*spec))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+@functools.cache
+def by_zerojax(name: str, stage: int, view: str) -> Cost:
+    """A program's cost at a stage and in a view of the loss."""
+    program = TABLE[name]
+    params, batch, args = program.shapes()
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh(), view=view, persist_below=PERSIST_BELOW)
+    batch, args = placed(batch, "data"), placed(args)
+    if program.accumulate > 1:
+        lowered = tx.train_step(program.loss, accumulate=program.accumulate).lower(tx.create(params), batch, *args)
+    else:
+        lowered = jax.jit(tx.value_and_grad(program.loss)).lower(tx.shard(params), batch, *args)
+    return cost_of(lowered.compile(), params)
+
+
+@functools.cache
+def by_jit(name: str) -> Cost:
+    """A program's cost under plain jit: replicated parameters and gradients, and the rows divided."""
+    program = TABLE[name]
+    params, batch, args = program.shapes()
+    replicated = NamedSharding(mesh(), PartitionSpec())
+    gradient = jax.value_and_grad(program.loss)
+    donated = ()
+    if program.accumulate > 1:
+        gradient, donated = functools.partial(plain_step, program), (0,)
+    jitted = jax.jit(gradient, out_shardings=replicated, donate_argnums=donated)
+    compiled = jitted.lower(placed(params), placed(batch, "data"), *placed(args)).compile()
+    return cost_of(compiled, params)
+
+
+def sent_once(name: str) -> float:
+    """Bytes that a device sends to gather all parameters once, or to reduce-scatter all gradients."""
+    params, _, _ = TABLE[name].shapes()
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) * (DEVICES - 1) / DEVICES
+
+
+def exchanged(name: str) -> float:
+    """Bytes that plain jit sends beyond the gradients, if the program says why it does."""
+    plain = by_jit(name)
+    if TABLE[name].lost:
+        return plain.beyond
+    return plain.activations + max(0, plain.gradients - 2 * sent_once(name)) if TABLE[name].shared else 0
+
+
+def limits(name: str, stage: int) -> list[Limit]:
+    """The limits on a program in global view at a stage.
+
+    FLOPs and temporary memory are at most 1.05 and 1.2 times plain jit's. (At stage 3 the memory is for the gathered
+    parameters, too, and has tests of its own.) Bytes beyond parameters and gradients, and bytes in all, are at most
+    those of device view, and what plain jit exchanges itself.
+    """
+    plain, exceptions = by_jit(name), TABLE[name].exceptions
+    found, device, more = by_zerojax(name, stage, "global"), by_zerojax(name, stage, "device"), exchanged(name)
+    every = [
+        ("FLOPs", found.flops, MOST_FLOPS, plain.flops, 0),
+        ("memory", found.temporary, MOST_MEMORY, plain.temporary, 0),
+        ("beyond", found.beyond, 1, device.beyond, more + SLACK),
+        ("moved", found.moved, MOST_MOVED, device.moved, more + SLACK),
+    ]
+    excepted = {limit: one.most for limit, one in exceptions.items() if stage in one.stages}
+    return [
+        Limit(limit, value, most * base + slack, excepted[limit] * base + slack if limit in excepted else None)
+        for limit, value, most, base, slack in every
+        if stage < 3 or limit != "memory"
+    ]
+
+
+def exceeded(name: str, stage: int) -> list[str]:
+    """The limits that a program exceeds, with its largest collectives."""
+    over = [
+        f"{one.name}: {one.found:,.0f} found, {one.allowed:,.0f} allowed"
+        for one in limits(name, stage)
+        if one.is_exceeded
+    ]
+    causes = by_zerojax(name, stage, "global").causes.most_common(3)
+    return [*over, *(f"{sent:,d} bytes sent: {cause}" for cause, sent in causes if sent > SLACK)] if over else []
+
+
+def unneeded(name: str, stage: int) -> list[str]:
+    """Limits with an exception at a stage that keep the usual limit."""
+    return [one.name for one in limits(name, stage) if one.excepted is not None and one.found <= one.usual]
+
+
+def plain_step(program: Program, params: Any, batch: Any, *args: Any) -> tuple:
+    """A training step of microbatches by jax alone, each with rows of every device."""
+
+    def divided(x):
+        rows = x.reshape(DEVICES, program.accumulate, -1, *x.shape[1:])
+        return jnp.moveaxis(rows, 1, 0).reshape(program.accumulate, -1, *x.shape[1:])
+
+    def micro(carry, rows):
+        loss, grads = jax.value_and_grad(program.loss)(params, rows, *args)
+        return jax.tree.map(jnp.add, carry, (loss, grads)), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    (loss, grads), _ = jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))
+    return loss, jax.tree.map(lambda p, g: p - 0.1 / program.accumulate * g, params, grads)
+
+
+def cost_of(compiled: Any, params: Any) -> Cost:
+    """What a compiled program costs, given shapes of the parameters."""
+    sizes = {n for x in jax.tree.leaves(params) for n in (x.size, x.size // max(1, *x.shape[:1]))}
+    sizes -= set(range(SMALL))
+    labelled, gradients, activations, causes = 0, 0, 0, Counter()
+    for c in collectives(compiled):
+        sent = c.sent * c.times_if_once
+        if c.kind not in EXCHANGES and LABEL.search(c.op_name):
+            labelled += sent
+            continue
+        of_params = sum(a.bytes for a in c.arrays if a.elements in sizes and c.kind not in EXCHANGES)
+        part = sent * of_params // max(1, c.bytes)
+        gradients, activations = gradients + part, activations + sent - part
+        causes[described(c)] += sent
+    flops = sum(product_flops(kernels(read(compiled))).values())
+    return Cost(flops, memory_analysis(compiled).temp_size_in_bytes, labelled, gradients, activations, causes)
+
+
+def described(c: Collective) -> str:
+    """Kind, arrays, operation and cause of a collective."""
+    arrays = ", ".join(f"{a.dtype}{list(a.shape)}" for a in c.arrays[:3]) + " ..." * (len(c.arrays) > 3)
+    return f"{c.kind} {arrays} x{c.times_if_once} | {c.op_name[-90:]} | {cause_of(c).rsplit('/', 1)[-1]}"

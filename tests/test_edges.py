@@ -1,0 +1,156 @@
+"""At the edges of what a loss may do, N devices give what one gives: statistics and indices of parameters."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import quick_or_slow
+
+from zerojax import Offload, Precision, report, zero_shard
+
+ROWS = jnp.linspace(-1, 1, 32).reshape(8, 4)
+
+
+def pooled(w):
+    return jax.lax.reduce_window(w, -jnp.inf, jax.lax.max, (2,) * w.ndim, (1,) * w.ndim, "VALID")
+
+
+def start(w, rows, more):
+    """The first index, which only the rows say, `more` before the end of dim 0."""
+    return jnp.argmax(rows[:, 0]) - 7 + w.shape[0] - more
+
+
+# Of a parameter and the rows; every device computes their gradients alike.
+OF_PARAMETERS = {
+    "percentile": lambda w, rows: jnp.percentile(w, 30, axis=0),
+    "pooled": lambda w, rows: pooled(w),
+    "behind": lambda w, rows: jax.lax.dynamic_slice_in_dim(w, start(w, rows, -3), 2, 0),
+    "before": lambda w, rows: jax.lax.dynamic_index_in_dim(w, -start(w, rows, 0) - 30, 0),
+    "in": lambda w, rows: jax.lax.dynamic_update_slice_in_dim(jnp.ones((40, *w.shape[1:])), w, start(w, rows, -29), 0),
+    "some": lambda w, rows: w.at[jnp.array([0, 12, -30]) + start(w, rows, w.shape[0])].get(mode="clip"),
+}
+
+
+QUICK = [(3, (10, 3, 2))]
+
+
+def with_all(params, rows):
+    """Each function of parameters of its own, so that one program has them all."""
+    values = {name: OF_PARAMETERS[name](w, rows) for name, w in params.items() if name != "weights"}
+    return jnp.mean((rows @ params["weights"]) ** 2) + sum(jnp.sum(x**2) for x in values.values())
+
+
+@pytest.mark.parametrize(("stage", "shape"), quick_or_slow([(1, (10, 3, 2)), (1, (16, 3)), (3, (16, 3))], QUICK))
+def test_gradients_that_all_devices_compute_alike(stage, shape, mesh, optimized):
+    """Of leaves that are padded, and of others."""
+    params = {name: jax.random.normal(jax.random.key(i), shape) for i, name in enumerate(OF_PARAMETERS)}
+    params["weights"] = jnp.ones((4, 4))
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=0)
+    expected = jax.jit(jax.value_and_grad(with_all))(params, ROWS)
+    found, grads = tx.value_and_grad(with_all)(tx.shard(params), ROWS)
+    chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-6)
+
+
+STACK = {
+    "stack": jax.random.normal(jax.random.key(1), (3, 4, 4)),
+    "matrix": jax.random.normal(jax.random.key(2), (4, 4)),
+}
+
+
+def layers(params, rows):
+    """Loops that read the same layers at each iteration: the last one, one past the end, and one of their own."""
+    stack, apply = params["stack"], jax.checkpoint(lambda h, w: jnp.tanh(h @ w))
+    for length in (1, 2):
+        rows, _ = jax.lax.scan(lambda h, _: (apply(h, stack[-1]), None), rows, None, length=length)
+    rows = jax.lax.fori_loop(0, 3, lambda i, h: apply(apply(h, stack[i]), stack[jnp.int32(7)]), rows)
+    return jnp.mean(rows**2)
+
+
+def narrow(params, rows, dtype=jnp.float8_e5m2):
+    """Products with float8 copies of parameters, in a loop and outside."""
+    step = lambda h, w: (jnp.tanh(h @ w.astype(dtype).astype(h.dtype)), None)
+    rows, _ = jax.lax.scan(step, step(rows, params["matrix"])[0], params["stack"])
+    return jnp.mean(rows**2)
+
+
+@pytest.mark.parametrize("loss", [layers, narrow])
+def test_global_view_at_stage_3_is_one_device(loss, mesh):
+    """A gradient that is rounded to float8 is rounded once it is summed, as on one device."""
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0)
+    expected = jax.jit(jax.value_and_grad(loss))(STACK, ROWS)
+    found, grads = tx.value_and_grad(loss)(tx.shard(STACK), ROWS)
+    chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float8_gradients_are_summed_in_a_wider_type(mesh):
+    """In device view each device rounds its own; what they add up to must not be rounded to three digits again."""
+    w = {"w": jnp.ones((8, 8))}
+    rows = jnp.repeat(2.0 ** (3 - jnp.arange(8.0))[:, None], 8, axis=1)  # eight binary digits in all, as bfloat16 has
+    loss = lambda p, rows: jnp.sum(rows @ p["w"].astype(jnp.float8_e4m3fn).astype(jnp.float32))
+    for stage in (1, 3):
+        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=0, view="device")
+        _, grads = tx.value_and_grad(loss)(tx.shard(w), rows)
+        chex.assert_trees_all_close(tx.unshard(grads)["w"], jnp.full((8, 8), jnp.mean(rows[:, 0])), rtol=1e-6)
+
+
+def test_types_are_promoted_although_a_user_forbids_it(mesh):
+    batch = {"rows": ROWS, "weight": jnp.ones(8)}
+
+    def loss(params, batch):
+        losses = jnp.mean((batch["rows"] @ params["w"]) ** 2, axis=1).astype(jnp.float32)
+        return jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"])
+
+    with jax.numpy_dtype_promotion("strict"):
+        tx = zero_shard(optax.sgd(0.1, momentum=0.9), stage=1, mesh=mesh, precision=Precision.fp16(), persist_below=0)
+        state = tx.create({"w": jnp.eye(4)})
+        state, metrics = tx.train_step(loss, weighted=True)(state, batch)
+    assert metrics["loss"] == pytest.approx(float(jnp.mean(ROWS**2)), rel=1e-3)
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="host", params="host")], ids=["device", "host"])
+def test_a_gradient_through_eval_step_is_that_of_its_function(offload, mesh):
+    """Of persistent leaves and sharded ones, of a batch, and of a second model; a vector is pulled back."""
+    params = {"matrix": jnp.linspace(-1, 1, 64).reshape(16, 4), "gain": jnp.arange(4.0), "scale": jnp.float32(2)}
+
+    def student_and_teacher(params, rows, teacher):
+        of = lambda p: p["scale"] * jnp.tanh(rows @ p["matrix"][:4] * p["gain"])
+        return jnp.mean((of(params) - of(teacher)) ** 2, axis=1)
+
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=8, offload=offload)
+    call, weights = tx.eval_step(student_and_teacher), jnp.arange(8.0)
+    teacher = jax.tree.map(jnp.sin, params)
+    expected, pull = jax.vjp(jax.jit(student_and_teacher), params, ROWS, teacher)
+    found, pull_sharded = jax.vjp(call, tx.shard(params), ROWS, teacher)
+    grads, *others = pull_sharded(weights)
+    chex.assert_trees_all_close((found, (tx.unshard(grads), *others)), (expected, pull(weights)), rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="differentiated in forward mode"):
+        jax.jvp(lambda p: call(p, ROWS, teacher), (tx.shard(params),), (tx.shard(params),))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Attributes(dict):
+    """A dict whose items are attributes, as in JAX's training cookbook: one that is missing is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.DictKey(key), self[key]) for key in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, keys, values):
+        return cls(zip(keys, values, strict=True))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_nodes_that_answer_for_any_attribute(stage, mesh):
+    params = Attributes(layers=[Attributes(w=jnp.ones((4, 8)))], head=Attributes(w=jnp.ones((8, 3)), b=jnp.ones(3)))
+    loss = lambda p, rows: jnp.mean((rows @ p.layers[0].w @ p.head.w + p.head.b) ** 2)
+    tx = zero_shard(optax.adam(0.1), stage=stage, mesh=mesh, persist_below=0)
+    state, metrics = tx.train_step(loss)(tx.create(params), ROWS)
+    assert metrics["loss"] == pytest.approx(float(loss(params, ROWS)), rel=1e-5)
+    assert "head" in str(report(state))
+    stored = tx.shard(params)
+    updates, _ = tx.update(tx.value_and_grad(loss)(stored, ROWS)[1], tx.init(stored), stored)
+    expected = optax.adam(0.1).update(jax.grad(loss)(params, ROWS), optax.adam(0.1).init(params), params)[0]
+    chex.assert_trees_all_close(tx.unshard(updates), expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,106 @@
+"""Work that a loss asks for twice is done once at stage 3, as under plain jit."""
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import block, collectives, zero_shard
+from zerojax.gather.merged import merged
+from zerojax.inspect.hlo import read
+from zerojax.inspect.roofline import kernels, product_flops
+
+ROWS, WIDTH, LAYERS = 16, 64, 3
+
+
+def generate(wrap, params, x):
+    for w in params["generator"]:
+        x = wrap(lambda w, x: jax.nn.relu(x @ w))(w, x)
+    return x
+
+
+def gan(wrap, params, batch):
+    """Calls the generator for its own loss and once more for the critic's."""
+    fooled = jnp.mean(generate(wrap, params, batch) @ jax.lax.stop_gradient(params["critic"]))
+    fake = jax.lax.stop_gradient(generate(wrap, params, batch))
+    return fooled + jnp.mean(jax.nn.softplus(fake @ params["critic"]))
+
+
+WRAPS = {"bare": lambda fn: fn, "remat": jax.checkpoint, "block": block}
+
+
+def setup(key=0):
+    keys = jax.random.split(jax.random.key(key), LAYERS + 2)
+    w = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+    return {"generator": w[:LAYERS], "critic": w[LAYERS]}, jax.random.normal(keys[-1], (ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_block_that_is_called_twice_on_the_same_is_computed_once(wrap):
+    params, batch = setup()
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh_of(8), persist_below=1)
+    gradient = lambda loss: jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
+
+    def once(params, batch):
+        fake = generate(WRAPS[wrap], params, batch)
+        fooled = jnp.mean(fake @ jax.lax.stop_gradient(params["critic"]))
+        return fooled + jnp.mean(jax.nn.softplus(jax.lax.stop_gradient(fake) @ params["critic"]))
+
+    twice, reused = gradient(lambda *args: gan(WRAPS[wrap], *args)), gradient(once)
+    flops = lambda compiled: sum(product_flops(kernels(read(compiled))).values())
+    assert flops(twice) == flops(reused)
+    assert collectives(twice).moved().elements == collectives(reused).moved().elements
+
+
+def test_gradients_are_those_of_plain_jit():
+    params, batch = setup()
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh_of(8), persist_below=1)
+    loss = lambda *args: gan(jax.checkpoint, *args)
+    value, grads = tx.value_and_grad(loss)(tx.shard(params), batch)
+    expected, plain = jax.jit(jax.value_and_grad(loss))(params, batch)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(tx.unshard(grads)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)  # sums over devices in another order
+
+
+def noise(w, x, key):
+    return x @ w + jax.random.normal(key, x.shape)
+
+
+PAIRS = {
+    "one input": (lambda w, x, k: (x @ w, x @ w), True),
+    "equal inputs": (lambda w, x, k: (jnp.tanh(x) @ w, jnp.tanh(x) @ w), True),
+    "one key": (lambda w, x, k: (noise(w, x, k), noise(w, x, k)), True),
+    "other inputs": (lambda w, x, k: (x @ w, (x + 1) @ w), False),
+    "other keys": (lambda w, x, k: (noise(w, x, k), noise(w, x, jax.random.fold_in(k, 1))), False),
+    "one is not differentiated": (lambda w, x, k: (x @ w, x @ jax.lax.stop_gradient(w)), False),
+    "other types": (lambda w, x, k: (x @ w, jnp.matmul(x, w, precision="highest")), False),
+    "kept apart": (lambda w, x, k: [jax.lax.optimization_barrier(x @ w) for _ in range(2)], False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_only_what_is_the_same_is_merged(name):
+    fn, same = PAIRS[name]
+    args = jnp.eye(4), jnp.ones((2, 4)), jax.random.key(0)
+    closed = jax.make_jaxpr(fn)(*args)
+    found = merged(closed.jaxpr, closed.jaxpr.invars[:1])
+    assert (found.outvars[0] is found.outvars[1]) == same
+    before, after = (jax.core.eval_jaxpr(jaxpr, closed.consts, *args) for jaxpr in (closed.jaxpr, found))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_computed_of_weights_or_of_no_weight_stays():
+    def fn(w, x):
+        masks = [jnp.where(jnp.arange(4) > 1, 0.0, 1.0) * w.T for _ in range(2)]
+        rows = [jnp.sin(x) for _ in range(2)]
+        return [row @ mask for row, mask in zip(rows, masks, strict=True)]
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.eye(4), jnp.ones((2, 4))).jaxpr
+    found = merged(jaxpr, jaxpr.invars[:1])
+    count = lambda jaxpr, name: sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
+    assert [count(found, name) for name in ("transpose", "mul", "sin", "dot_general")] == [2, 2, 2, 1]

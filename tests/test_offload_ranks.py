@@ -1,0 +1,62 @@
+"""Offloaded state of leaves of every rank, empty ones and scalars among them, updates as in optax."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+from zerojax import Offload, zero_shard
+
+PARAMS = {
+    "scalar": jnp.float32(2),
+    "vector": jnp.arange(1.0, 10.0),
+    "matrix": jnp.linspace(-1, 1, 128).reshape(16, 8),
+    "cube": jnp.full((8, 3, 4), 0.3),
+    "empty": jnp.zeros((0, 4)),
+}
+ROWS = jnp.linspace(-1, 1, 32).reshape(8, 4)
+QUICK = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-2)),
+}
+# With their usual arguments, but for the learning rate. What optax cannot do on these leaves is not here.
+NAMES = """adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw
+    noisy_sgd optimistic_gradient_descent radam rmsprop rprop sign_sgd sgd yogi""".split()
+CONTRIB = "acprop ademamix dog dowg prodigy schedule_free_adamw schedule_free_sgd".split()
+OTHERS = {name: lambda name=name: getattr(optax, name)(1e-2) for name in NAMES}
+OTHERS |= {name: lambda name=name: getattr(optax.contrib, name)(1e-2) for name in CONTRIB}
+OTHERS |= {
+    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-2, momentum=0.9)),
+    "trust_ratio": lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio(), optax.scale(-1e-2)),
+    "param_block": lambda: optax.chain(optax.adam(1e-2), optax.scale_by_param_block_rms()),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "rss": lambda: optax.chain(optax.scale_by_rss(), optax.scale_by_stddev(), optax.scale(-1e-2)),
+}
+CASES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+def loss(params, rows):
+    products = rows @ params["cube"].sum(1).T @ params["matrix"][:8] + params["vector"][:8]
+    return jnp.mean(products**2) * params["scalar"] + jnp.sum(params["empty"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offloaded_state_of_every_rank(name, mesh):
+    make = (QUICK | OTHERS)[name]
+    inner = optax.with_extra_args_support(make())
+    tx = zero_shard(make(), stage=3, mesh=mesh, persist_below=0, offload=Offload(optimizer="host"))
+    state, step = tx.create(PARAMS), tx.train_step(loss)
+    params, plain = PARAMS, inner.init(PARAMS)
+
+    @jax.jit
+    def plain_step(params, plain):
+        value, grads = jax.value_and_grad(loss)(params, ROWS)
+        updates, plain = inner.update(grads, plain, params, value=value)
+        return optax.apply_updates(params, updates), plain
+
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+        params, plain = plain_step(params, plain)
+    chex.assert_trees_all_close(tx.unshard(state.params), params, rtol=1e-4, atol=1e-5)

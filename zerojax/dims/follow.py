@@ -1,0 +1,167 @@
+"""Walk through a jaxpr and say for each value where the followed dim is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax import compat, jaxprs
+from zerojax.dims import indexing, moves, products
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, joined, stacked, unstacked
+
+RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
+# Calls whose operands are those of a jaxpr among their parameters, under one of these names.
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CUSTOM = frozenset("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin".split())
+_ROUNDS = 4  # through a loop's body, until what it carries does not change any more
+
+
+class Follower:
+    """Follows one dim through jaxprs. Lives as long as one analysis.
+
+    Attributes:
+        count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number
+            of devices that hold blocks of it.
+    """
+
+    def __init__(self, count: int):
+        """Remember nothing yet."""
+        self.count = count
+        self._results: dict[Any, tuple[Any, list[State]]] = {}
+
+    def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
+        """Return the state of every variable of a jaxpr.
+
+        Args:
+            jaxpr: An open jaxpr.
+            given: The states of its arguments. Its constants have no place.
+        """
+        found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
+        found.update(zip(jaxpr.invars, given, strict=True))
+        made: dict[Any, Any] = {}
+        context = Context(self.count, made)
+        for eqn in jaxpr.eqns:
+            states = [NOWHERE if compat.is_literal(atom) else found[atom] for atom in eqn.invars]
+            for var, state in zip(eqn.outvars, self.through(eqn, states, context), strict=True):
+                found[var] = NOWHERE if state is None and _is_nowhere(var) else state
+                made[var] = eqn
+        return found
+
+    def with_implied(self, jaxpr: Any, found: Mapping[Any, State]) -> dict[Any, State]:
+        """Add places to values that have none, if they are combined element by element with values that have.
+
+        Noise and learned positions with one entry per row are such values. Nothing of the batch is in them, but
+        their cotangents hold rows.
+
+        Args:
+            jaxpr: An open jaxpr.
+            found: What `states` says of it.
+        """
+        implied = dict(found)
+        for eqn in reversed(jaxpr.eqns):
+            if eqn.primitive.name not in moves.IMPLIES:
+                continue
+            state = implied[eqn.outvars[0]]
+            if state is None or not state.of:
+                continue
+            for atom in jaxprs.variables_in(eqn.invars):
+                given = implied[atom]
+                if given is not None and not given.of and atom.aval.shape:
+                    implied[atom] = moves.implied(eqn, state, atom, given)
+        return implied
+
+    def results(self, jaxpr: Any, given: Sequence[State]) -> list[State]:
+        """Return the states of a jaxpr's results; see `states`."""
+        key = id(jaxpr), tuple(given)
+        if key not in self._results:
+            found = self.states(jaxpr, given)
+            results = [NOWHERE if compat.is_literal(a) else found[a] for a in jaxpr.outvars]
+            self._results[key] = jaxpr, results  # kept, so that no other jaxpr gets its id
+        return self._results[key][1]
+
+    def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
+        """Return the states of the results of one equation."""
+        name = eqn.primitive.name
+        if (rule := RULES.get(name)) is not None:
+            found = rule(eqn, states, context)
+            return found if isinstance(found, list) else [found] * len(eqn.outvars)
+        if name == "scan":
+            return self._through_scan(eqn, states)
+        if name == "while":
+            return self._through_while(eqn, states)
+        if name == "cond":
+            return self._through_cond(eqn, states)
+        if (body := _body(eqn)) is not None:
+            return self.results(body, states)
+        return [NOWHERE if all(state is not None and not state.of for state in states) else UNKNOWN] * len(eqn.outvars)
+
+    def into_scan(self, eqn: Any, states: Sequence[State]) -> list[State]:
+        """Return the states of the arguments of a scan's body: its constants, its carry in all iterations, its rows."""
+        scan = compat.scan_params(eqn)
+        body, sliced = compat.opened(scan.body)[0], scan.consts + scan.carry
+        rows = [unstacked(state) for state in states[sliced:]]
+        carry = list(states[scan.consts : sliced])
+        for _ in range(_ROUNDS):
+            outs = self.results(body, [*states[: scan.consts], *carry, *rows])[: scan.carry]
+            again = [joined(*pair) for pair in zip(carry, outs, strict=True)]
+            if again == carry:
+                break
+            carry = again
+        else:
+            carry = [UNKNOWN] * scan.carry
+        return [*states[: scan.consts], *carry, *rows]
+
+    def _through_scan(self, eqn: Any, states: Sequence[State]) -> list[State]:
+        scan = compat.scan_params(eqn)
+        inside = self.into_scan(eqn, states)
+        outs = self.results(compat.opened(scan.body)[0], inside)
+        return [*inside[scan.consts : scan.consts + scan.carry], *map(stacked, outs[scan.carry :])]
+
+    def _through_while(self, eqn: Any, states: Sequence[State]) -> list[State]:
+        """A carry has the dim in the same place throughout, and the number of iterations is the same for all."""
+        first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
+        carry = list(states[first + consts :])
+        for _ in range(_ROUNDS):
+            outs = self.results(body, [*states[first : first + consts], *carry])
+            again = [joined(*pair) for pair in zip(carry, outs, strict=True)]
+            if again == carry:
+                (stop,) = self.results(test, [*states[:first], *carry])
+                return carry if stop is not None and not stop.of else [UNKNOWN] * len(carry)
+            carry = again
+        return [UNKNOWN] * len(carry)
+
+    def _through_cond(self, eqn: Any, states: Sequence[State]) -> list[State]:
+        found = [self.results(compat.opened(branch)[0], states[1:]) for branch in eqn.params["branches"]]
+        outs = found[0]
+        for other in found[1:]:
+            outs = [joined(*pair) for pair in zip(outs, other, strict=True)]
+        return outs if states[0] is not None and not states[0].of else [UNKNOWN] * len(outs)
+
+
+def follow(jaxpr: Any, given: Sequence[State], *, count: int) -> list[State]:
+    """Follow a dim of some of a jaxpr's arguments to its results.
+
+    Args:
+        jaxpr: An open jaxpr.
+        given: For each argument its state: `at(dim)`, or `NOWHERE` if it does not have the dim.
+        count: The number of entries that are followed; see `Follower`.
+
+    Returns:
+        For each result its state; `UNKNOWN` if it was mixed with other dims, or an equation is not known.
+    """
+    return Follower(count).results(jaxpr, given)
+
+
+def _body(eqn: Any) -> Any:
+    """The jaxpr that an equation evaluates on its operands, or None."""
+    if eqn.primitive.name in _CUSTOM:
+        inner = next((eqn.params[name] for name in _BODIES if compat.is_jaxpr(eqn.params.get(name))), None)
+        return None if inner is None else compat.opened(inner)[0]
+    return compat.inlined_body(eqn)
+
+
+def _is_nowhere(var: Any) -> bool:
+    """Whether a value cannot have an entry per row, whatever it was computed from: it is a scalar, or empty."""
+    shape = getattr(var.aval, "shape", None)
+    return shape == () or 0 in (shape or ())

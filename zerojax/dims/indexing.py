@@ -1,0 +1,196 @@
+"""The table of rules, third part: slices, gathers and scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from zerojax import compat
+from zerojax.dims.moves import Rule, cut
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State
+
+# What a scatter does where several updates meet one element does not depend on their order.
+_UNORDERED = frozenset("scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min scatter-mul".split())
+_MOST_EVALUATED = 1 << 20  # elements of constant indices that are computed to see whether they count the rows
+
+
+def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`slice`; with strides if they are not along the followed dim."""
+    params, state = eqn.params, states[0]
+    old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
+    if state is not None and strides and any(strides[place.dim] != 1 for place in state.of):
+        return UNKNOWN
+    return cut(state, old, new, params["start_indices"])
+
+
+def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`dynamic_slice`; the followed dim whole."""
+    operand, *starts = states
+    if any(start is None or start.of for start in starts):
+        return UNKNOWN
+    old = eqn.invars[0].aval.shape
+    return cut(operand, old, eqn.outvars[0].aval.shape, [None] * len(old))
+
+
+def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`dynamic_update_slice`; the followed dim whole."""
+    operand, update, *starts = states
+    old, new = (atom.aval.shape for atom in eqn.invars[:2])
+    if operand is None or update is None or any(start is None or start.of for start in starts):
+        return UNKNOWN
+    of = operand.of or update.of
+    whole = all(old[place.dim] == new[place.dim] for place in of)
+    agree = not operand.of or operand.of == update.of or not update.of
+    return Places(of) if whole and agree else UNKNOWN
+
+
+def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`gather`: rows of indices give rows of results, and dims that are taken whole keep their place."""
+    operand, indices = states
+    if operand is None or indices is None:
+        return UNKNOWN
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, ndim = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
+    batching = tuple(map(int, numbers.operand_batching_dims))
+    kept = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in batching]
+    windows = dict(zip(kept, map(int, numbers.offset_dims), strict=True))
+    batch = [d for d in range(ndim) if d not in numbers.offset_dims]
+    of, counted = set(), set()
+    for place in operand.of:
+        dim = place.dim
+        if dim in windows and sizes[dim] == shape[dim]:
+            of.add(place.to(windows[dim]))
+        elif dim in batching:
+            paired = int(numbers.start_indices_batching_dims[batching.index(dim)])
+            of.add(place.to(batch[paired]))
+        elif place.outer == 1 and (found := _counting(eqn.invars[1], dim, numbers.start_index_map, shape, context)):
+            of.add(Place(batch[found.dim]))
+            counted.add(found.dim)
+        else:
+            return UNKNOWN
+    for place in indices.of:
+        if place.dim == len(batch):  # in the numbers of one index
+            return UNKNOWN
+        of.add(place.to(batch[place.dim]))
+    return Places(frozenset(of)) if len({place.dim for place in of}) == len(of) else UNKNOWN
+
+
+def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """Scatters: a sum over rows of updates does not have them; windows that are whole keep their place."""
+    operand, indices, updates = states
+    if operand is None or indices is None or updates is None:
+        return UNKNOWN
+    numbers, shapes = eqn.params["dimension_numbers"], [atom.aval.shape for atom in eqn.invars]
+    batching = tuple(map(int, numbers.operand_batching_dims))
+    kept = [d for d in range(len(shapes[0])) if d not in numbers.inserted_window_dims and d not in batching]
+    windows = dict(zip(map(int, numbers.update_window_dims), kept, strict=True))
+    scattered = [d for d in range(len(shapes[2])) if d not in windows]
+    paired = dict(zip(map(int, numbers.scatter_indices_batching_dims), batching, strict=True))
+    of, summed = set(), False
+    rows = {place.to(scattered[place.dim]) for place in indices.of if place.dim < len(scattered)}
+    if len(rows) < len(indices.of):
+        return UNKNOWN
+    for place in updates.of | rows:
+        dim = place.dim
+        if dim in windows:
+            if shapes[2][dim] != shapes[0][windows[dim]]:
+                return UNKNOWN
+            of.add(place.to(windows[dim]))
+        elif (at_index := scattered.index(dim)) in paired:
+            of.add(place.to(paired[at_index]))
+        elif place.outer == 1 and (found := _counted(eqn, at_index, shapes[0], context)) is not None:
+            of.add(Place(found))
+        else:
+            summed = True
+    if summed and eqn.primitive.name not in _UNORDERED:
+        return UNKNOWN
+    if operand.of and not operand.of <= of:
+        return UNKNOWN
+    return Places(frozenset(of)) if len({place.dim for place in of}) == len(of) else UNKNOWN
+
+
+def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
+    """The dim of the operand that a dim of the indices counts through, or None."""
+    to_operand = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    for operand_dim in map(int, to_operand):
+        found = _counting(eqn.invars[1], operand_dim, to_operand, shape, context)
+        if found is not None and found.dim == dim:
+            return operand_dim
+    return None
+
+
+def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> Place | None:
+    """The dim of some indices along which they count through one dim of the operand, as `arange` does; or None."""
+    if dim not in map(int, index_map) or compat.is_literal(indices):
+        return None
+    part = list(map(int, index_map)).index(dim)
+    pieces, made = [indices], context.made.get(indices)
+    if made is not None and made.primitive.name == "concatenate":
+        pieces = list(made.invars)
+    sizes = [atom.aval.shape[-1] for atom in pieces]
+    if sizes != [1] * len(index_map):
+        return None
+    values = _constant(pieces[part], context)
+    if values is None:
+        return None
+    for place, size in enumerate(values.shape[:-1]):
+        wanted = np.arange(size).reshape([-1 if d == place else 1 for d in range(values.ndim)])
+        if size == shape[dim] and size > 1 and np.array_equal(values, np.broadcast_to(wanted, values.shape)):
+            return Place(place)
+    return None
+
+
+def _constant(atom: Any, context: Context) -> np.ndarray | None:
+    """The value of integers that are computed from no argument, as `jax.numpy` computes indices; or None."""
+    if compat.is_literal(atom):
+        return np.asarray(atom.val)
+    eqn = context.made.get(atom)
+    if eqn is None or eqn.primitive.name not in _EVALUATED or atom.aval.size > _MOST_EVALUATED:
+        return None
+    values = [_constant(operand, context) for operand in eqn.invars]
+    if any(value is None for value in values):
+        return None
+    return np.asarray(_EVALUATED[eqn.primitive.name](eqn, *values))
+
+
+def _broadcast(eqn: Any, value: np.ndarray) -> np.ndarray:
+    shape, dims = eqn.outvars[0].aval.shape, list(map(int, eqn.params["broadcast_dimensions"]))
+    spread = [value.shape[dims.index(dim)] if dim in dims else 1 for dim in range(len(shape))]
+    return np.broadcast_to(value.reshape(spread), shape)
+
+
+def _numbers(eqn: Any) -> np.ndarray:
+    shape, dim = eqn.outvars[0].aval.shape, int(eqn.params["dimension"])
+    return np.broadcast_to(np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
+
+
+_EVALUATED: dict[str, Callable[..., Any]] = {
+    "iota": _numbers,
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda eqn, value: value.reshape(eqn.outvars[0].aval.shape),
+    "convert_element_type": lambda eqn, value: value.astype(eqn.params["new_dtype"]),
+    "select_n": lambda eqn, which, *cases: np.where(which, *cases[::-1]) if len(cases) == 2 else cases[0],
+    "lt": lambda eqn, a, b: a < b,
+    "ge": lambda eqn, a, b: a >= b,
+    "add": lambda eqn, a, b: a + b,
+    "sub": lambda eqn, a, b: a - b,
+    "mul": lambda eqn, a, b: a * b,
+}
+
+
+def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`iota` has one number per entry of its dim, and is uniform along the others."""
+    dims = set(range(len(eqn.outvars[0].aval.shape))) - {int(eqn.params["dimension"])}
+    return Places(uniform=frozenset(dims)) if dims else NOWHERE
+
+
+RULES: dict[str, Rule] = {
+    "slice": slice_,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "gather": gather,
+    "iota": iota,
+    **dict.fromkeys((*_UNORDERED, "scatter", "scatter_mul", "scatter-sub", "scatter_sub"), scatter),
+}

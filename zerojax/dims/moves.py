@@ -1,0 +1,300 @@
+"""The table of rules, first part: primitives that move elements, or compute each from those at the same place.
+
+A rule gets the equation, the states of its operands, and the context. It returns the state of the result, or a list
+with one state per result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
+
+Rule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
+
+# Each element of the result is computed from the elements at the same place of the operands, which may be scalars.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+    mul mulhi name ne neg nextafter not one_minus_square or philox2x32 philox4x32 polygamma polynomial
+    population_count pow pvary random_gamma_grad real reduce_precision regularized_incomplete_beta rem reshard round
+    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh threefry2x32 threefry4x32 xor zeta
+    """.split()
+)
+# Each result is the operand at its place.
+_PASSED = frozenset("optimization_barrier device_put layout_constraint with_memory_space_constraint".split())
+_REDUCTIONS = frozenset(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin
+    """.split()
+)
+_ALONG = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
+# Leading dims are those of a batch; what the equation does lies in the others.
+_LEADING = frozenset(
+    "random_bits random_wrap random_unwrap random_split random_seed random_fold_in random_clone random_gamma".split()
+)
+_WINDOWS = frozenset(
+    """
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add
+    """.split()
+)
+
+
+def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """Combine operands of one shape. Scalars have no part in it, and dims of size 1 are uniform."""
+    shape, full = eqn.outvars[0].aval.shape, []
+    for state, atom in zip(states, eqn.invars, strict=True):
+        if (old := atom.aval.shape) == shape:
+            full.append(state)
+        elif old:
+            ones = [dim for dim, size in enumerate(shape) if old[dim] != size]
+            full.append(moved(state, range(len(shape)), ones))
+    return [together(full) if full and shape else NOWHERE] * len(eqn.outvars)
+
+
+def passed(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """Return every operand as it is."""
+    return list(states)
+
+
+def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`broadcast_in_dim`: the result is uniform along the dims that it adds."""
+    to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
+    old = getattr(eqn.invars[0].aval, "shape", ())
+    kept = {int(new) for dim, new in enumerate(to) if old[dim] == shape[new]}
+    return moved(states[0], [int(new) for new in to], set(range(len(shape))) - kept)
+
+
+def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`reshape`, perhaps of the dims in another order; see `reshaped`."""
+    state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
+    if order is not None:
+        order = list(map(int, order))
+        state, old = moved(state, [order.index(dim) for dim in range(len(order))]), [old[dim] for dim in order]
+    return reshaped(state, old, eqn.outvars[0].aval.shape, context.count)
+
+
+def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`transpose`."""
+    order = list(map(int, eqn.params["permutation"]))
+    return moved(states[0], [order.index(dim) for dim in range(len(order))])
+
+
+def squeeze(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`squeeze`."""
+    return moved(states[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
+
+
+def without(dims: Sequence[int], ndim: int) -> list[int | None]:
+    """Where each dim goes if some are taken away."""
+    gone = {int(dim) for dim in dims}
+    return [None if dim in gone else dim - sum(other < dim for other in gone) for dim in range(ndim)]
+
+
+def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
+    """Reduce over some dims. A sum over the followed dim does not have it; an index into it is unknown."""
+    name, results = eqn.primitive.name, len(eqn.outvars)
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
+    state = together(states[: len(states) // 2] if name == "reduce" else states)
+    if state is not None and name in ("argmax", "argmin") and any(state.along(int(axis)) for axis in axes):
+        state = UNKNOWN
+    return [moved(state, without(axes, len(eqn.invars[0].aval.shape)))] * results
+
+
+def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """Sort, accumulate or reverse along one dim, which must not be the followed one."""
+    params, state = eqn.params, together(states)
+    dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
+    if state is not None and any(state.along(int(dim)) for dim in dims):
+        state = UNKNOWN
+    return [_ragged(state, dims)] * len(eqn.outvars)
+
+
+def _ragged(state: State, dims: Sequence[int]) -> State:
+    """The state of a value that is not uniform along some dims."""
+    return state if state is None else Places(state.of, state.uniform.difference(map(int, dims)))
+
+
+def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`concatenate`; along the followed dim if the operands are alike, one behind the other."""
+    dim = int(eqn.params["dimension"])
+    sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
+    states = [state for state, size in zip(states, sizes, strict=True) if size] or [NOWHERE]
+    state = _ragged(together(states), (dim,))
+    if state is None or len(states) == 1 or (place := state.along(dim)) is None:
+        return state
+    if len({*sizes} - {0}) > 1 or any(s is None or s.along(dim) != place for s in states):
+        return UNKNOWN
+    return _replaced(state, place, place.outer * len(states))
+
+
+def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`pad`; along the followed dim by whole blocks of entries."""
+    state = _ragged(states[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
+    for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
+        place = None if state is None else state.along(dim)
+        if state is not None and place is not None and (low or high or inside):
+            block = eqn.invars[0].aval.shape[dim] // place.outer
+            if inside or low % block or high % block or low < 0 or high < 0:
+                return UNKNOWN
+            state = _replaced(state, place, place.outer + (low + high) // block)
+    return state
+
+
+def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
+    """Slice: other dims anyhow, the followed one by whole blocks of entries. A start that is not known is None."""
+    for place in () if state is None else state.of:
+        dim = place.dim
+        if old[dim] == new[dim]:
+            continue
+        block, start = old[dim] // place.outer, starts[dim]
+        if start is None or start % block or new[dim] % block:
+            return UNKNOWN
+        assert state is not None
+        state = _replaced(state, place, new[dim] // block)
+    return state
+
+
+def _replaced(state: Places, place: Place, outer: int) -> Places:
+    return Places(state.of - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
+
+
+def leading(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """Keep the places in the leading dims, which operands and results share."""
+    state = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
+    return batched(state, len(eqn.outvars[0].aval.shape))
+
+
+def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
+    """Slide a window, which must have the size 1 along the followed dim."""
+    operands = [state for state, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape]
+    state = together(operands)
+    sizes = eqn.params["window_dimensions"]
+    if state is not None and any(sizes[place.dim] != 1 for place in state.of):
+        state = UNKNOWN
+    return [state if state is None else Places(state.of)] * len(eqn.outvars)
+
+
+def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """`split`: a slice for each result."""
+    axis, start, found = int(eqn.params["axis"]), 0, []
+    old = eqn.invars[0].aval.shape
+    for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        new = (*old[:axis], size, *old[axis + 1 :])
+        found.append(cut(states[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
+        start += int(size)
+        assert len(new) == len(var.aval.shape)
+    return found
+
+
+def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`stack`: operands side by side along a new dim."""
+    axis, ndim = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape)
+    return moved(together(states), [dim + (dim >= axis) for dim in range(ndim)])
+
+
+def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """`unstack`: the operand's slices along one dim, which must not be the followed one."""
+    axis, ndim, state = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape), states[0]
+    if state is not None and state.along(axis):
+        state = UNKNOWN
+    return [moved(state, without((axis,), ndim))] * len(eqn.outvars)
+
+
+def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`tile`; not along the followed dim."""
+    repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
+    state = states[0]
+    if len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape) or (state and any(map(state.along, repeated))):
+        return UNKNOWN
+    return _ragged(state, repeated)
+
+
+def attention(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """Fused attention: dim 0 of every operand and result is a batch."""
+    full = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
+    return [batched(full, 1)] * len(eqn.outvars)
+
+
+def transform(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`fft`: the last dims are mixed."""
+    return batched(states[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
+
+
+def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    """`top_k`, along its axis; the last one where it names none."""
+    ndim = len(eqn.invars[0].aval.shape)
+    axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
+    state = states[0]
+    if state is not None and state.along(axis):
+        state = UNKNOWN
+    return [_ragged(state, (axis,))] * len(eqn.outvars)
+
+
+def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
+    """`bitcast_convert_type`, which may add or take a last dim."""
+    return batched(states[0], min(len(eqn.invars[0].aval.shape), len(eqn.outvars[0].aval.shape)))
+
+
+def batched(state: State, ndim: int) -> State:
+    """The state of a result whose first `ndim` dims are the operand's, and whose others are mixed."""
+    if state is None or any(place.dim >= ndim for place in state.of):
+        return UNKNOWN
+    return Places(state.of)
+
+
+# Primitives through which the place of a result implies that of an operand without one.
+IMPLIES = ELEMENTWISE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
+
+
+def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
+    """Return the state of an operand with the places that it must have for the result to have its own.
+
+    Args:
+        eqn: An equation of `IMPLIES`.
+        state: The state of its result.
+        atom: The operand.
+        given: The state of the operand, which has no place.
+    """
+    name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
+    if name == "broadcast_in_dim":
+        to = [int(dim) for dim in eqn.params["broadcast_dimensions"]]
+    elif name == "transpose":
+        order = list(map(int, eqn.params["permutation"]))
+        to = [order.index(dim) for dim in range(len(order))]
+    elif name in ("squeeze", "reduce_sum"):
+        to = without(eqn.params["axes" if name == "reduce_sum" else "dimensions"], len(old))
+    else:
+        to = list(range(len(old)))
+    places = {p.to(d) for d, at in enumerate(to) if at is not None and old[d] == new[at] and (p := state.along(at))}
+    return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(_PASSED, passed),
+    **dict.fromkeys(_REDUCTIONS, reduction),
+    **dict.fromkeys(_ALONG, along),
+    **dict.fromkeys(_LEADING, leading),
+    **dict.fromkeys(_WINDOWS, window),
+    "broadcast_in_dim": broadcast,
+    "reshape": reshape,
+    "transpose": transpose,
+    "squeeze": squeeze,
+    "concatenate": concatenate,
+    "pad": pad,
+    "split": split,
+    "stack": stack,
+    "unstack": unstack,
+    "tile": tile,
+    "dot_product_attention_fwd_wrapper": attention,
+    "dot_product_attention_bwd_wrapper": attention,
+    "fft": transform,
+    "top_k": top_k,
+    "approx_top_k": top_k,
+    "bitcast_convert_type": bitcast,
+}

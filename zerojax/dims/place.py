@@ -1,0 +1,190 @@
+"""What is known of one value: which of its dims hold the dim that is followed.
+
+The property behind it: permuting the followed dim of the arguments permutes the value along its places. Constants
+and parameters may have one entry per row, too (positions, a mask). They count as permuted with the rows, so an
+elementwise operation with them keeps the place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """Where the followed dim lies in a value: in one of its dims, perhaps merged with others.
+
+    That dim has the shape `(outer, count, rest)`, where `count` is the number of entries that are followed.
+
+    Attributes:
+        dim: The dim of the value.
+        outer: How many blocks of entries follow each other in it. 1 where the followed dim is the first factor.
+        joined: Whether the blocks were concatenated. The compiler divides the dim of such a value evenly, and not
+            each of its blocks.
+    """
+
+    dim: int
+    outer: int = 1
+    joined: bool = dataclasses.field(default=False, compare=False)
+
+    def to(self, dim: int) -> Place:
+        """Return the same place in another dim."""
+        return dataclasses.replace(self, dim=dim)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the devices' parts are not contiguous in the dim."""
+        return self.outer > 1 and not self.joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the followed dim lies in a value.
+
+    Attributes:
+        of: Its places. None: the value is the same however the followed dim is permuted. Two: both are permuted,
+            as in the similarities of all rows with all rows.
+        uniform: Dims along which all entries are equal, as a broadcast makes them.
+    """
+
+    of: frozenset[Place] = frozenset()
+    uniform: frozenset[int] = frozenset()
+
+    @property
+    def only(self) -> Place | None:
+        """The place if there is just one, else None."""
+        return next(iter(self.of)) if len(self.of) == 1 else None
+
+    def along(self, dim: int) -> Place | None:
+        """The place in one dim of the value, or None."""
+        return next((place for place in self.of if place.dim == dim), None)
+
+    def allows(self, places: Iterable[Place]) -> bool:
+        """Whether the value is also permuted along further places: it has none of its own, or is uniform there."""
+        return not self.of or all(place in self.of or place.dim in self.uniform for place in places)
+
+
+State = Places | None  # None: unknown
+NOWHERE = Places()
+UNKNOWN: State = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a rule may ask for.
+
+    Attributes:
+        count: The number of entries that are followed.
+        made: The equation that computes a variable, for those computed so far.
+    """
+
+    count: int
+    made: Mapping[Any, Any]
+
+
+def at(dim: int, outer: int = 1) -> Places:
+    """Return the state of a value that has the followed dim in one place."""
+    return Places(frozenset((Place(dim, outer),)))
+
+
+def together(states: Sequence[State]) -> State:
+    """Combine the states of operands that are computed element by element, all of one shape."""
+    first = states[0]
+    if all(state is first or state == first for state in states):
+        return first
+    known = [state for state in states if state is not None]
+    if len(known) < len(states):
+        return UNKNOWN
+    of = frozenset().union(*(state.of for state in known))
+    if not all(state.allows(of) for state in known) or len({place.dim for place in of}) < len(of):
+        return UNKNOWN
+    return Places(of, frozenset.intersection(*(state.uniform for state in known)))
+
+
+def joined(a: State, b: State) -> State:
+    """Join what two branches, or a loop's start and its body, say of one value."""
+    if a == b:
+        return a
+    if a is None or b is None or (a.of and b.of and a.of != b.of):
+        return UNKNOWN
+    return Places(a.of or b.of, a.uniform & b.uniform)
+
+
+def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:
+    """Say where each dim goes.
+
+    Args:
+        state: The state of the operand.
+        to: For each dim of the operand, the dim of the result; None: it is summed or squeezed away.
+        added: Dims of the result along which it is uniform.
+    """
+    if state is None or (not state.of and not state.uniform and not added):
+        return state
+    of = frozenset(place.to(new) for place in state.of if (new := to[place.dim]) is not None)
+    uniform = {new for dim in state.uniform if (new := to[dim]) is not None}
+    return Places(of, frozenset(uniform.union(added)))
+
+
+def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -> State:
+    """Follow a reshape, which may merge the followed dim with others, or split it from them.
+
+    Where the followed dim itself is split, it goes to the first part if `count` divides that, else to the last.
+    """
+    if state is None:
+        return UNKNOWN
+    if 0 in new:
+        return NOWHERE
+    of = set()
+    for place in state.of:
+        before = math.prod(old[: place.dim]) * place.outer
+        found = _place_of(before, before * count, new) or _in_last_part(old, place, new, count)
+        if found is None:
+            return UNKNOWN
+        of.add(found)
+    ends, uniform = {math.prod(old[:dim]): dim for dim in range(len(old)) if old[dim] > 1}, set()
+    for dim, size in enumerate(new):
+        before = ends.get(math.prod(new[:dim]))
+        if size > 1 and before in state.uniform and old[before] == size:
+            uniform.add(dim)
+    return Places(frozenset(of), frozenset(uniform))
+
+
+def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
+    """The dim of a shape that has a factor: the product of sizes before it is `start`, and with it `end`."""
+    before = 1
+    for dim, size in enumerate(shape):
+        after = before * size
+        if size > 1 and start % before == 0 and after % end == 0 and before <= start:
+            return Place(dim, start // before)
+        before = after
+    return None
+
+
+def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
+    """The last part of a dim of entries that is split, if it holds all of them again: the rows of microbatches."""
+    end = math.prod(old[: place.dim + 1])
+    after = math.prod(new)
+    for dim in reversed(range(len(new))):
+        if new[dim] > 1 and after == end and place.outer == 1:
+            return Place(dim) if new[dim] % count == 0 else None
+        after //= new[dim]
+    return None
+
+
+def unstacked(state: State) -> State:
+    """Return the state of one slice along dim 0, as an iteration of a scan reads it."""
+    if state is None or state.along(0) is not None:
+        return UNKNOWN
+    of = frozenset(place.to(place.dim - 1) for place in state.of)
+    return Places(of, frozenset(dim - 1 for dim in state.uniform if dim))
+
+
+def stacked(state: State) -> State:
+    """Return the state of a stack along a new dim 0, as the iterations of a scan write it."""
+    if state is None:
+        return UNKNOWN
+    of = frozenset(place.to(place.dim + 1) for place in state.of)
+    return Places(of, frozenset(dim + 1 for dim in state.uniform))

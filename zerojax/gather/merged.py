@@ -1,0 +1,117 @@
+"""Equations of a loss that compute the same, merged, as XLA merges them where no barrier is between.
+
+A step that calls its generator twice on the same input has each of its layers twice. The barriers that order
+the gathers of two uses are not alike, so XLA cannot see that the uses are.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import compat, jaxprs
+
+_APART = frozenset({"optimization_barrier", "rng_uniform"})
+
+
+def merged(jaxpr: Any, params: Collection) -> Any:
+    """Merge the equations that compute activations from the same operands.
+
+    What is computed of parameters alone stays, since segments repeat it, and so does what depends on no
+    parameter: a mask or a row of zeros is cheaper computed twice than kept.
+
+    Args:
+        jaxpr: Without constants.
+        params: Those of its arguments that are sharded parameters.
+    """
+    same: dict = {}  # a variable -> the first one of the same value
+    found: dict = {}
+    weights, activations = set(params), set()
+    eqns: list = []
+    taken: dict = {}  # a result of an equation that is left out -> what to read in its place
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if _is_weight(eqn, weights):
+            weights.update(eqn.outvars)
+        elif not activations.isdisjoint(reads) or not weights.isdisjoint(reads):
+            activations.update(eqn.outvars)
+        alike = None if _is_apart(eqn) else _first(eqn, same, found)
+        if alike is not None:
+            pairs = list(zip(eqn.outvars, alike.outvars, strict=True))
+            same.update(pairs)
+            if activations.issuperset(eqn.outvars):
+                taken.update(pairs)
+                continue
+        eqns.append(eqn)
+    if not taken:
+        return jaxpr
+    put = lambda atoms: [atom if compat.is_literal(atom) else taken.get(atom, atom) for atom in atoms]
+    eqns = [eqn.replace(invars=put(eqn.invars)) for eqn in eqns]
+    return compat.part_of(jaxpr, eqns, jaxpr.invars, put(jaxpr.outvars))
+
+
+def _first(eqn: Any, same: Mapping, found: dict) -> Any:
+    """The equation before that computes the same; None, and this one is added to those `found`, if there is none."""
+    before = found.setdefault(jaxprs.equation_key(eqn, same, functions=False), [])
+    for one in before:
+        pairs = zip(eqn.outvars, one.outvars, strict=True)
+        if any(compat.is_dropped(there) and not compat.is_dropped(here) for here, there in pairs):
+            continue
+        if jaxprs.equation_key(eqn, same) == jaxprs.equation_key(one, same) or _pulls_alike(eqn, one):
+            return one
+    before.append(eqn)
+    return None
+
+
+def _pulls_alike(*eqns: Any) -> bool:
+    """Whether the derivatives of two equations are the same, which but for the functions of their rules are the same.
+
+    `jax.nn.relu` has a new rule wherever it is called.
+    """
+    pulls = [_pulled(eqn) for eqn in eqns]
+    return pulls[0] is not None and pulls[0] == pulls[1]
+
+
+def _pulled(eqn: Any) -> Any:
+    """What an equation's derivative computes; None if it has none."""
+    is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    reads = [v for v in eqn.invars if not compat.is_literal(v)]
+    moving = [i for i, v in enumerate(reads) if is_float(v)]
+
+    def run(values, cotangents):
+        def results(floats):
+            given = {**dict(enumerate(values)), **dict(zip(moving, floats, strict=True))}
+            every = iter(given.values())
+            operands = [v.val if compat.is_literal(v) else next(every) for v in eqn.invars]
+            body = compat.called(eqn)
+            done = jaxprs.inline_calls(*compat.opened(body), *operands) if body else compat.evaluate_one(eqn, operands)
+            return [x for v, x in zip(eqn.outvars, done, strict=True) if not compat.is_dropped(v) and is_float(v)]
+
+        return jax.vjp(results, [values[i] for i in moving])[1](cotangents)
+
+    wanted = [v.aval for v in eqn.outvars if not compat.is_dropped(v) and is_float(v)]
+    if not moving or not wanted:
+        return None
+    try:
+        closed = jax.make_jaxpr(run)([v.aval for v in reads], wanted)
+    except Exception:  # the user's rule, or an equation that has no derivative
+        return None
+    jaxpr, consts = compat.opened(closed)
+    # A rule often calls its function once more, for a result that the derivative does not read.
+    alive = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
+    return jaxprs.signature(alive), tuple(map(id, consts))
+
+
+def _is_apart(eqn: Any) -> bool:
+    """Whether an equation may give something else each time, or is there to be kept apart."""
+    return bool(eqn.effects) or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars))
+
+
+def _is_weight(eqn: Any, weights: Collection) -> bool:
+    """Whether an equation computes something of weights alone, or changes one element by element (a mask)."""
+    reads = jaxprs.variables_in(eqn.invars)
+    if reads and all(v in weights for v in reads):
+        return True
+    shapes = [v.aval.shape for v in reads if v in weights]
+    return eqn.primitive.name in jaxprs.ELEMENTWISE and eqn.outvars[0].aval.shape in shapes

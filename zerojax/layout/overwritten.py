@@ -1,0 +1,52 @@
+"""Overwritten leaves: parameters that take their gradient as the new value, such as the scales of Flax's FP8 layers.
+
+Such a layer computes its next scales and amax histories in its backward pass, and returns them as gradients of the old
+ones. They are kept in a collection whose name says so; an NNX variable of that collection has it as its class's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from zerojax.config import LeafMask
+from zerojax.layout.padded import is_padded
+
+NAME = "_overwrite_with_gradient"
+REASON = "overwritten with its gradient"
+
+
+def overwritten_leaves(
+    params: Any,
+    paths: Sequence[str],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    *,
+    overwrite: Callable[[str, Any], bool] | None = None,
+    known: Collection[int] = (),
+) -> frozenset[int]:
+    """Find the overwritten leaves of a tree of parameters.
+
+    Args:
+        params: Arrays, `Padded` arrays or shapes; or () where only paths are to be read.
+        paths: The path of each leaf, as predicates are given it.
+        shapes: The shape and type of each leaf.
+        overwrite: Which leaves are overwritten beside those that are named `NAME`.
+        known: Indices of leaves that are overwritten, from where their names could be read.
+
+    Returns:
+        Indices of the leaves.
+    """
+    if isinstance(overwrite, LeafMask):
+        overwrite.check(paths)
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_variable(x))
+    of_class = [is_variable(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_padded)]
+    chosen = [overwrite is not None and overwrite(path, x) for path, x in zip(paths, shapes, strict=True)]
+    named = [i for i, path in enumerate(paths) if NAME in path or chosen[i]]
+    return frozenset([*named, *known, *(i for i, on in enumerate(of_class) if on)])
+
+
+def is_variable(node: Any) -> bool:
+    """Return whether a node is an NNX variable of the collection."""
+    return type(node).__name__ == NAME

@@ -1,0 +1,239 @@
+"""What exceeds a contract, in sentences: how much, which leaf or line, why, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from zerojax.comm.partial_sums import ROWS_UNKNOWN
+from zerojax.config import Config
+from zerojax.inspect.hlo import Module
+from zerojax.inspect.overlap import Overlap
+from zerojax.inspect.pieces import FREE, Piece, pieces
+from zerojax.planning.contract import Contract
+
+MIB = 2**20
+MOST_CAUSES = 5
+# Tolerances of the contract: what is within them is no finding.
+MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+# What the compiler does to an array that zerojax did not label, and why, as far as that is known.
+WHY = {
+    "all-gather": "what reads it takes every row of it, or divides another dim than the one that holds the rows",
+    "all-reduce": "it is a sum over a dim that the compiler has divided, of which each device has a part",
+    "reduce-scatter": "it is a sum over a dim that the compiler has divided, of which each device wants a part",
+    "all-to-all": "the compiler exchanges rows: what reads it divides another dim than what makes it",
+    "ragged-all-to-all": "the compiler exchanges rows between devices, each as many as it needs",
+    "collective-permute": "the compiler shifts rows between devices: it is sliced, padded or reshaped along the rows",
+    "collective-broadcast": "one device has it, and all want it",
+}
+IN_GLOBAL_VIEW = (
+    "Keep the rows of the batch in one dim of each array there, without picking or reordering them, or, if the loss is "
+    'a mean over rows, pass view="device" to zero_shard'
+)
+IN_DEVICE_VIEW = (
+    "In device view only the loss function itself can ask for this: look for a collective or a constraint there"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """What a program moves that is no parameter.
+
+    Attributes:
+        pieces: Each with the bytes that count: a sum that completes the gradients counts as theirs.
+        completed: Elements of sums that are gradients, which the compiler reduced in place of zerojax: all-reduces.
+        completing: Those sums.
+    """
+
+    pieces: tuple[tuple[Piece, int], ...]
+    completed: int
+    completing: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of full tensors that the loss moves."""
+        return sum(size for piece, size in self.pieces if not piece.is_of_update)
+
+    @property
+    def of_update(self) -> int:
+        """Bytes of full tensors that the compiler moves for the optimizer's update."""
+        return sum(size for piece, size in self.pieces if piece.is_of_update)
+
+
+def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> Exchanged:
+    """Tell activations from gradients that the compiler sums, among what zerojax did not label.
+
+    A sum of the compiler's has no name. One of the backward pass that is as large as a gradient is one; of the others
+    as many elements as the gradients still lack, since the compiler joins small arrays into one.
+
+    Args:
+        found: The pieces of a program that cross its data axes.
+        gradients: Elements of gradients that are reduced, in all.
+        sizes: Elements of each gradient, and of a layer of each that may be a stack.
+    """
+    others, sums, completing, lacking = [], [], [], gradients
+    for piece in found:
+        if piece.label:
+            lacking -= piece.elements if piece.label != "gather" else 0
+        elif piece.is_free:
+            continue
+        elif piece.kind in REDUCTIONS and not piece.is_of_update:
+            sums.append(piece)
+        elif not piece.is_exchange:
+            others.append((piece, piece.bytes))
+    is_gradient = lambda piece: piece.once in sizes and ("transpose(" in piece.op_name or "jvp(" not in piece.op_name)
+    for piece in sorted(sums, key=is_gradient, reverse=True):
+        share = piece.elements if is_gradient(piece) else min(piece.elements, max(lacking, 0))
+        lacking -= share
+        if share:
+            completing.append(piece)
+        if piece.elements > share:
+            others.append((piece, piece.bytes * (piece.elements - share) // piece.elements))
+    completed = sum(piece.elements for piece in completing if piece.kind == "all-reduce")
+    return Exchanged(tuple(others), completed, tuple(completing))
+
+
+def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, contract: Contract) -> list[str]:
+    """Activations that are moved beyond what plain jit moves, by kind and line of the model."""
+    over = moved.bytes - contract.times * plain.bytes
+    if over <= _slack(contract) + (VOLUME_SLACK - 1) * contract.times * plain.bytes:
+        return []
+    ours, theirs = _by_line(moved, 1), _by_line(plain, contract.times)
+    beyond = sorted(((size - theirs[key], key) for key, size in ours.items() if size > theirs[key]), reverse=True)
+    remedy = IN_GLOBAL_VIEW if config.view == "global" else IN_DEVICE_VIEW
+    return [
+        f"{size / MIB:,.1f} MiB of activations are moved beyond plain jit's, {_noun(kind)}{_what(moved, kind, line)} "
+        f"at {line}: {WHY[kind]}. {remedy}."
+        for size, (kind, line) in beyond[:MOST_CAUSES]
+        if size > 0.01 * over
+    ]
+
+
+def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
+    """Gradients that the compiler all-reduces although the stage shards them."""
+    over = moved.completed - contract.replicated
+    if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
+        return []
+    sizes: Counter[str] = Counter()
+    for piece in moved.completing:
+        if piece.kind == "all-reduce":
+            sizes[piece.line] += piece.bytes
+    if any(ROWS_UNKNOWN in piece.op_name for piece in moved.completing):
+        why = "zerojax lost sight of the rows of the batch on the way there, and left the sum to the compiler"
+    else:
+        why = "The compiler had summed over the rows before zerojax could"
+    return [
+        f"{over:,d} elements of gradients are all-reduced by the compiler where their product stands, twice the bytes "
+        f"of a reduce-scatter, and each device keeps its shard. Most: {_listed(sizes)}. {why}. {IN_GLOBAL_VIEW}."
+    ]
+
+
+def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
+    """What the compiler moves for an update that should move nothing."""
+    if contract.update or moved.of_update <= _slack(contract):
+        return []
+    sizes: Counter[str] = Counter()
+    for piece, size in moved.pieces:
+        if piece.is_of_update:
+            sizes[f"{piece.kind} of {piece.op_name.rpartition('/')[2]}"] += size
+    return [
+        f"{moved.of_update / MIB:,.1f} MiB are moved for the optimizer's update, which is computed shard by shard: "
+        f"{_listed(sizes)}. Something in it joins elements of several devices; print(state.plan) says which leaves it "
+        "keeps replicated."
+    ]
+
+
+def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
+    """Memory beyond the floor, and parameters that are gathered whole."""
+    slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
+    found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
+    if peak - floor > slack:
+        gathered = "" if found else causes_of(gathers)
+        causes = f". Gathered: {gathered}" if gathered else ""
+        kept = ", the shards and three layers" if program.layer else " and what the stage keeps"
+        found.insert(0, f"a device needs {over:,.1f} MiB beyond plain jit's activations{kept}{causes}")
+    return found
+
+
+def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
+    """More parameters that are gathered at the same time than one use and what is fetched ahead of it.
+
+    Args:
+        held: Gathers whose results are held at the same time.
+        contract: Of the model.
+        floor: Bytes of memory, beside which a few more do not count.
+        itemsize: Of the widest parameter: XLA:CPU widens narrow types.
+    """
+    size = sum(min(piece.bytes // max(piece.collective.times_if_once, 1), itemsize * piece.once) for piece in held)
+    if size - contract.program.bytes <= (MEMORY_SLACK - 1) * floor:
+        return []
+    return [
+        f"{len(held)} parameters are gathered at the same time, {size / MIB:,.1f} MiB; one use, and what is fetched "
+        f"ahead, is {contract.program.bytes / MIB:,.1f}. Most: {causes_of(held)}. Nothing makes one wait for another: "
+        "each reads only what is there from the start, as lookups in several tables do. Stack those of one shape and "
+        "loop over them with lax.scan."
+    ]
+
+
+def flops_findings(flops: int, contract: Contract) -> list[str]:
+    """Products beyond plain jit's."""
+    formula, program = contract.flops, contract.program
+    if flops <= FLOPS_SLACK * formula:
+        return []
+    why = "" if not program.recomputed else f". Products of parameters alone: {'; '.join(program.recomputed)}"
+    return [f"{(flops - formula) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's{why}"]
+
+
+def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
+    """Elements of parameters or gradients that are moved beyond the formula."""
+    if elements <= VOLUME_SLACK * formula + FREE * len(which):  # norms, weights and counts are scalars, and free
+        return []
+    return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
+
+
+def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
+    """Communication that no product hides."""
+    if not hiding.in_flight or hiding.hidden_share >= LEAST_HIDDEN:
+        return []
+    exposed = pieces(module, (f.collective for f in hiding.exposed))
+    return [f"only {hiding.hidden_share:.1%} of collective bytes hide behind products. Exposed: {causes_of(exposed)}"]
+
+
+def causes_of(which: Iterable[Piece]) -> str:
+    """The leaves and lines that cause some collectives, most bytes first."""
+    sizes: Counter[str] = Counter()
+    for piece in which:
+        sizes[piece.cause] += piece.bytes
+    return _listed(sizes)
+
+
+def _listed(sizes: Counter[str]) -> str:
+    return "; ".join(f"{name} ({size / MIB:,.1f} MiB)" for name, size in sizes.most_common(MOST_CAUSES))
+
+
+def _slack(contract: Contract) -> float:
+    """Bytes that are little beside what the stage moves anyway."""
+    return (VOLUME_SLACK - 1) * 4 * (contract.gathered + contract.reduced)
+
+
+def _by_line(moved: Exchanged, times: int) -> Counter[tuple[str, str]]:
+    sizes: Counter[tuple[str, str]] = Counter()
+    for piece, size in moved.pieces:
+        if not piece.is_of_update:
+            sizes[piece.kind, piece.line] += times * size
+    return sizes
+
+
+def _noun(kind: str) -> str:
+    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
+
+
+def _what(moved: Exchanged, kind: str, line: str) -> str:
+    """The largest array of a kind at a line, and along which dim it is gathered."""
+    found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
+    c = max(found, key=lambda piece: piece.bytes).collective
+    array = max(c.arrays, key=lambda array: array.bytes)
+    along = f" along dim {c.dim}" if kind == "all-gather" and c.dim is not None and len(c.arrays) == 1 else ""
+    return f" of {array.dtype}[{','.join(map(str, array.shape))}]{along}"

@@ -1,0 +1,118 @@
+"""How the new value of an overwritten leaf depends on the cotangent of the loss, which a step scales.
+
+A step multiplies the cotangent by its loss scale, and divides it by the number of microbatches and devices. A value
+that is linear in it, such as a plain derivative, is divided by the same. Statistics of activations and weights do not
+depend on it. Those of a backward pass, such as the largest cotangent of a layer, are nonlinear: they stay as they are,
+since the next step applies them to cotangents that are scaled alike.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from zerojax import compat, jaxprs
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+# Linear in any one operand, if the others do not depend on the cotangent.
+LINEAR_IN_ONE = frozenset(
+    "broadcast_in_dim conv_general_dilated convert_element_type copy cumsum div dot_general dynamic_slice expand_dims "
+    "gather mul neg psum psum_invariant reduce_precision reduce_sum reduce_window_sum reshape rev sharding_constraint "
+    "slice split squeeze transpose".split()
+)
+# Linear in some operands together: which of them.
+LINEAR_IN_SEVERAL = MappingProxyType(
+    {
+        "add": slice(2),
+        "add_any": slice(2),
+        "concatenate": slice(None),
+        "dynamic_update_slice": slice(2),
+        "optimization_barrier": slice(None),
+        "pad": slice(2),
+        "scatter-add": slice(0, 3, 2),
+        "select_n": slice(1, None),
+        "sub": slice(2),
+    }
+)
+
+
+class Kind(enum.IntEnum):
+    """How a value depends on the cotangent."""
+
+    ZERO = 0  # it is zero, whatever the cotangent
+    CONSTANT = 1
+    LINEAR = 2
+    OTHER = 3
+
+    @classmethod
+    def joined(cls, kinds: Sequence[Kind]) -> Kind:
+        """Return the kind of a sum, or of a choice among values."""
+        found = set(kinds) - {cls.ZERO}
+        return cls.OTHER if len(found) > 1 else next(iter(found), cls.ZERO)
+
+
+def unscaled(
+    values: Sequence[Array], loss: Callable, primals: Sequence[Any], given: Any, cotangent: Float[Array, ""]
+) -> list[Array]:
+    """Divide those values that are linear in the cotangent of the loss by it.
+
+    Args:
+        values: The gradients of `primals`.
+        loss: `loss(primals, given)`, the total; it is traced once more, on shapes.
+        primals: Shapes of the overwritten parameters.
+        given: Shapes of everything else.
+        cotangent: What the values were computed with.
+    """
+
+    def backward(cotangent, primals, given):
+        return jax.vjp(lambda primals: loss(primals, given), primals)[1](cotangent)
+
+    shape = jax.ShapeDtypeStruct((), cotangent.dtype)
+    jaxpr, _ = compat.opened(jax.make_jaxpr(backward)(shape, list(primals), given))
+    kinds = dependence(jaxpr, [Kind.LINEAR, *[Kind.CONSTANT] * (len(jaxpr.invars) - 1)])
+    return [x / cotangent.astype(x.dtype) if kind is Kind.LINEAR else x for x, kind in zip(values, kinds, strict=True)]
+
+
+def dependence(jaxpr: Any, args: Sequence[Kind]) -> list[Kind]:
+    """Follow how each result of a jaxpr depends on the cotangent, given how its arguments do."""
+    consts: list = [Kind.CONSTANT] * len(compat.constvars_of(jaxpr))
+    literal = lambda value: Kind.CONSTANT if np.any(value) else Kind.ZERO
+    return jaxprs.evaluate(jaxpr, consts, args, _kinds_of, literal=literal)
+
+
+def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
+    name, body = eqn.primitive.name, compat.inlined_body(eqn)
+    if body is not None:
+        return dependence(body, kinds)
+    if name == "scan":
+        return _of_scan(eqn, kinds)
+    depends = [kind >= Kind.LINEAR for kind in kinds]
+    joint = range(len(kinds))[LINEAR_IN_SEVERAL.get(name, slice(0))]
+    if joint and not any(on for i, on in enumerate(depends) if i not in joint):
+        found = Kind.joined([kinds[i] for i in joint])
+    elif name in LINEAR_IN_ONE and sum(depends) <= 1 and (name != "div" or not any(depends[1:])):
+        found = Kind.ZERO if kinds[0] is Kind.ZERO else max(kinds)
+    else:
+        found = Kind.OTHER if any(depends) else Kind.CONSTANT
+    return [found] * len(eqn.outvars)
+
+
+def _of_scan(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
+    """The results of a loop, whose carries are followed until they no longer change."""
+    scan = compat.scan_params(eqn)
+    body, _ = compat.opened(scan.body)
+    first, last = scan.consts, scan.consts + scan.carry
+    carry = list(kinds[first:last])
+    while True:
+        results = dependence(body, [*kinds[:first], *carry, *kinds[last:]])
+        joined = [Kind.joined(pair) for pair in zip(carry, results, strict=False)]
+        if joined == carry:
+            return [*carry, *results[scan.carry :]]
+        carry = joined

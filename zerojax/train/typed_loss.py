@@ -1,0 +1,138 @@
+"""A loss on a mesh with Explicit axes: traced with types where plain jit runs it so, and on Auto axes otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax.comm.explicit import Typed, explicit_part, is_typed, without_types
+from zerojax.comm.typed import TypedFunction, typed_mesh
+from zerojax.config import Config
+from zerojax.config.batch_spec import entry_names
+from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.layout.tree import Layout
+from zerojax.train.loss import Returned
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+# Words of JAX's of a function that is written for Explicit axes, where they are Auto.
+_OF_AUTO_AXES = re.compile(r"of type Auto|Explicit|should match the (aval )?mesh|Closing over inputs")
+
+
+@dataclasses.dataclass(frozen=True)
+class TypedLoss:
+    """A loss, to be called where all axes are Auto.
+
+    On a mesh with Explicit axes it is traced there: the batch has the types that `batch_spec` says, parameters those of
+    their other axes. A loss that plain jit runs on that mesh runs with its types. One that plain jit refuses (a lookup
+    that does not say how its result is sharded, a constraint to an axis) is called on the Auto axes.
+
+    Attributes:
+        config: The caller's mesh and the axes of the batch.
+        layout: Layout of the parameters.
+        loss: The loss function, or another with the same `call`.
+    """
+
+    config: Config
+    layout: Layout
+    loss: Any
+
+    def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
+        """See `Loss.call`."""
+        given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
+        if not mesh.explicit_axes:  # of the caller's, or left in device view
+            return self.loss.call(*given)
+        leaves, tree = jax.tree.flatten(given)
+        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
+        arrays = [x for x, on in zip(leaves, is_array, strict=True) if on]
+        specs = jax.tree.leaves(self._types(params, mutable, batch, args), is_leaf=is_spec)
+        specs = [spec for spec, on in zip(specs, is_array, strict=True) if on]
+
+        def flat(*arrays):
+            rest = iter(arrays)
+            merged = [next(rest) if on else x for x, on in zip(leaves, is_array, strict=True)]
+            return self.loss.call(*tree.unflatten(merged))
+
+        here, auto = jax.sharding.get_abstract_mesh(), self.config.mesh.abstract_mesh
+        outside = here.empty or here.explicit_axes
+        with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
+            try:
+                traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
+            except Exception as raised:  # the caller's function, whatever it raises
+                error = raised
+            else:
+                results = [as_typed(x, spec) for x, spec in zip(traced(*arrays), traced.out_specs, strict=True)]
+                return self._returned(jax.tree.unflatten(jax.tree.structure(shape), results))
+            return on_auto(self.loss.call, given, error)
+
+    def _returned(self, results: PyTree) -> Any:
+        """Results with the types that plain jit gives what is returned to the caller."""
+        if not isinstance(results, Returned):
+            return results
+        aux = results.aux if self.config.view == "global" else without_types(results.aux)
+        return without_types(results)._replace(aux=aux)
+
+    def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
+        """How the types of the arguments on the caller's mesh say that they are sharded: specs, one for each leaf."""
+        config, mesh = self.config, typed_mesh(self.config.user_mesh)
+        named = lambda spec: explicit_part(spec, mesh)
+        full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+        of_params = self.layout.treedef.unflatten([named(leaf.other_spec) for leaf in self.layout.params])
+        rows = PartitionSpec(spec_entry(config.data.batch))
+        specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
+        specs = jax.tree.map(named, specs, is_leaf=is_spec)
+        divided = jax.tree.map(lambda spec, x: divides(config, spec, x), specs, batch, is_leaf=is_spec)
+        if not all(jax.tree.leaves(divided)):
+            specs = full(batch)
+        of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
+        return of_params, full(mutable), specs, of_args
+
+
+def on_one_device(config: Config) -> Config:
+    """The configuration with a mesh of one device, with the axes of the caller's."""
+    mesh = config.user_mesh
+    if not mesh.explicit_axes:
+        return config
+    one = mesh.devices.ravel()[:1].reshape((1,) * mesh.devices.ndim)
+    return dataclasses.replace(config, user_mesh=Mesh(one, mesh.axis_names, axis_types=mesh.axis_types))
+
+
+def is_spec(x: Any) -> bool:
+    """Whether a node is a `PartitionSpec`."""
+    return isinstance(x, PartitionSpec)
+
+
+def as_typed(x: Array, spec: PartitionSpec) -> Any:
+    """A result with the type that plain jit would give it, if that says anything."""
+    return Typed(x, spec) if axes_of([spec]) else x
+
+
+def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
+    """Call a function on Auto axes that plain jit refuses on the Explicit ones.
+
+    Raises:
+        Exception: What it raises here; `error`, what it raised on the Explicit axes, if it is written for these.
+    """
+    try:
+        return fn(*given)
+    except Exception as again:
+        if not _OF_AUTO_AXES.search(str(again)):
+            raise
+    raise error
+
+
+def divides(config: Config, spec: PartitionSpec, x: Any) -> bool:
+    """Whether mesh axes divide the dims of an array evenly."""
+    sizes = dict(config.data.sizes)
+    parts = [math.prod(sizes[axis] for axis in entry_names(entry)) for entry in spec]
+    return len(parts) <= jnp.ndim(x) and all(n % k == 0 for n, k in zip(jnp.shape(x), parts, strict=False))
