@@ -26,10 +26,17 @@ import contextlib
 import functools
 import itertools
 import subprocess
+import sys
 
 import jax
 import pytest
 from jax.sharding import AxisType
+
+
+def pytest_runtest_logreport(report):
+    """Print a failure when it happens: a run that is ended before its summary must not hide it."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.when} of {report.nodeid} failed:\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
 @functools.cache
