@@ -29,6 +29,7 @@ PORTS = {
     "lm1b": "flax",
     "gemma": "flax",
     "equinox_gpt": "equinox",
+    "cookbook": "jax",
     "haiku_net": "haiku",
     "hf_gpt2": "transformers",
 }
