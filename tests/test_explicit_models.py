@@ -40,8 +40,13 @@ ALL = [
 ]
 
 
+def half(of):
+    """The cases of which any two values still meet: those with an even or an odd sum."""
+    return [c for c in ALL if ((c[0] is GPT) + c[1] + c[2] + c[2] // 2 + c[3]) % 2 == of]
+
+
 @pytest.mark.parametrize(
-    ("kind", "parallel", "stage", "scanned"), quick_or_slow(ALL, [(MLP, False, 2, False), (GPT, True, 3, True)])
+    ("kind", "parallel", "stage", "scanned"), quick_or_slow(half(0), [(MLP, False, 2, False), (GPT, True, 3, True)])
 )
 def test_equals_plain_jit(kind, parallel, stage, scanned):
     set_mesh = (stage + scanned + parallel) % 2 == 0
@@ -52,7 +57,7 @@ def test_equals_plain_jit(kind, parallel, stage, scanned):
         assert_equals_plain_jit(mesh, stage, model.loss, params, batch)
 
 
-@pytest.mark.parametrize(("kind", "parallel", "stage", "scanned"), quick_or_slow(ALL, [(GPT, True, 2, False)]))
+@pytest.mark.parametrize(("kind", "parallel", "stage", "scanned"), quick_or_slow(half(1), [(GPT, True, 2, False)]))
 def test_moves_the_bytes_of_the_auto_twin(kind, parallel, stage, scanned):
     def moved(axes):
         mesh = mesh_of(*[axes] * (1 + parallel))
