@@ -18,7 +18,8 @@ from typing import Any
 
 import jax.core
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+MAPPED = "zerojax_mapped"  # the equation that `comm.mapped` makes
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", MAPPED})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
