@@ -238,6 +238,19 @@ def on_host(fn: Callable) -> Callable:
     return compute_on("device_host")(jax.jit(fn))
 
 
+def is_check(effect: Any) -> bool:
+    """Whether an effect is that of a `checkify.check`."""
+    from jax._src.checkify import ErrorEffect
+
+    return isinstance(effect, ErrorEffect)
+
+
+def flags_of(error: Any) -> list:
+    """Whether each kind of error in a `checkify.Error` has happened."""
+    (flags, _, _), _ = error.tree_flatten()
+    return list(flags.values())
+
+
 def is_tracing() -> bool:
     """Whether a function is being traced, as under `jax.jit`."""
     from jax._src.core import trace_state_clean

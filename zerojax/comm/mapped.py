@@ -3,20 +3,24 @@
 `checkify` carries its error through every equation. Through a `shard_map` it comes back with one entry per device, and
 through the next one with one entry per pair of devices. A step of zerojax has dozens of them, so that an error
 would take terabytes, and checks behind the first one fail with an error of shapes. None of these `shard_map`s has
-anything to check: each moves shards, or runs a function whose checks were taken out before (`train.device_checks`).
-So each of them is one equation without a rule in `checkify`, which leaves such equations alone.
+anything for the automatic checks but what its results show. So each of them is one equation without a rule in
+`checkify`, which leaves such equations alone. The user's own checks, of a loss in device view, are taken out of it, and
+the first one that fails on any device is raised again behind it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import compat
 
@@ -25,7 +29,7 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
     """Map a function over shards, as `jax.shard_map` does without its check of replication.
 
     Args:
-        fn: Sees the shards of its arguments. Contains no `checkify.check` that is left to an outer `checkify`.
+        fn: Sees the shards of its arguments.
         mesh: As for `jax.shard_map`.
         in_specs: As for `jax.shard_map`.
         out_specs: As for `jax.shard_map`.
@@ -38,14 +42,31 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
     )
 
+    def checked(*args):
+        entries = PartitionSpec(tuple(sorted(axis_names))), out_specs
+        errors, results = mapped(
+            functools.partial(_with_error, fn), mesh=mesh, in_specs=in_specs, out_specs=entries, axis_names=axis_names
+        )(*args)
+        first = jnp.argmax(jnp.any(jnp.stack(compat.flags_of(errors)), axis=0))
+        checkify.check_error(jax.tree.map(lambda x: x[first], errors))
+        return results
+
     def call(*args):
         closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
+        if any(map(compat.is_check, jaxpr.effects)):
+            return checked(*args)
         bare = compat.part_of(jaxpr, jaxpr.eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars], jaxpr.outvars)
         results = mapped_p.bind(*consts, *jax.tree.leaves(args), jaxpr=bare)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
+
+
+def _with_error(fn: Callable, *args: Any) -> tuple[Any, Any]:
+    """Return the error of the user's checks in a function, with a leading dim, and what the function returns."""
+    error, results = checkify.checkify(fn, errors=checkify.user_checks)(*args)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], error), results
 
 
 def _evaluate(*args: Any, jaxpr: Any) -> list:
