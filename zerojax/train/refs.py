@@ -23,7 +23,8 @@ _REFUSALS = (
         r"mutable array reference|JaxprInputEffect",
         "The loss gives a jax.Ref to jax.checkpoint or to a jax.custom_vjp, which keep it for the backward pass. "
         "zerojax runs the two passes as programs apart, and a ref cannot be passed from one to the other. For a "
-        f"custom_vjp, let its backward rule alone close over the ref. Under jax.checkpoint, do without the ref. {_AS_VALUE}",
+        "custom_vjp, let its backward rule alone close over the ref. Under jax.checkpoint, do without the ref. "
+        f"{_AS_VALUE}",
     ),
     (
         "",
