@@ -102,3 +102,20 @@ def test_refs_that_cannot_be_used_are_refused_by_name(make, new_ref, view, words
             tx.value_and_grad(make(new_ref)[0])(tx.shard(PARAMS), BATCH)
     with pytest.raises(TypeError, match=words):
         tx.train_step(make(new_ref)[0])(tx.create(PARAMS), BATCH)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="hijax defines its primitives in another way")
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_values_of_a_type_of_the_users_own(view):
+    from hijax_types import loss
+
+    wanted = jax.jit(jax.grad(loss))(PARAMS, BATCH)
+    for stage in (1, 3):
+        tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, persist_below=10)
+        params, gradient = tx.shard(PARAMS), tx.value_and_grad(loss)
+        if stage == 3:
+            with pytest.raises(TypeError, match=r"value of type Quantised.* at hijax_types\.py:\d+.*use stage 2"):
+                gradient(params, BATCH)
+        else:
+            same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
+            jax.tree.map(same, gradient(params, BATCH)[1], wanted)

@@ -114,6 +114,11 @@ def is_ref(atom) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
+def is_high(atom) -> bool:
+    """Whether an operand or a result is of a type that `jax.experimental.hijax` defines."""
+    return bool(getattr(atom.aval, "is_high", False))
+
+
 def called(eqn):
     """The closed jaxpr that a call equation (`jax.jit` and its kin) inlines to, or None."""
     if eqn.primitive.name not in _CALLS:

@@ -104,4 +104,6 @@ mapped_p.def_impl(_evaluate)
 mapped_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[mapped_p] = _differentiated
 batching.primitive_batchers[mapped_p] = _batched
+# Values of a hijax type: the `shard_map` lowers them.
+setattr(mapped_p, "to_lojax", _evaluate)  # noqa: B010
 mlir.register_lowering(mapped_p, mlir.lower_fun(_evaluate, multiple_results=True))
