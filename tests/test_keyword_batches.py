@@ -43,6 +43,7 @@ def test_every_entry_takes_it(stage, options, accumulate):
     np.testing.assert_allclose(tx.unshard(found[1])["w"], grads["w"], atol=1e-6)
     step = tx.train_step(loss, accumulate=accumulate)
     assert "all-reduce" in step.lower(tx.create(PARAMS), **ROWS, **OTHERS).compile().as_text()
+    assert step.trace(tx.create(PARAMS), **ROWS, **OTHERS).jaxpr.eqns
     state, metrics = step(tx.create(PARAMS), **ROWS, **OTHERS)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
     np.testing.assert_allclose(tx.unshard(state.params)["w"], PARAMS["w"] - 0.1 * grads["w"], atol=1e-6)

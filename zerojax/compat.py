@@ -18,7 +18,8 @@ from typing import Any
 
 import jax.core
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+MAPPED = "zerojax_mapped"  # the equation that `comm.mapped` makes
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", MAPPED})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -111,6 +112,11 @@ def is_dropped(var) -> bool:
 def is_ref(atom) -> bool:
     """Whether an operand or a result is a mutable array, as `jax.new_ref` makes it."""
     return hasattr(atom.aval, "inner_aval")
+
+
+def is_high(atom) -> bool:
+    """Whether an operand or a result is of a type that `jax.experimental.hijax` defines."""
+    return bool(getattr(atom.aval, "is_high", False))
 
 
 def called(eqn):
@@ -235,6 +241,19 @@ def on_host(fn: Callable) -> Callable:
         newer: Any = compute_on
         return newer(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
     return compute_on("device_host")(jax.jit(fn))
+
+
+def is_check(effect: Any) -> bool:
+    """Whether an effect is that of a `checkify.check`."""
+    from jax._src.checkify import ErrorEffect
+
+    return isinstance(effect, ErrorEffect)
+
+
+def flags_of(error: Any) -> list:
+    """Whether each kind of error in a `checkify.Error` has happened."""
+    (flags, _, _), _ = error.tree_flatten()
+    return list(flags.values())
 
 
 def is_tracing() -> bool:

@@ -54,7 +54,7 @@ def evaluate(
 
 def as_jax_values(consts: Sequence) -> list:
     """A jaxpr's constants without NumPy arrays, which a `custom_vjp` of the user's may index with traced values."""
-    is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
+    is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
 
 

@@ -253,8 +253,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 status 75, and says which process it waits for. None: any time.
 
         Returns:
-            `step(state, batch, *args, **keywords) -> (state, metrics)`, with `.lower(...)` as
-            `jax.jit` has it; metrics has `loss`, `grad_norm` (of the unscaled, averaged
+            `step(state, batch, *args, **keywords) -> (state, metrics)`, with `.trace(...)` and
+            `.lower(...)` as `jax.jit` has them; metrics has `loss`, `grad_norm` (of the unscaled, averaged
             gradient) and `skipped`, with a loss scale `loss_scale`, the one it used, under
             `optax.inject_hyperparams` `learning_rate` (without it, optax keeps no rate).
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import compat
 from zerojax.comm import barriers, partial_sums
 from zerojax.comm.collectives import ManualCollectives, Rows
+from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import to_storage
 from zerojax.comm.wire import Encoding
 from zerojax.config.data_mesh import axes_of, spec_entry
@@ -247,6 +248,4 @@ class GlobalCollectives:
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         axes = {*self.manual.axes, *axes_of(in_specs)}
-        return jax.shard_map(
-            fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes, check_vma=False
-        )
+        return mapped(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes)

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.comm.mapped import mapped
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad, trim
@@ -104,13 +105,12 @@ class Owners:
             return lax.map(lambda one: whole(*one, *shared), stacked)
 
         mine = PartitionSpec(spec_entry(self.axes))
-        results = jax.shard_map(
+        results = mapped(
             local,
             mesh=self.mesh,
             in_specs=(mine, PartitionSpec()),
             out_specs=mine,
             axis_names={*self.axes},
-            check_vma=False,
         )([*brought, *small], list(shared))
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         small_outs = [lax.with_sharding_constraint(x, everywhere)[:items] for x in results[len(outs) :]]
@@ -176,9 +176,7 @@ class Owners:
 
     def _everywhere(self, local: Callable, in_specs: tuple, out_specs: list) -> Callable:
         axes = {*self.axes, *self.within}
-        return jax.shard_map(
-            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
-        )
+        return mapped(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
 def at(leaf: Leaf) -> int:

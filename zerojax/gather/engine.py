@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, Follower, State, at
 from zerojax.gather.passes import as_function
@@ -121,8 +122,27 @@ def traced(
         return fn(tree.unflatten(full), *put_back(arrays))
 
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
+    check_types(compat.opened(closed)[0])
     program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves], given, follower)
     return Traced(program, arrays, consts, jax.tree.structure(shape))
+
+
+def check_types(jaxpr: Any) -> None:
+    """Refuse values that are no arrays: of the user's own types, by `jax.experimental.hijax`.
+
+    Raises:
+        TypeError: With the type, and the line where one is made.
+    """
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            if not hasattr(var.aval, "dtype") and not compat.is_ref(var) and compat.is_high(var):
+                raise TypeError(
+                    f"The loss makes a value of type {var.aval} at {compat.line_of(eqn)}. At stage 3 a loss is divided "
+                    "where it uses its parameters, by the sizes of its arrays, and a value of a type of "
+                    "jax.experimental.hijax has none. Compute with arrays there, or use stage 2."
+                )
+        for inner in compat.inner_jaxprs(eqn):
+            check_types(inner)
 
 
 def block(fn: Callable) -> Callable:

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.comm.mapped import mapped
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
@@ -51,13 +52,12 @@ def update_chunk(
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
     """`local(*arrays, start)` on each device's shard."""
     spec = leaf.local_spec
-    return jax.shard_map(
+    return mapped(
         local,
         mesh=mesh,
         in_specs=(*[spec] * arrays, PartitionSpec()),
         out_specs=spec,
         axis_names=set(leaf.axes),
-        check_vma=False,
     )
 
 

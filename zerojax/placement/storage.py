@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from zerojax.comm import mesh
 from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.mapped import mapped
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
@@ -107,13 +108,12 @@ def pin_to_plan(
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     specs = [leaves[i].local_spec for i in pinned]
-    same = jax.shard_map(
+    same = mapped(
         lambda arrays: arrays,
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=specs,
         axis_names=set(config.data.batch),
-        check_vma=False,
     )
     values = dict(zip(pinned, same([stored[i] for i in pinned]), strict=True))
     return [values.get(i, x) for i, x in enumerate(stored)]
@@ -155,12 +155,11 @@ def gather(
     specs = [leaf.spec for leaf in leaves]
     pairs = zip(leaves, targets, strict=True)
     moved = [leaf if target.kind == "replicated" else target.divided(axes) for leaf, target in pairs]
-    return jax.shard_map(
+    return mapped(
         lambda shards: comm.all_gather(shards, moved),
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=[target.spec for target in targets],
         # Along an axis that is left to the compiler XLA would gather a leaf first, and then it in full along ours.
         axis_names={*axes, *axes_of(specs)},
-        check_vma=False,
     )(list(stored))

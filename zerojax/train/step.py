@@ -25,6 +25,7 @@ from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.metrics import Metrics
+from zerojax.train.refs import refs_named
 from zerojax.train.same_run import SameSteps
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepOptions, StepProgram
@@ -135,7 +136,8 @@ class Step:
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
-            return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
+            with refs_named(self.config.view):
+                return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
         is_new = self._same.check(state.step, batch, args)
         number = next(self._calls)  # the state's own count is on the device, and to read it would be to wait
         if self._watchdog is None:
@@ -150,7 +152,7 @@ class Step:
     def _run(self, number: int, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
-        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+        with jax.profiler.StepTraceAnnotation("train", step_num=number), refs_named(self.config.view):
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
@@ -174,18 +176,26 @@ class Step:
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 
+    def trace(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
+        """Trace without lowering, as `jax.jit(...).trace` does: its `jaxpr` is the step's. Shapes are enough.
+
+        With offloaded state this is the program up to the gradients.
+        """
+        self._check(state)
+        _, batch, args = separated((batch, *args), keywords)
+        rows = place_batch(self.config, batch, self.options.accumulate)
+        with refs_named(self.config.view):
+            if not state.plan.offloaded:
+                return self._jitted.trace(state, rows, *args)
+            resident = state.replace(opt_state=resident_state(state))
+            return on_auto_mesh(self.config.user_mesh, self._before_streaming.trace, resident, rows, *with_types(args))
+
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower without running, as `jax.jit(...).lower` does; shapes are enough.
 
         With offloaded state this is the program up to the gradients; `lower_update` has the rest.
         """
-        self._check(state)
-        _, batch, args = separated((batch, *args), keywords)
-        rows = place_batch(self.config, batch, self.options.accumulate)
-        if not state.plan.offloaded:
-            return self._jitted.lower(state, rows, *args)
-        resident = state.replace(opt_state=resident_state(state))
-        return on_auto_mesh(self.config.user_mesh, self._before_streaming.lower, resident, rows, *with_types(args))
+        return self.trace(state, batch, *args, **keywords).lower()
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """The programs that update offloaded chunks on the device, lowered; one for each kind of chunk.

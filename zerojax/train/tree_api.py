@@ -44,6 +44,7 @@ from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
+from zerojax.train.refs import refs_named
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -75,7 +76,8 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
-        return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
+        with refs_named(config.view):
+            return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
 
     return value_and_grad
 

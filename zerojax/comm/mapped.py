@@ -1,0 +1,109 @@
+"""`mapped`: a `jax.shard_map` that `checkify` passes by.
+
+`checkify` carries its error through every equation. Through a `shard_map` it comes back with one entry per device, and
+through the next one with one entry per pair of devices. A step of zerojax has dozens of them, so that an error
+would take terabytes, and checks behind the first one fail with an error of shapes. None of these `shard_map`s has
+anything for the automatic checks but what its results show. So each of them is one equation without a rule in
+`checkify`, which leaves such equations alone. The user's own checks, of a loss in device view, are taken out of it, and
+the first one that fails on any device is raised again behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax import compat
+
+
+def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
+    """Map a function over shards, as `jax.shard_map` does without its check of replication.
+
+    Args:
+        fn: Sees the shards of its arguments.
+        mesh: As for `jax.shard_map`.
+        in_specs: As for `jax.shard_map`.
+        out_specs: As for `jax.shard_map`.
+        axis_names: The axes that `fn` is manual over.
+
+    Returns:
+        A function of global arrays. Differentiated or under `vmap`, it is the plain `shard_map`.
+    """
+    over_shards = jax.shard_map(
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
+    )
+
+    def checked(*args):
+        entries = PartitionSpec(tuple(sorted(axis_names))), out_specs
+        errors, results = mapped(
+            functools.partial(_with_error, fn), mesh=mesh, in_specs=in_specs, out_specs=entries, axis_names=axis_names
+        )(*args)
+        first = jnp.argmax(jnp.any(jnp.stack(compat.flags_of(errors)), axis=0))
+        checkify.check_error(jax.tree.map(lambda x: x[first], errors))
+        return results
+
+    def call(*args):
+        closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
+        jaxpr, consts = compat.opened(closed)
+        if any(map(compat.is_check, jaxpr.effects)):
+            return checked(*args)
+        bare = compat.part_of(jaxpr, jaxpr.eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars], jaxpr.outvars)
+        results = mapped_p.bind(*consts, *jax.tree.leaves(args), jaxpr=bare)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+def _with_error(fn: Callable, *args: Any) -> tuple[Any, Any]:
+    """Return the error of the user's checks in a function, with a leading dim, and what the function returns."""
+    error, results = checkify.checkify(fn, errors=checkify.user_checks)(*args)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], error), results
+
+
+def _evaluate(*args: Any, jaxpr: Any) -> list:
+    """Evaluate the equation: a `shard_map`."""
+    return jax.core.eval_jaxpr(jaxpr, (), *args)
+
+
+def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
+    """Return the types of its results, and its effects, such as those of `jax.debug.print` in a loss."""
+    return [atom.aval for atom in jaxpr.outvars], jaxpr.effects
+
+
+def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tuple[list, list]:
+    """Return results and tangents, those of the `shard_map`."""
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*some):
+        values = dict(enumerate(primals)) | dict(zip(moving, some, strict=True))
+        return _evaluate(*values.values(), jaxpr=jaxpr)
+
+    results, found = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    return results, [zero(x) if t.dtype == jax.dtypes.float0 else t for x, t in zip(results, found, strict=True)]
+
+
+def _batched(args: Sequence, dims: Sequence, *, jaxpr: Any) -> tuple[list, list]:
+    """Return stacked results, and the dim that they are stacked along."""
+    results = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=tuple(dims))(*args)
+    return results, [0] * len(results)
+
+
+mapped_p = Primitive(compat.MAPPED)
+mapped_p.multiple_results = True
+mapped_p.def_impl(_evaluate)
+mapped_p.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[mapped_p] = _differentiated
+batching.primitive_batchers[mapped_p] = _batched
+# Values of a hijax type: the `shard_map` lowers them.
+setattr(mapped_p, "to_lojax", _evaluate)  # noqa: B010
+mlir.register_lowering(mapped_p, mlir.lower_fun(_evaluate, multiple_results=True))
