@@ -31,6 +31,7 @@ from zerojax.optim.returned_state import as_planned, as_returned
 from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
 from zerojax.placement.storage import (
+    Form,
     cast,
     constrain,
     leaves_of,
@@ -49,15 +50,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
+def returned_grads(config: Config, layout: Layout, forms: Sequence[Form]) -> tuple[Leaf, ...]:
     """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
     return tuple(
         dataclasses.replace(part if leaf.further > 1 else leaf, dtype=leaf.dtype, host=False)
         if leaf.dim is not None
         else part
-        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or padded)
+        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or form is not None)
         else dataclasses.replace(part, kind="replicated", dim=None)
-        for leaf, part, padded in zip(layout.params, layout.grads, forms, strict=True)
+        for leaf, part, form in zip(layout.params, layout.grads, forms, strict=True)
     )
 
 
@@ -88,7 +89,7 @@ def value_and_grad_tree(
     batch: Any,
     *args: Any,
     layout: Layout,
-    forms: tuple[bool, ...],
+    forms: tuple[Form, ...],
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
     """What the loss returns, combined, and its gradient in the form of `params`; traced under jit."""
@@ -116,7 +117,7 @@ def value_and_grad_tree(
 
 
 def update_tree(
-    config: Config, layout: Layout, forms: tuple[bool, ...], grads: Any, state: Any, params: Any, extra: dict
+    config: Config, layout: Layout, forms: tuple[Form, ...], grads: Any, state: Any, params: Any, extra: dict
 ) -> tuple[Any, Any]:
     """Updates in the form of the parameters, and the new state; traced under jit.
 
