@@ -66,7 +66,9 @@ def expected(loss, view, accumulate, scale=1.0):
 def zero(stage, view, **options):
     overwrite = lambda path, leaf: path == "seen"
     mesh = mesh_of(DEVICES)
-    return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh, persist_below=8, overwrite=overwrite, **options)
+    return zero_shard(
+        optax.sgd(1.0), stage=stage, view=view, mesh=mesh, persist_below=8, overwrite=overwrite, **options
+    )
 
 
 def assert_close(found, expected):

@@ -1,6 +1,7 @@
 """Parameters in the storage of one transformation, in a loop of another."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from zerojax import zero_shard
 from zerojax.layout.padded import Padded
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-# No dim is divided by 4 or 3 devices.
+# No dim is divided by 4 devices.
 PARAMS = {"w": jnp.sin(jnp.arange(77.0)).reshape(7, 11), "v": jnp.cos(jnp.arange(55.0)).reshape(11, 5)}
 BATCH = jnp.cos(jnp.arange(12 * 7.0)).reshape(12, 7)
 
@@ -22,7 +23,7 @@ def loss(p, x):
     return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)
 
 
-def trained(tx, params):
+def trained(tx, params) -> Any:
     state, gradient = tx.init(params), getattr(tx, "value_and_grad", jax.value_and_grad)(loss)
     for _ in range(2):
         _, grads = gradient(params, BATCH)

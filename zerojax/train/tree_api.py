@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def returned_grads(config: Config, layout: Layout, forms: Sequence[Form]) -> tuple[Leaf, ...]:
+def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
     """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
     return tuple(
         dataclasses.replace(part if leaf.further > 1 else leaf, dtype=leaf.dtype, host=False)
         if leaf.dim is not None
         else part
-        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or form is not None)
+        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or form)
         else dataclasses.replace(part, kind="replicated", dim=None)
         for leaf, part, form in zip(layout.params, layout.grads, forms, strict=True)
     )
