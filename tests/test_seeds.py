@@ -72,8 +72,9 @@ def test_a_loop_under_vmap_trains_every_seed(stage, view, options):
     adam = optax.adam(1e-2)
     tx = zero_shard(adam, stage=stage, view=view, mesh=mesh_of(4), persist_below=0)
     run: Any = functools.partial(trained, tx, tx.value_and_grad(fn, **options), shard=tx.shard)
-    expected = jax.jit(jax.vmap(functools.partial(trained, adam, jax.value_and_grad(plain))))(SEEDS, TOKENS)
-    assert_equal(jax.jit(jax.vmap(run))(SEEDS, TOKENS), expected)
+    expected: Any = jax.jit(jax.vmap(functools.partial(trained, adam, jax.value_and_grad(plain))))(SEEDS, TOKENS)
+    found: Any = jax.jit(jax.vmap(run))(SEEDS, TOKENS)
+    assert_equal(found, expected)
 
 
 @pytest.mark.slow

@@ -152,8 +152,8 @@ class View:
         """Loss and gradient of one microbatch.
 
         The cotangent is that of a loss computed alone, and not divided by the number of losses: a custom rule, such as
-        one that clips its cotangent, is not linear. `view_gradients` divides the gradients instead, in the pass that
-        divides the loss scale out.
+        one that clips its cotangent, is not linear. The gradients are divided instead, where microbatches are added up,
+        or where the loss scale is divided out.
 
         Returns:
             `(returned, grads, factor, values)`: the sum of `grads` over the devices is `scale` times the gradient of
