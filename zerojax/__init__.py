@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
     from zerojax.train.aux import Mean, Rows, Same, Sum
+    from zerojax.train.from_state import value_and_grad_from_state
     from zerojax.train.state import ZeroState
     from zerojax.zero import Shardings, ZeroTransformation, zero_shard
 
@@ -42,6 +43,7 @@ _MODULES = {
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
     "train.aux": "Mean Rows Same Sum",
+    "train.from_state": "value_and_grad_from_state",
     "train.state": "ZeroState",
     "zero": "Shardings ZeroTransformation zero_shard",
 }
@@ -83,6 +85,7 @@ __all__ = [
     "plot",
     "report",
     "tiled",
+    "value_and_grad_from_state",
     "weight_ema",
     "zero_shard",
 ]

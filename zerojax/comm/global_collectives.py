@@ -219,8 +219,13 @@ class GlobalCollectives:
         return tree
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
-        """One summand a worker of what an equation sums."""
-        row = lambda *values: eqn.primitive.bind(*divided.closed(values), **eqn.params)[None]
+        """Return one summand per worker of what an equation sums.
+
+        The equation of a transposed product names the sharding of the logical result. `jax.vmap` checks it against the
+        mesh, whose axes are Manual in here, so it is left out.
+        """
+        params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
+        row = lambda *values: eqn.primitive.bind(*divided.closed(values), **params)[None]
         return self._mapped(row, divided.specs(spec_entry(self.manual.axes)), self._divided)(*divided.opened(values))
 
     def _alike(self, grad: Array) -> Array:

@@ -33,9 +33,13 @@ def leaves_of(params: PyTree) -> list:
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
-def padded_forms(params: PyTree) -> tuple[bool, ...]:
-    """For each leaf, whether it is in `Padded` form."""
-    return tuple(is_padded(x) for x in leaves_of(params))
+# The padded dim of a `Padded` and its size in storage; None for a plain array.
+Form = tuple[int, int] | None
+
+
+def padded_forms(params: PyTree) -> tuple[Form, ...]:
+    """Return the form of each leaf, which may be that of another stage or number of devices."""
+    return tuple((x.dim, x.storage.shape[x.dim]) if is_padded(x) else None for x in leaves_of(params))
 
 
 def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
@@ -63,18 +67,29 @@ def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
-def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[bool]) -> PyTree:
+def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[Form]) -> PyTree:
     """The tree that `storage_leaves` came from, in the forms given; the inverse of `storage_leaves`."""
-    out = [
-        Padded(x, leaf.shape, leaf.dim) if padded and leaf.dim is not None else unpadded(x, leaf)
-        for x, leaf, padded in zip(stored, leaves, forms, strict=True)
-    ]
+
+    def in_form(x: Any, leaf: Leaf, form: Form) -> Any:
+        if form is None:
+            return unpadded(x, leaf)
+        dim, size = form
+        if leaf.dim == dim and leaf.storage_shape[dim] == size:
+            return Padded(x, leaf.shape, dim)
+        return Padded(pad(to_device(unpadded(x, leaf)), dim, size), leaf.shape, dim)
+
+    out = [in_form(*parts) for parts in zip(stored, leaves, forms, strict=True)]
     return jax.tree.unflatten(layout.treedef, out)
 
 
-def storage_forms(leaves: Sequence[Leaf]) -> tuple[bool, ...]:
+def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
     """The forms of a tree in storage: `Padded` where there is padding."""
-    return tuple(leaf.kind == "sharded" and leaf.padding > 0 for leaf in leaves)
+    return tuple(
+        (leaf.dim, leaf.storage_shape[leaf.dim])
+        if leaf.kind == "sharded" and leaf.dim is not None and leaf.padding > 0
+        else None
+        for leaf in leaves
+    )
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:

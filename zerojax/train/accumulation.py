@@ -26,8 +26,8 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
 
     Returns:
         `(returned, grads, mutable, values)`: what the loss function returned, microbatches on dim 0;
-        `scale` times the gradient of the sum over devices and microbatches, reduced but for
-        `View.reduce_across`; the last mutable state; the maximum of what each overwritten parameter is to be.
+        `scale` times the gradient of the mean over devices and microbatches, or of the sum of weighted losses, reduced
+        but for `View.reduce_across`; the last mutable state; the maximum of what each overwritten parameter is to be.
     """
     comm = view.comm
 
@@ -45,8 +45,9 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
         returned, grads, factor, values = view.value_and_grad(stored, mutable, rows, fold_keys(args, number), scale)
         if view.reduces_each:
             grads = view.reduce(grads)
-        if factor is not None:
-            grads = [at_least_float32(g) * factor for g in grads]
+        # Here XLA fuses the product with the sum; behind the loop it may be another pass over the gradients.
+        share = 1 / view.microbatches if factor is None else factor
+        grads = [at_least_float32(g) * share for g in grads]
         sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
         maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
         return (sums, returned.mutable, maxima), returned._replace(mutable=None)

@@ -158,7 +158,7 @@ def view_gradients(view: View, stored, batch, args, mutable, scale, errors) -> G
         factor = (1.0 if factor is None else factor) / weight / scale
     else:
         total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
-        factor = 1 / scale
+        factor = 1 / (scale * view.microbatches) if view.accumulate == 1 else 1 / scale
     if view.reduces_across_once:
         grads, errors = view.reduce_across(grads, errors, factor)
     grads = unscale(grads, factor)

@@ -15,7 +15,7 @@ from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.returned_state import as_returned, seen_in
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
-from zerojax.placement.storage import padded_forms
+from zerojax.placement.storage import Form, padded_forms
 from zerojax.streaming.init_state import init_opt_state
 from zerojax.train.tree_api import update_tree
 
@@ -66,7 +66,7 @@ def jitted_update(
     extra: dict,
     config: Config,
     layout: Layout,
-    forms: tuple[bool, ...],
+    forms: tuple[Form, ...],
     static: tuple,
 ) -> tuple[Any, Any]:
     """The update as a program."""

@@ -1,9 +1,9 @@
-"""How the new value of an overwritten leaf depends on the cotangent of the loss, which a step scales.
+"""How the new value of an overwritten leaf depends on the cotangent of the loss, which a step may scale.
 
-A step multiplies the cotangent by its loss scale, and divides it by the number of microbatches and devices. A value
-that is linear in it, such as a plain derivative, is divided by the same. Statistics of activations and weights do not
-depend on it. Those of a backward pass, such as the largest cotangent of a layer, are nonlinear: they stay as they are,
-since the next step applies them to cotangents that are scaled alike.
+A step multiplies the cotangent by its loss scale, and for a weighted loss divides it by the weight. A value that is
+linear in the cotangent, such as a plain derivative, is divided by it again. Statistics of activations and weights do
+not depend on it. Those of a backward pass, such as the largest cotangent of a layer, are nonlinear: they stay as they
+are, since the next step applies them to cotangents that are scaled alike.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +31,7 @@ from zerojax.optim.returned_state import as_planned, as_returned
 from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
 from zerojax.placement.storage import (
+    Form,
     cast,
     constrain,
     leaves_of,
@@ -50,25 +51,21 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def returned_grads(config: Config, layout: Layout, forms: Sequence[bool]) -> tuple[Leaf, ...]:
+def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
     """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
     return tuple(
         dataclasses.replace(part if leaf.further > 1 else leaf, dtype=leaf.dtype, host=False)
         if leaf.dim is not None
         else part
-        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or padded)
+        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or form)
         else dataclasses.replace(part, kind="replicated", dim=None)
-        for leaf, part, padded in zip(layout.params, layout.grads, forms, strict=True)
+        for leaf, part, form in zip(layout.params, layout.grads, forms, strict=True)
     )
 
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """What `ZeroTransformation.value_and_grad` returns."""
-    if config.wire is not None and config.wire.error_feedback:
-        raise ValueError(
-            "Wire(error_feedback=True) keeps errors from step to step, in the ZeroState of tx.train_step, and "
-            "tx.value_and_grad has no state. Use train_step, or leave error_feedback out."
-        )
+    refuse_error_feedback(config)
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
 
@@ -82,6 +79,19 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     return value_and_grad
 
 
+def refuse_error_feedback(config: Config) -> None:
+    """Refuse to differentiate without a state where a step keeps errors.
+
+    Raises:
+        ValueError: If the wire has error feedback.
+    """
+    if config.wire is not None and config.wire.error_feedback:
+        raise ValueError(
+            "Wire(error_feedback=True) keeps errors from step to step, in the ZeroState of tx.train_step, and "
+            "tx.value_and_grad has no state. Use train_step, or leave error_feedback out."
+        )
+
+
 def value_and_grad_tree(
     config: Config,
     loss: Loss,
@@ -90,35 +100,57 @@ def value_and_grad_tree(
     batch: Any,
     *args: Any,
     layout: Layout,
-    forms: tuple[bool, ...],
+    forms: tuple[Form, ...],
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
     """What the loss returns, combined, and its gradient in the form of `params`; traced under jit."""
     parts = returned_grads(config, layout, forms)
-
-    def differentiate(params, mutable, batch, *args):
-        given = storage_leaves(params, layout.params)
-        stored = cast(given, [leaf.dtype for leaf in layout.params])
-        trained = [parts[i] for i in layout.trained]
-        found = loss_and_grads(
-            config, layout, trained, loss, stored, batch, args, mutable=mutable, accumulate=accumulate
-        )
-        zeros = [jnp.zeros(part.storage_shape, x.dtype) for x, part in zip(given, parts, strict=True)]
-        grads = dict(enumerate(zeros)) | dict(zip(layout.trained, found.grads, strict=True))
-        grads |= dict(zip(layout.overwritten, found.overwritten, strict=True))
-        arrays = [constrain(config, grads[i].astype(given[i].dtype), part) for i, part in enumerate(parts)]
-        tree = unflatten_params(arrays, layout, parts, forms)
-        return loss.returned(found.loss, found.mutable, found.aux), tree
+    run = functools.partial(differentiate, config, loss, layout, forms, accumulate=accumulate)
 
     def shardings(returned):
         loss = row_shardings(config.mesh, config.data, returned[0], batch)
         return loss, named_tree(config, layout.treedef, parts)
 
-    return on_auto_mesh(config.user_mesh, differentiate, params, mutable, batch, *with_types(args), shardings=shardings)
+    return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
+
+
+def differentiate(
+    config: Config,
+    loss: Loss,
+    layout: Layout,
+    forms: tuple[Form, ...],
+    params: Any,
+    mutable: Any,
+    batch: Any,
+    *args: Any,
+    accumulate: int = 1,
+) -> tuple[Any, Any]:
+    """`value_and_grad_tree` on a mesh of Auto axes."""
+    parts = returned_grads(config, layout, forms)
+    given = storage_leaves(params, layout.params)
+    stored = cast(given, [leaf.dtype for leaf in layout.params])
+    trained = [parts[i] for i in layout.trained]
+    found = loss_and_grads(config, layout, trained, loss, stored, batch, args, mutable=mutable, accumulate=accumulate)
+    grads = dict(zip(layout.trained, found.grads, strict=True)) | dict(
+        zip(layout.overwritten, found.overwritten, strict=True)
+    )
+    tree = grads_in_form(config, layout, forms, grads, [x.dtype for x in given])
+    return loss.returned(found.loss, found.mutable, found.aux), tree
+
+
+def grads_in_form(
+    config: Config, layout: Layout, forms: tuple[Form, ...], grads: Mapping[int, Array], dtypes: Sequence[Any]
+) -> Any:
+    """Gradients by the index of their parameter, in storage shape, as a tree; zeros for those that are missing."""
+    parts = returned_grads(config, layout, forms)
+    zeros = [jnp.zeros(part.storage_shape, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    given = [grads.get(i, zero) for i, zero in enumerate(zeros)]
+    arrays = [constrain(config, x.astype(zero.dtype), part) for x, zero, part in zip(given, zeros, parts, strict=True)]
+    return unflatten_params(arrays, layout, parts, forms)
 
 
 def update_tree(
-    config: Config, layout: Layout, forms: tuple[bool, ...], grads: Any, state: Any, params: Any, extra: dict
+    config: Config, layout: Layout, forms: tuple[Form, ...], grads: Any, state: Any, params: Any, extra: dict
 ) -> tuple[Any, Any]:
     """Updates in the form of the parameters, and the new state; traced under jit.
 

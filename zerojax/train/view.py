@@ -151,22 +151,25 @@ class View:
     def value_and_grad(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
         """Loss and gradient of one microbatch.
 
+        The cotangent is that of a loss computed alone, and not divided by the number of losses: a custom rule, such as
+        one that clips its cotangent, is not linear. The gradients are divided instead, where microbatches are added up,
+        or where the loss scale is divided out.
+
         Returns:
-            `(returned, grads, factor, values)`: the sum of `grads` over the devices is `scale` times
-            the microbatch's share of the gradient. If the loss is weighted, it is that of the
-            total, divided by `factor`: what the total has to be divided by is known only
-            after the last microbatch. `values` are what each overwritten parameter is to be.
+            `(returned, grads, factor, values)`: the sum of `grads` over the devices is `scale` times the gradient of
+            the sum of their losses. If the loss is weighted, it is that of the total, divided by `factor`: what the
+            total has to be divided by is known only after the last microbatch. `values` are what each overwritten
+            parameter is to be.
         """
         of_storage = self._pulled_to_shards if self.gathers_on_use else self._pulled_to_full
         returned, pull = of_storage(stored, mutable, batch, args)
-        dtype = returned.total.dtype
+        cotangent = scale.astype(returned.total.dtype)
+        factor = None
         if self.loss.weighted:
-            weight = self.comm.psum(returned.weight)
-            factor = divisor = jnp.where(weight > 0, weight, 1).astype(dtype)
-        else:  # known without a collective between the two passes
-            factor, divisor = None, self.microbatches
-        # Scaling the cotangent and not the gradients keeps narrow types in range and saves a pass over them.
-        cotangent = scale.astype(dtype) / divisor
+            weight = self.comm.pmean(returned.weight)
+            factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
+            cotangent = cotangent / factor
+        # The loss scale is part of the cotangent and not of the gradients: narrow types stay in range.
         grads, values = pull(cotangent)
         values = self.unscaled(values, stored, (mutable, batch, args), cotangent * weight_of(returned))
         return returned, grads, factor, values
@@ -228,7 +231,8 @@ class View:
     def unscaled(self, values: list, stored: Sequence[Array], given: tuple, cotangent: Array) -> list:
         """Divide the values of overwritten parameters by the loss's cotangent, where they are linear in it."""
         overwritten, precision = self.layout.overwritten, self.config.precision
-        if not values or (self.is_one_loss and (precision is None or precision.loss_scale is None)):
+        is_mean = self.is_one_loss or not self.loss.weighted
+        if not values or (is_mean and (precision is None or precision.loss_scale is None)):
             return values
         leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in zip(self.layout.params, stored, strict=True)]
 

@@ -1,0 +1,139 @@
+"""Value and gradient that a line search has stored in the optimizer's state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from zerojax.comm.buckets import unflatten
+from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
+from zerojax.comm.mesh import replicated
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout, layout_of
+from zerojax.optim.checks import check_state
+from zerojax.optim.plan import plan_of_layout
+from zerojax.optim.returned_state import as_planned, seen_in
+from zerojax.optim.state_memory import state_to_device
+from zerojax.placement.storage import Form, leaves_of, named_tree, padded_forms, to_storage, unpadded
+from zerojax.train.arguments import separated
+from zerojax.train.batch import place_batch
+from zerojax.train.loss import Loss
+from zerojax.train.tree_api import differentiate, grads_in_form, refuse_error_feedback, returned_grads
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
+    """Take loss and gradient from the state of a line search, as `optax.value_and_grad_from_state` does.
+
+    A line search evaluates the loss at the parameters that it chooses, and stores its value and gradient. The loss is
+    differentiated only where the stored value is not finite, as in the first step. The state has the gradient in
+    storage, so that optax's own function fails where leaves are padded.
+
+    Args:
+        tx: A transformation of `zero_shard` around a line search that stores its gradient, such as `optax.lbfgs()`.
+        loss_fn: `loss_fn(params, batch, *args)`, as for `tx.value_and_grad`; it returns a scalar.
+
+    Returns:
+        `fn(params, batch, *args, state, **keywords) -> (loss, grads)`. The gradient has the form of the parameters.
+
+    Raises:
+        ValueError: When the result is called, if the state has no value and gradient, or parameters are overwritten.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> from zerojax import zero_shard
+        >>> tx, params = zero_shard(optax.lbfgs(), stage=1), {"w": jnp.ones(2)}
+        >>> loss = lambda params, x: jnp.sum((params["w"] - 3) ** 2)
+        >>> gradient, evaluate, state = value_and_grad_from_state(tx, loss), tx.eval_step(loss), tx.init(params)
+        >>> x = jnp.zeros((jax.device_count(), 1))
+        >>> for _ in range(2):
+        ...     value, grad = gradient(params, x, state=state)
+        ...     extra = {"value": value, "grad": grad, "value_fn": lambda p: loss(p, x)}
+        ...     updates, state = tx.update(grad, state, params, **extra)
+        ...     params = optax.apply_updates(params, updates)
+        >>> params["w"].round(3)
+        Array([3., 3.], dtype=float32)
+    """
+    config, loss = tx.config, Loss(loss_fn)
+    refuse_error_feedback(config)
+    jitted = jax.jit(functools.partial(from_state, config, loss), static_argnames=("layout", "forms"))
+
+    @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
+    def from_state_or_loss(params: Any, *args: Any, state: Any, **keywords: Any) -> tuple[Any, Any]:
+        _, batch, rest = separated(args, keywords)
+        layout, rows = layout_of(config, params, **seen_in(state)), place_batch(config, batch, 1)
+        return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
+
+    return from_state_or_loss
+
+
+def from_state(
+    config: Config, loss: Loss, params: Any, state: Any, batch: Any, *args: Any, layout: Layout, forms: tuple[Form, ...]
+) -> tuple[Any, Any]:
+    """Return the stored loss and gradient, or compute them; traced under jit."""
+    with auto_context(config.user_mesh):
+        plan = plan_of_layout(config, layout)
+    state = as_planned(plan, state)
+    check_state(config, plan, state, may_be_wider=not plan.offloaded)
+    dtypes = [x.dtype for x in leaves_of(params)]
+
+    def run(params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+        state = state_to_device(config, plan, state)
+        value, grads = stored_gradient(layout, state, jax.tree.unflatten(plan.state_def, plan.state))
+        parts = returned_grads(config, layout, forms)
+        found = {i: to_storage(config, x, parts[i]) for i, x in grads.items()}
+
+        def compute() -> tuple[Any, Any]:
+            computed, tree = differentiate(config, loss, layout, forms, params, None, batch, *args)
+            return computed.astype(value.dtype), tree
+
+        stored = lambda: (value, grads_in_form(config, layout, forms, found, dtypes))
+        return lax.cond(jnp.isfinite(value), stored, compute)
+
+    parts = returned_grads(config, layout, forms)
+    shardings = lambda _: (replicated(config.mesh), named_tree(config, layout.treedef, parts))
+    return on_auto_mesh(config.user_mesh, run, params, state, batch, *with_types(args), shardings=shardings)
+
+
+def stored_gradient(layout: Layout, state: Any, leaves: Any) -> tuple[Array, Mapping[int, Array]]:
+    """Find the value and the gradient in a state.
+
+    Args:
+        layout: Layout of the parameters.
+        state: The state, in storage.
+        leaves: A tree of `Leaf` with the structure of the state.
+
+    Returns:
+        `(value, gradients by the index of their parameter)`; logical shapes.
+
+    Raises:
+        ValueError: If the state has no value and gradient, or parameters are overwritten.
+    """
+    if layout.overwritten:
+        raise ValueError(
+            f"params{layout.params[layout.overwritten[0]].path} takes its gradient as the new value, and a line search "
+            "does not store that. Use tx.value_and_grad."
+        )
+    value, grad = optax.tree.get(state, "value"), optax.tree.get(state, "grad")
+    if value is None or grad is None:
+        raise ValueError(
+            "The optimizer state has no value and gradient: the transformation does not search along a line, or does "
+            "not store them. Wrap optax.lbfgs() or optax.scale_by_backtracking_linesearch(..., store_grad=True), or "
+            "use tx.value_and_grad."
+        )
+    pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(optax.tree.get(leaves, "grad")), strict=True)
+    return value, dict(zip(layout.trained, [in_logical_shape(*pair) for pair in pairs], strict=True))
+
+
+def in_logical_shape(x: Array, leaf: Leaf) -> Array:
+    """Remove the padding of a stored array, and undo its flattening."""
+    return unflatten(x, leaf) if leaf.kind == "flat" else unpadded(x, leaf)
