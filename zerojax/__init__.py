@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
     from zerojax.train.aux import Mean, Rows, Same, Sum
+    from zerojax.train.logical import logical
     from zerojax.train.state import ZeroState
     from zerojax.zero import Shardings, ZeroTransformation, zero_shard
 
@@ -42,6 +43,7 @@ _MODULES = {
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
     "train.aux": "Mean Rows Same Sum",
+    "train.logical": "logical",
     "train.state": "ZeroState",
     "zero": "Shardings ZeroTransformation zero_shard",
 }
@@ -78,6 +80,7 @@ __all__ = [
     "deepspeed",
     "estimate",
     "from_deepspeed",
+    "logical",
     "offload",
     "plan",
     "plot",
