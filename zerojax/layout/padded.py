@@ -9,25 +9,18 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import compat
 from zerojax.config import LeafMask
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
-
-
-# Functions that map a sum over a tree and then add up the results, to which zeros add nothing. Without this list, optax's
-# norms and clipping by global norm would not take padded leaves.
-NEUTRAL_TO_ZEROS = {
-    "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
-    "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
-}
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim", "extent"])
@@ -63,7 +56,7 @@ class Padded:
         found = tuple(self.storage.shape)
         if self.extent is None and len(found) == len(self.shape):
             object.__setattr__(self, "extent", found[self.dim])
-        if not has_dims(found, self._storage_shape) and not called_by(NEUTRAL_TO_ZEROS):
+        if not has_dims(found, self._storage_shape) and not compat.is_sum_over_tree():
             raise ValueError(
                 f"A parameter of shape {list(self.shape)} is padded to {list(self._storage_shape)} in storage, and a "
                 f"function that was mapped over the tree gave an array of shape {list(found)} for it. Such a function "
@@ -149,14 +142,6 @@ def has_dims(found: tuple[int, ...], dims: tuple[int, ...]) -> bool:
     """Return whether a shape has some dims in their order, perhaps with others between, as a batch may have."""
     rest = iter(found)
     return all(size in rest for size in dims)
-
-
-def called_by(functions: Mapping[str, Collection[str]]) -> bool:
-    """Return whether the tree is mapped over by one of some functions, given by module and name."""
-    frame = sys._getframe(2)  # of `__init__`, behind which there are the functions of jax.tree
-    while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "jax._src.tree", "jax.tree")):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in functions.get(frame.f_globals.get("__name__", ""), ())
 
 
 def of_logical(name: str) -> Callable:
