@@ -27,6 +27,8 @@ def test_padding_and_persistence_are_reported(mesh):
     assert uneven.split()[1] == "52"  # 13 x 8 elements over 8 devices
     assert "float32[13, 7]" in uneven
     assert uneven.endswith("(dim 1 padded by 13 elements)")
+    assert "padded: take statistics of zerojax.logical(params), and chain" in str(report(state)).split("\n\n")[0]
+    assert "statistics" not in str(report(state.opt_state))
     assert "persist_below=50" in line_of("bias", report(state))
     assert isinstance(state.params["uneven"], Padded)
 

@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from zerojax.planning.plan import plan
     from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.from_state import value_and_grad_from_state
+    from zerojax.train.logical import logical
     from zerojax.train.state import ZeroState
     from zerojax.zero import Shardings, ZeroTransformation, zero_shard
 
@@ -44,6 +45,7 @@ _MODULES = {
     "planning.plan": "plan",
     "train.aux": "Mean Rows Same Sum",
     "train.from_state": "value_and_grad_from_state",
+    "train.logical": "logical",
     "train.state": "ZeroState",
     "zero": "Shardings ZeroTransformation zero_shard",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "deepspeed",
     "estimate",
     "from_deepspeed",
+    "logical",
     "offload",
     "plan",
     "plot",

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX this library runs on, and nothing else.
+"""What differs between the versions of JAX this library runs on, or is internal to them, and nothing else.
 
 Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so that a new
 version of JAX is one file's work:
@@ -6,13 +6,15 @@ version of JAX is one file's work:
 - a closed jaxpr is a `ClosedJaxpr` holding a `Jaxpr` up to 0.11, one class from 0.12;
 - `scan` counts its constants and carries in two integers up to 0.11, in trees from 0.12;
 - the primitives of `jax.jit` and `jax.checkpoint` have changed their names;
-- `compute_on` is a context up to 0.11, and takes the function from 0.12.
+- `compute_on` is a context up to 0.11, and takes the function from 0.12;
+- where JAX and optax add up the numbers that they take of each leaf of a tree.
 """
 
 import dataclasses
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -268,3 +270,23 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+# Functions that map a sum or a product over a tree and add up the results, to which zeros add nothing.
+SUMS_OVER_TREES = {
+    "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
+    "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
+}
+
+
+def is_sum_over_tree() -> bool:
+    """Return whether the node that is being made holds a part of a sum over a tree.
+
+    Asked by a pytree node of its own: it sees the result of a mapped function, and not the function. Without this
+    exception, optax's norms and clipping by global norm could not be taken of padded leaves.
+    """
+    frame = sys._getframe(1)
+    between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # of the node, then of jax.tree.map
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in SUMS_OVER_TREES.get(frame.f_globals.get("__name__", ""), ())

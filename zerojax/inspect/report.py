@@ -116,7 +116,16 @@ class Report:
 
     @property
     def _head(self) -> str:
-        return "\n".join(filter(None, [self.title, self.matrices]))
+        return "\n".join(filter(None, [self.title, self.padding, self.matrices]))
+
+    @property
+    def padding(self) -> str:
+        """What to know of padded parameters, in one line; empty if there are none."""
+        count = sum(row.part == "params" and "padded" in row.note for row in self.rows)
+        if not count:
+            return ""
+        padded = f"{count} parameters are padded" if count > 1 else "1 parameter is padded"
+        return f"{padded}: take statistics of zerojax.logical(params), and chain transformations inside of zero_shard"
 
 
 def report(state: Any) -> Report:

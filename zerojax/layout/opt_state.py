@@ -7,6 +7,7 @@ import jax
 from zerojax.config import LayoutPolicy
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout, shard_leaf
+from zerojax.layout.undivided import keep_whole
 
 
 def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
@@ -34,12 +35,14 @@ def lay_out_state(
     on its own best dim, or it stays replicated. `owners` is what `owners_of` found.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
-    leaves = []
-    for (path, x), owner in zip(found, owners, strict=True):
+    leaves, others = [], []
+    for k, ((path, x), owner) in enumerate(zip(found, owners, strict=True)):
         name = jax.tree_util.keystr(path)
         leaf = None if owner is None else like_parameter(name, x, layout.grads[owner], owner in flat)
+        others += [] if leaf else [k]
         leaves.append(leaf or shard_state_leaf(name, x, policy))
-    return tuple(leaves)
+    every = (*leaves, *layout.grads)
+    return keep_whole(every, others, (range(len(every)),), dict(policy.data.sizes))[: len(leaves)]
 
 
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import compat
 from zerojax.config import LeafMask
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim", "extent"])
 @dataclasses.dataclass(frozen=True)
 class Padded:
     """An array padded at the end of one dim, so that the devices can share it evenly.
@@ -31,23 +33,66 @@ class Padded:
     and Flax's modules, NNX's too, take it for its logical array.
 
     Attributes:
-        storage: The array as stored; storage shape.
+        storage: The array as stored; storage shape, perhaps with more dims, as in a stack or a batch. Functions that
+            are mapped over a tree may put anything here that is no array of numbers: shardings, flags, keys, None.
         shape: Logical shape, before padding.
         dim: The padded dim.
+        extent: Length of that dim in storage; None: that of `storage`.
+
+    Raises:
+        ValueError: If an array of numbers does not have the dims of storage, such as the mean that
+            `jax.tree.map(jnp.mean, params)` takes of elements and padding.
     """
 
     storage: Shaped[Array, "*storage"]
     shape: tuple[int, ...]
     dim: int
+    extent: int | None = None
+
+    def __post_init__(self):
+        """Refuse arrays that are not of storage."""
+        if not is_number_array(self.storage):
+            return
+        found = tuple(self.storage.shape)
+        if self.extent is None and len(found) == len(self.shape):
+            object.__setattr__(self, "extent", found[self.dim])
+        if not has_dims(found, self._storage_shape) and not compat.is_sum_over_tree():
+            raise ValueError(
+                f"A parameter of shape {list(self.shape)} is padded to {list(self._storage_shape)} in storage, and a "
+                f"function that was mapped over the tree gave an array of shape {list(found)} for it. Such a function "
+                f"sees the padding too, so its result is not that of the parameter. Map it over zerojax.logical(tree), "
+                f"whose leaves are arrays without padding."
+            )
+
+    @property
+    def _storage_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.extent or self.shape[self.dim], *self.shape[self.dim + 1 :])
 
     @property
     def dtype(self):
         """Element type."""
         return self.storage.dtype
 
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the logical array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the logical array."""
+        return math.prod(self.shape)
+
     def logical(self) -> Shaped[Array, "*logical"]:
-        """The array without its padding; logical shape."""
-        return trim(self.storage, self.dim, self.shape[self.dim])
+        """The array without its padding; logical shape. Of a stack of arrays, the stack."""
+        stacked = len(self.storage.shape) - len(self.shape)
+        if tuple(self.storage.shape)[stacked:] != self._storage_shape:
+            raise ValueError(
+                f"An array of shape {list(self.storage.shape)} is in the place of a padded parameter, which has shape "
+                f"{list(self._storage_shape)} in storage. Its padding can be removed only if that shape comes last: "
+                f"stack and batch parameters along dim 0."
+            )
+        return trim(self.storage, stacked + self.dim, self.shape[self.dim])
 
     def __jax_array__(self) -> Shaped[Array, "*logical"]:
         """The logical array, for `jax.numpy`."""
@@ -83,6 +128,20 @@ class Padded:
             f"logical parameters: call it in tx.eval_step(fn), which gathers them as training does, or on "
             f"tx.unshard(params); for this one, x.logical()."
         )
+
+
+def is_number_array(x: Any) -> bool:
+    """Return whether a value is an array of numbers. Flags, PRNG keys, raw ones too, and Python's numbers are none."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape") or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return jnp.issubdtype(dtype, jnp.number) and dtype != jnp.uint32
+
+
+def has_dims(found: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    """Return whether a shape has some dims in their order, perhaps with others between, as a batch may have."""
+    rest = iter(found)
+    return all(size in rest for size in dims)
 
 
 def of_logical(name: str) -> Callable:

@@ -17,6 +17,7 @@ from zerojax.layout.leaf import QUANTISED, Leaf, shard_extent
 from zerojax.layout.other_axes import other_axes, partition_metadata
 from zerojax.layout.overwritten import REASON, overwritten_leaves
 from zerojax.layout.padded import is_padded
+from zerojax.layout.undivided import keep_whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,15 +136,20 @@ def lay_out(
     ]
     replicated = functools.partial(dataclasses.replace, kind="replicated", dim=None, reason=REASON)
     grads = [replicated(leaf) if i in kept else leaf for i, leaf in enumerate(grads)]
+    seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
+    chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
+    trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
+    # A leaf that is stored padded as this layout would pad it stays padded: the rule compares with all leaves of the
+    # tree, a part of a tree may be given, and gradients must come back in the form of the parameters.
+    stored = {i for i, (_, x) in enumerate(found) if is_padded(x) and x.storage.shape == grads[i].storage_shape}
+    every = range(len(grads))
+    grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))
     if wire is not None:
         grads = [
             dataclasses.replace(leaf, wire=carried(wire, path, leaf)) for path, leaf in zip(paths, grads, strict=True)
         ]
     compute = tuple(compute for _, compute in types)
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
-    seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
-    chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
-    trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
     return Layout(policy, treedef, params, tuple(grads), compute, trained, tuple(sorted(kept)))
 
 

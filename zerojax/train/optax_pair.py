@@ -11,6 +11,7 @@ import numpy as np
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.tree import Layout, layout_of
+from zerojax.optim.outer_chain import warn_of_outer_transformations
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.returned_state import as_returned, seen_in
 from zerojax.optim.state_memory import state_shardings
@@ -39,8 +40,9 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
-    layout = layout_of(config, like, **seen_in(state))
-    return jitted_update(updates, state, params, arrays, config, layout, padded_forms(like), static)
+    layout, forms = layout_of(config, like, **seen_in(state)), padded_forms(like)
+    warn_of_outer_transformations(layout, forms)
+    return jitted_update(updates, state, params, arrays, config, layout, forms, static)
 
 
 def check_context(config: Config) -> None:

@@ -1,0 +1,64 @@
+"""Keep leaves of which no dim divides replicated while that costs little, so that users rarely meet padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from zerojax.layout.leaf import Leaf
+
+MOST_EXTRA = 0.03
+
+
+def reason_for(shards: int) -> str:
+    """Say why a leaf of which no dim divides is replicated."""
+    return f"{shards} divides none of its dims; such leaves add at most {MOST_EXTRA:.0%} to a device's share"
+
+
+def is_undivided(leaf: Leaf) -> bool:
+    """Return whether a leaf is sharded although no dim divides, so that its storage is padded."""
+    return leaf.kind == "sharded" and leaf.padding > 0
+
+
+def is_kept_whole(leaf: Leaf) -> bool:
+    """Return whether a leaf is replicated because no dim divides."""
+    return leaf.kind == "replicated" and leaf.reason == reason_for(leaf.shards)
+
+
+def keep_whole(
+    leaves: Sequence[Leaf], candidates: Collection[int], shares: Sequence[Collection[int]], sizes: Mapping[str, int]
+) -> tuple[Leaf, ...]:
+    """Replicate undivided leaves while they add little to what a device holds.
+
+    A device holds `1 / shards` of everything that is sharded. A replicated leaf of `b` bytes adds
+    `b * (1 - 1 / shards)` to that. Leaves of one shape and type are decided together, so that equal layers have
+    equal layouts. The group that adds least comes first.
+
+    Args:
+        leaves: All leaves of a tree.
+        candidates: Indices of the leaves that may become replicated.
+        shares: Groups of indices, such as all parameters, and those that are trained. In each group, the replicated
+            leaves add at most `MOST_EXTRA` of a device's share of the group.
+        sizes: Size of each mesh axis. Along the axes that are not data axes, a device holds only a part of a leaf.
+
+    Returns:
+        The leaves, some of the candidates replicated.
+    """
+    held = [leaf.along_others(sizes).bytes for leaf in leaves]
+    extra = [size * (leaf.shards - 1) for size, leaf in zip(held, leaves, strict=True)]
+    shares = [frozenset(share) for share in shares]
+    left = [MOST_EXTRA * sum(held[i] for i in s) - sum(extra[i] for i in s if is_kept_whole(leaves[i])) for s in shares]
+    groups: dict[tuple, list[int]] = {}
+    for i in sorted(candidates):
+        if is_undivided(leaves[i]):
+            groups.setdefault((leaves[i].shape, str(leaves[i].dtype), leaves[i].others), []).append(i)
+    whole = list(leaves)
+    for group in sorted(groups.values(), key=lambda group: sum(extra[i] for i in group)):
+        rest = [now - sum(extra[i] for i in share.intersection(group)) for now, share in zip(left, shares, strict=True)]
+        if min(rest) < 0:
+            continue
+        left = rest
+        for i in group:
+            reason = reason_for(leaves[i].shards)
+            whole[i] = dataclasses.replace(leaves[i], kind="replicated", dim=None, reason=reason)
+    return tuple(whole)

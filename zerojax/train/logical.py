@@ -1,0 +1,68 @@
+"""`zerojax.logical`: a tree without padding, for statistics and logging."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zerojax.comm.buckets import unflatten
+from zerojax.comm.explicit import mesh_of, on_auto_mesh
+from zerojax.layout.chunked import Chunked, is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import Padded, is_number_array, is_padded
+from zerojax.placement.chunking import joined
+from zerojax.placement.storage import logical as unpadded_array
+from zerojax.placement.storage import unpadded
+from zerojax.train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+def logical(tree: PyTree) -> PyTree:
+    """Replace what is stored with padding by arrays of logical shape, for statistics, assertions and logging.
+
+    Under `jax.jit` this is a slice that the compiler divides like the array, without a gather:
+    `jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(params)`.
+
+    Args:
+        tree: Parameters, gradients or updates, a `ZeroState`, or a tree of these. The optimizer state alone does not
+            say which of its arrays are padded or flat: give the `ZeroState`, or take `tx.unshard(opt_state)`.
+
+    Returns:
+        The tree with the logical array for each `Padded`. In a `ZeroState`, the leaves of `opt_state` have the shapes
+        that optax gives them, too, and offloaded ones are on the devices; such a state is not one to train on with.
+    """
+    is_node = lambda x: is_padded(x) or isinstance(x, ZeroState)
+    return jax.tree.map(lambda x: of_state(x) if isinstance(x, ZeroState) else of_leaf(x), tree, is_leaf=is_node)
+
+
+def of_leaf(x: Any) -> Any:
+    """Return the logical array of one leaf; anything that is not padded stays as it is."""
+    if not is_padded(x):
+        return x
+    if isinstance(x.storage, jax.ShapeDtypeStruct):
+        return jax.eval_shape(Padded.logical, x)
+    return on_auto_mesh(mesh_of(x.storage), unpadded_array, x) if is_number_array(x.storage) else x.storage
+
+
+def of_state(state: ZeroState) -> ZeroState:
+    """Return a state with logical arrays."""
+    leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
+    arrays = [of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
+    params = jax.tree.map(of_leaf, state.params, is_leaf=is_padded)
+    errors = {path: of_stored(state.rounding_errors[path], leaf) for path, leaf in state.plan.errors}
+    return dataclasses.replace(
+        state, params=params, opt_state=jax.tree.unflatten(structure, arrays), rounding_errors=errors
+    )
+
+
+def of_stored(x: Any, leaf: Leaf) -> Any:
+    """Return the logical array of one leaf of the state, given how it is laid out."""
+    array = joined(x) if isinstance(x, Chunked) else x
+    trim = lambda array: unflatten(array, leaf) if leaf.kind == "flat" else unpadded(array, leaf)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.eval_shape(trim, array)
+    return on_auto_mesh(mesh_of(array), trim, array) if array.shape != leaf.shape else array
