@@ -21,8 +21,9 @@ if _TYPE_CHECKING:
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
     from zerojax.train.aux import Mean, Rows, Same, Sum
+    from zerojax.train.shardings import Shardings
     from zerojax.train.state import ZeroState
-    from zerojax.zero import Shardings, ZeroTransformation, zero_shard
+    from zerojax.zero import ZeroTransformation, zero_shard
 
 # Each name is imported when it is first used: the command line needs no JAX to show its help, training no
 # compiled programs, and neither needs checkpoints.
@@ -42,8 +43,9 @@ _MODULES = {
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
     "train.aux": "Mean Rows Same Sum",
+    "train.shardings": "Shardings",
     "train.state": "ZeroState",
-    "zero": "Shardings ZeroTransformation zero_shard",
+    "zero": "ZeroTransformation zero_shard",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
