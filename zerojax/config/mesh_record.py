@@ -45,11 +45,12 @@ class MeshRecord:
         except RuntimeError:  # this process has no such platform
             devices = {}
         if missing := [i for i in self.device_ids if i not in devices]:
+            axes = dict(zip(self.axis_names, self.shape, strict=True))
             raise ValueError(
-                f"A pickled transformation has a mesh {dict(zip(self.axis_names, self.shape, strict=True))} with the "
-                f"{self.platform} devices {list(self.device_ids)}, and this process has no device {missing[0]}, only "
-                f"{sorted(devices) or 'other platforms'}. A mesh is rebuilt from device ids: load the transformation where JAX sees the "
-                f"same devices (after jax.distributed.initialize), or make it there with zero_shard."
+                f"A pickled transformation has a mesh {axes} with the {self.platform} devices {list(self.device_ids)}, "
+                f"and this process has no device {missing[0]}, only {sorted(devices) or 'devices of other platforms'}. "
+                f"A mesh is rebuilt from device ids: load the transformation where JAX sees the same devices (after "
+                f"jax.distributed.initialize), or make it there with zero_shard."
             )
         found = np.array([devices[i] for i in self.device_ids]).reshape(self.shape)
         return Mesh(found, self.axis_names, axis_types=self.axis_types)

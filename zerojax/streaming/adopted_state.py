@@ -137,8 +137,8 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     if tuple(x.shape) != leaf.shape:
         stored = "; it is in storage already" if tuple(x.shape) == leaf.storage_shape else ""
         raise ValueError(
-            f"{name} is {dtype}{list(x.shape)}, and {leaf.dtype}{list(leaf.shape)} is required (logical shape){stored}. "
-            f"Pass the state of the same parameters, from plain optax or tx.unshard(opt_state)."
+            f"{name} is {dtype}{list(x.shape)}, and {leaf.dtype}{list(leaf.shape)} is required (logical "
+            f"shape){stored}. Pass the state of the same parameters, from plain optax or tx.unshard(opt_state)."
         )
     if dtype == leaf.dtype:
         return x
@@ -149,8 +149,8 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     if wide == dtype and may_be_wider:  # as wide gradients make it, which `update` takes
         return x
     raise TypeError(
-        f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every value of it. "
-        f"Take parameters and precision= as the run had them that the state comes from, or cast the state."
+        f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every value of "
+        f"it. Take parameters and precision= as the run had them that the state comes from, or cast the state."
     )
 
 

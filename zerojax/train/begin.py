@@ -16,11 +16,13 @@ from zerojax.placement.storage import in_storage, named
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
+from zerojax.train.serialization import known_to_flax
 from zerojax.train.state import ZeroState
 
 
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
     """Place parameters in storage, with a fresh optimizer state or the `plain` one, at step 0; of shapes, shapes."""
+    known_to_flax()
     shapes = are_shapes(params)
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)

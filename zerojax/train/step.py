@@ -79,6 +79,10 @@ class Step:
         timeout = options.timeout
         self._watchdog = None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
+    def __reduce__(self):
+        """Pickle what the step was made of; another process compiles its own programs."""
+        return Step, (self.config, self.program.loss, self.options)
+
     @property
     def config(self) -> Config:
         """The transformation, and where its parts live."""
