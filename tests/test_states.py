@@ -1,4 +1,4 @@
-"""Optimizer states leave and enter: logical as optax has them, as bytes of Flax's, and pickled with their transformation."""
+"""Optimizer states leave and enter: as optax has them, as bytes of Flax's; and transformations are pickled."""
 
 import dataclasses
 import os
@@ -68,7 +68,7 @@ OPTIONS = {
     "frozen": {"trainable": lambda path, _: "bias" not in path, "precision": Precision.bf16()},
     "host": {"offload": Offload(optimizer="host", chunk_bytes=512)},
     "both": {"offload": Offload(optimizer="host", params="host"), "precision": Precision.bf16()},
-    "disk": {"offload": Offload(optimizer="disk")},
+    "disk": {"offload": Offload(optimizer="disk", path="replaced")},
 }
 CASES = [(stage, name) for stage in range(4) for name in OPTIONS if stage or "offload" not in OPTIONS[name]]
 CASES = [(stage, name) for stage, name in CASES if stage == 3 or name != "both"]
@@ -103,7 +103,12 @@ def test_a_plain_state_is_placed_and_comes_back_bit_for_bit(stage, name, mesh, t
 def test_a_run_goes_on_from_a_plain_one_and_back(stage, name, mesh):
     inner = optax.adamw(1e-2)
     plain, opt_state = PARAMS, inner.init(PARAMS)
-    alone = jax.jit(lambda p, s: (lambda u, s: (optax.apply_updates(p, u), s))(*inner.update(jax.grad(loss)(p, ROWS), s, p)))
+
+    @jax.jit
+    def alone(params, state):
+        updates, state = inner.update(jax.grad(loss)(params, ROWS), state, params)
+        return optax.apply_updates(params, updates), state
+
     plain, opt_state = alone(plain, opt_state)
     tx = zero_shard(inner, stage=stage, mesh=mesh, persist_below=64, **OPTIONS[name])
     state = tx.create(plain, opt_state=opt_state)
@@ -134,7 +139,7 @@ def test_inside_of_jit_and_on_explicit_axes():
     tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, persist_below=64)
     plain = used(optax.adam(1e-2), PARAMS)
     state = jax.jit(tx.adopt)(plain, PARAMS)
-    assert state[0].mu["odd"].sharding == NamedSharding(mesh, P("data"))
+    assert state[0].mu["odd"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
     assert_same_bits(jax.jit(tx.unshard)(state), plain)
 
 
@@ -150,7 +155,7 @@ def test_what_is_no_plain_state_is_refused_by_name(mesh):
         tx.adopt((adam._replace(mu={}), *plain[1:]), PARAMS)
     with pytest.raises(ValueError, match=r"it has \[0\]\.mu\['other'\] beyond that"):
         tx.adopt((adam._replace(mu=adam.mu | {"other": jnp.ones(3)}), *plain[1:]), PARAMS)
-    with pytest.raises(TypeError, match=r"\.nu\['odd'\] is int32, and this transformation keeps it in float32"):
+    with pytest.raises(TypeError, match=r"\.nu\['bias'\] is int32, and this transformation keeps it in float32"):
         tx.adopt((adam._replace(nu=jax.tree.map(lambda x: x.astype(int), adam.nu)), *plain[1:]), PARAMS)
     with pytest.raises(ValueError, match="a ZeroState, which has both"):
         tx.unshard(tx.create(jax.eval_shape(lambda: PARAMS)))
@@ -198,7 +203,9 @@ def test_flax_writes_and_reads_our_own_nodes(mesh):
     """A `ZeroState`, back on its devices; a state that says which other axes divide its parameters; none in chunks."""
     tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, persist_below=64)
     state = tx.create(PARAMS, mutable={"mean": jnp.ones(3)}, opt_state=used(optax.adam(1e-2), PARAMS))
-    back = flax.serialization.from_bytes(tx.create(PARAMS, mutable={"mean": jnp.zeros(3)}), pickle_free(state))
+    back = flax.serialization.from_bytes(
+        tx.create(PARAMS, mutable={"mean": jnp.zeros(3)}), flax.serialization.to_bytes(state)
+    )
     assert_same_bits(back, state)
     assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(state)]
     with pytest.raises(ValueError, match="is restored from .* and a ZeroState has"):
@@ -206,15 +213,11 @@ def test_flax_writes_and_reads_our_own_nodes(mesh):
     both = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": nn.Partitioned(jnp.ones((16, 8)), (None, "model"))}
     opt_state = zero_shard(optax.adam(1e-2), stage=2, mesh=both, persist_below=0).init(params)
-    assert_same_bits(jax.tree.map(jnp.asarray, flax.serialization.from_bytes(opt_state, pickle_free(opt_state))), opt_state)
-    offloaded = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, offload=Offload(optimizer="host"))
+    back = flax.serialization.from_bytes(opt_state, flax.serialization.to_bytes(opt_state))
+    assert_same_bits(jax.tree.map(jnp.asarray, back), opt_state)
+    offloaded = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, persist_below=0, offload=Offload(optimizer="host"))
     with pytest.raises(TypeError, match=r"opt_state.*mu.* is offloaded, and cannot be .*serialized by Flax"):
-        pickle_free(offloaded.init({"w": jnp.ones((16, 8))}))
-
-
-def pickle_free(tree):
-    """Flax's bytes."""
-    return flax.serialization.to_bytes(tree)
+        flax.serialization.to_bytes(offloaded.init({"w": jnp.ones((16, 8))}))
 
 
 CHILD = """
@@ -234,7 +237,8 @@ assert abs(float(loss) - expected["loss"]) < 1e-5, loss
 
 def test_a_transformation_is_pickled_for_another_process(tmp_path):
     """With functions made by it; axes and the order of devices stay, and loading starts no backend."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit), devices=jax.devices()[::-1])
+    types, devices = (AxisType.Auto, AxisType.Explicit), jax.devices()[::-1]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types, devices=devices)
     mask, schedule = {"w": True, "b": False}, optax.linear_schedule(1e-2, 0, 10)
     tx = zero_shard(optax.adamw(schedule), stage=3, mesh=mesh, persist_below=8, trainable=mask, batch_spec=P("data"))
     loss = lambda p, rows: jnp.mean((rows @ p["w"][:4] + p["b"]) ** 2)
@@ -253,7 +257,7 @@ def test_a_transformation_is_pickled_for_another_process(tmp_path):
 def test_a_mesh_of_devices_that_are_not_there_is_refused():
     record = pickle.loads(pickle.dumps(MeshRecord.of(mesh_of(4))))
     assert record.mesh() == mesh_of(4)
-    with pytest.raises(ValueError, match=r"\{'data': 4\} with the cpu devices \[0, 1, 2, 77\].* no device 77, only \[0, "):
+    with pytest.raises(ValueError, match=r"\{'data': 4\} with the cpu devices .*77\].* no device 77, only \[0, "):
         dataclasses.replace(record, device_ids=(0, 1, 2, 77)).mesh()
     with pytest.raises(ValueError, match="devices of other platforms"):
         dataclasses.replace(record, platform="tpu").mesh()
