@@ -22,7 +22,10 @@ def loss(params, rows):
     return jnp.mean((rows @ params["w"][:4] + params["odd"].sum() * params["small"].sum()) ** 2)
 
 
-def transformation(mesh, inner=optax.adam(1e-2), **options):
+ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+
+
+def transformation(mesh, inner=ADAM, **options):
     return zero_shard(inner, **{"stage": 3, "mesh": mesh, "persist_below": 16} | options)
 
 
@@ -75,20 +78,18 @@ def test_the_first_call_of_a_step_warns(loop, mesh):
 
 def test_other_placements(mesh):
     """On another dim, on one device, over other axes too, on a sharding without axes, and offloaded."""
-    tx = transformation(mesh, optax.sgd(0.1))
+    tx = transformation(mesh, SGD)
     w = jnp.ones((16, 8))
     found = lambda x, tx=tx: [str(how) for how in report({"w": x}, tx).misplaced.values()]
     on = lambda *spec: jax.device_put(w, NamedSharding(mesh, P(*spec)))
     assert found(on(None, "data")) == ["planned: sharded over 'data' on dim 0; found: sharded over 'data' on dim 1"]
     assert found(w) == ["planned: sharded over 'data'; found: on one device"]
     assert found(on("data")) == found(on("data", None)) == []
-    assert found(on("data"), transformation(mesh, optax.sgd(0.1), stage=1)) == [
-        "planned: replicated; found: sharded over 'data'"
-    ]
+    assert found(on("data"), transformation(mesh, SGD, stage=1)) == ["planned: replicated; found: sharded over 'data'"]
     both = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     on_both = lambda *spec: jax.device_put(w, NamedSharding(both, P(*spec)))
-    tensor = transformation(both, optax.sgd(0.1))
+    tensor = transformation(both, SGD)
     assert found(on_both("data", "model"), tensor) == found(on_both(("data",)), tensor) == []
     assert found(on_both("model"), tensor) == [PLANNED]
-    on_host = transformation(mesh, optax.sgd(0.1), offload=Offload(optimizer="host", params="host"))
+    on_host = transformation(mesh, SGD, offload=Offload(optimizer="host", params="host"))
     assert found(on_host.shard({"w": w})["w"], on_host) == []

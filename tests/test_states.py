@@ -208,7 +208,7 @@ def test_flax_writes_and_reads_our_own_nodes(mesh):
     )
     assert_same_bits(back, state)
     assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(state)]
-    with pytest.raises(ValueError, match="is restored from .* and a ZeroState has"):
+    with pytest.raises(ValueError, match=r"is restored from .* and a ZeroState has"):
         flax.serialization.from_state_dict(state, {"params": {}})
     both = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": nn.Partitioned(jnp.ones((16, 8)), (None, "model"))}
