@@ -26,12 +26,12 @@ import optax
 
 from zerojax import Offload, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption
-from zerojax.placement.storage_shape import in_logical_shape
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload import close
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage_shape import in_logical_shape
 
 STEPS = 40
 WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".split()
