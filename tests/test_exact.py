@@ -59,7 +59,11 @@ def test_so_does_device_view_where_rows_do_not_meet(name, stage, count):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "count"),
-    [(name, stage, (1, 2, 3, 8)[(i + stage) % 4]) for i, name in enumerate(OPTIMIZERS) for stage in ((0, 3), (1, 2))[i // 2 % 2]],
+    [
+        (name, stage, (1, 2, 3, 8)[(i + stage) % 4])
+        for i, name in enumerate(OPTIMIZERS)
+        for stage in ((0, 3), (1, 2))[i // 2 % 2]
+    ],
 )
 def test_every_stage_and_count_equals_plain_optax(name, stage, count):
     check(name, stage, count)

@@ -170,9 +170,7 @@ def test_dropout_keeps_the_activations_it_keeps_on_one_device(name, stage, count
     assert 0.2 < np.mean(np.asarray(found) == 0) < 0.6
 
 
-@pytest.mark.parametrize(
-    ("stage", "count"), quick_or_slow(PAIRS, [(3, 3), (1, 8)])
-)
+@pytest.mark.parametrize(("stage", "count"), quick_or_slow(PAIRS, [(3, 3), (1, 8)]))
 def test_a_weighted_loss_is_divided_once(stage, count):
     program = TABLE["rows_alone"]
     params, batch = program.params(scanned=True), program.batch(0)
@@ -236,9 +234,7 @@ def watched_on_one_device():
     return seen, error.get()
 
 
-@pytest.mark.parametrize(
-    ("stage", "count"), quick_or_slow(PAIRS, [(3, 8), (1, 8)])
-)
+@pytest.mark.parametrize(("stage", "count"), quick_or_slow(PAIRS, [(3, 8), (1, 8)]))
 def test_effects_happen_as_often_as_on_one_device(stage, count):
     seen, tx = [], zero(stage, count)
     gradient = tx.value_and_grad(watched(seen), has_aux=True)

@@ -21,13 +21,13 @@ from orbax.checkpoint._src.serialization import limits
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export
-from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload import close
 from zerojax.offload.disk import DiskStateError
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage_shape import in_logical_shape
 
 CHILD = Path(__file__).parent / "offload_child.py"
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
@@ -52,7 +52,7 @@ def trained(tx):
 def leaves_of(state):
     """Every logical leaf on the host, by name."""
     arrays = {n: (joined(s.array) if is_chunked(s.array) else s.array, s.leaf) for n, s in state_leaves(state).items()}
-    return {name: np.asarray(logical(x, leaf)) for name, (x, leaf) in arrays.items()}
+    return {name: np.asarray(in_logical_shape(x, leaf)) for name, (x, leaf) in arrays.items()}
 
 
 def assert_same(found, expected):

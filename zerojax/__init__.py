@@ -23,8 +23,9 @@ if _TYPE_CHECKING:
     from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.from_state import value_and_grad_from_state
     from zerojax.train.logical import logical
+    from zerojax.train.shardings import Shardings
     from zerojax.train.state import ZeroState
-    from zerojax.zero import Shardings, ZeroTransformation, zero_shard
+    from zerojax.zero import ZeroTransformation, zero_shard
 
 # Each name is imported when it is first used: the command line needs no JAX to show its help, training no
 # compiled programs, and neither needs checkpoints.
@@ -46,8 +47,9 @@ _MODULES = {
     "train.aux": "Mean Rows Same Sum",
     "train.from_state": "value_and_grad_from_state",
     "train.logical": "logical",
+    "train.shardings": "Shardings",
     "train.state": "ZeroState",
-    "zero": "Shardings ZeroTransformation zero_shard",
+    "zero": "ZeroTransformation zero_shard",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -2,47 +2,33 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.core
 import optax
 from jax.sharding import Mesh
 
-from zerojax.comm.explicit import on_auto_mesh, to_explicit
-from zerojax.comm.mesh import replicated, resolve_axes, resolve_mesh
+from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.mesh import resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offload, Precision, Wire, check_count
 from zerojax.config.data_mesh import spec_entry
-from zerojax.layout.padded import stored_mask, without_padding
+from zerojax.layout.padded import stored_mask
 from zerojax.layout.tree import layout_of
-from zerojax.offload.host import to_device
 from zerojax.optim.as_params import as_params
 from zerojax.optim.plan import make_plan
 from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params
-from zerojax.placement.storage import in_storage, named_tree, storage_forms
+from zerojax.placement.storage import in_storage, named_tree
 from zerojax.train.begin import begin_run
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
-from zerojax.train.optax_pair import init, init_shardings, update
+from zerojax.train.optax_pair import adopt, init, unshard, update
 from zerojax.train.same_run import live_plan
+from zerojax.train.shardings import Shardings, shardings
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import returned_grads, value_and_grad
-
-
-class Shardings(NamedTuple):
-    """Where everything lives: trees of `jax.sharding.NamedSharding`.
-
-    Attributes:
-        params: Of the parameters; the user's structure.
-        grads: Of the gradients that `value_and_grad` returns; the user's structure.
-        opt_state: Of the transformation's state; its own structure.
-    """
-
-    params: Any
-    grads: Any
-    opt_state: Any
+from zerojax.train.tree_api import value_and_grad
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
@@ -109,19 +95,40 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         shardings = lambda _: named_tree(config, layout.treedef, layout.params)
         return on_auto_mesh(config.user_mesh, store, params, shardings=shardings)
 
-    def unshard(self, params: Any) -> Any:
-        """Gather parameters into full logical arrays, replicated on every device.
+    def unshard(self, tree: Any, params: Any = None) -> Any:
+        """Gather parameters, or an optimizer state, into full logical arrays, replicated on every device.
 
         Args:
-            params: Parameters in storage.
+            tree: Parameters (gradients, updates) or the optimizer state in storage; also a part of the state.
+            params: For a state, the parameters or their shapes. Needed where this transformation has planned no such
+                parameters in this process, or several that are stored alike, or `tree` has no node of optax's.
 
         Returns:
-            The tree the user gave to `shard` or `init_params` would have made without zerojax.
+            The tree as plain JAX and optax have it. A state is that of the transformation `zero_shard` was given, with
+            holes for parameters that are not trained and without master weights: these are
+            `tx.unshard(tx.as_params(opt_state.master, params))`.
+
+        Raises:
+            ValueError: If the logical shapes of a state are not known.
         """
-        on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, params)
-        mesh = self.config.user_mesh
-        gather = functools.partial(on_auto_mesh, mesh, without_padding)
-        return jax.jit(gather, out_shardings=replicated(mesh))(on_device)
+        return unshard(self.config, tree, params)
+
+    def adopt(self, state: Any, params: Any) -> Any:
+        """Place a plain optax state, from a run without zerojax, as `init` places its own.
+
+        Args:
+            state: The state of the transformation that `zero_shard` was given: `tx.unshard` undoes this, bit for bit.
+                With frozen parameters, the state of all of them or that of `optax.masked`.
+            params: The parameters it belongs to, in any form. Master weights are taken from them.
+
+        Returns:
+            A copy of the state in storage, for `update`. A run begins with it by `tx.create(params, opt_state=state)`.
+
+        Raises:
+            ValueError: If the state is of other parameters or of another transformation.
+            TypeError: If a leaf has a type that the state's own cannot represent.
+        """
+        return adopt(self.config, state, params)
 
     def as_params(self, mirror: Any, params: Any) -> Any:
         """Parts of the optimizer's state that mirror the parameters, such as an average of them, as parameters.
@@ -196,7 +203,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         check_count("accumulate", accumulate, "microbatches", least=1)
         return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
 
-    def create(self, params: Any, *, mutable: Any = None) -> ZeroState:
+    def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
         """Begin a run: parameters in storage, a fresh optimizer state, step 0.
 
         Args:
@@ -206,6 +213,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 are cast.
             mutable: What a loss function given to `train_step` with `mutable=True` updates
                 beside (batch statistics): a tree of arrays, replicated.
+            opt_state: A plain optax state to go on from, as `adopt` takes it. None: a fresh one.
 
         Returns:
             The state that `train_step`'s step takes.
@@ -215,7 +223,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         plan = plan if are_shapes(params) else live_plan(config, plan)
         begin = functools.partial(begin_run, config, plan)
         shardings = lambda _: ZeroState.shardings(config, plan)
-        return on_auto_mesh(config.user_mesh, begin, params, mutable, shardings=shardings)
+        return on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
 
     def train_step(
         self,
@@ -274,15 +282,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             Trees of `NamedSharding`; where a leaf is a `Padded`, one for the node.
         """
-        plan = make_plan(self.config, params)
-        layout = plan.layout
-        parts = returned_grads(self.config, layout, storage_forms(layout.params))
-        shardings = Shardings(
-            params=named_tree(self.config, layout.treedef, layout.params),
-            grads=named_tree(self.config, layout.treedef, parts),
-            opt_state=init_shardings(self.config, plan),
-        )
-        return to_explicit(self.config.user_mesh, shardings)
+        return shardings(self.config, params)
 
 
 def zero_shard(

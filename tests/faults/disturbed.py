@@ -26,12 +26,12 @@ import optax
 
 from zerojax import Offload, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption
-from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload import close
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage_shape import in_logical_shape
 
 STEPS = 40
 WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".split()
@@ -88,7 +88,11 @@ def digest(state, devices=()):
     sha256 = hashlib.sha256()
     for one in state_leaves(state).values():
         x = joined(one.array) if is_chunked(one.array) else one.array
-        shards = [s.data for s in x.addressable_shards if s.device.id in devices] if devices else [logical(x, one.leaf)]
+        shards = (
+            [s.data for s in x.addressable_shards if s.device.id in devices]
+            if devices
+            else [in_logical_shape(x, one.leaf)]
+        )
         for shard in shards:
             sha256.update(np.asarray(shard).tobytes())
     return sha256.hexdigest()

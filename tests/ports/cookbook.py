@@ -26,8 +26,8 @@ class Config:
     words: int = 64
     length: int = 8
     rows: int = 16
-    by_row: P = P("data", None, None)
-    by_head: P = P("data", None, None, None, None)
+    by_row: P = dataclasses.field(default_factory=lambda: P("data", None, None))
+    by_head: P = dataclasses.field(default_factory=lambda: P("data", None, None, None, None))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -59,7 +59,9 @@ def init_params(config):
         for i in range(config.layers)
     }
     positions = jnp.zeros((config.length, width))
-    return Items(words=weight(config.words, width), positions=positions, blocks=Items(blocks), head=weight(width, config.words))
+    return Items(
+        words=weight(config.words, width), positions=positions, blocks=Items(blocks), head=weight(width, config.words)
+    )
 
 
 def normalized(x):

@@ -20,7 +20,6 @@ from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
-from zerojax.checkpoint.resharding import logical
 from zerojax.checkpoint.safetensors import NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
@@ -30,6 +29,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage_shape import in_logical_shape
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
 def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
     """What is at an index of a stored array's leading dims; the index is traced, so that all share a program."""
-    x = logical(x, leaf)
+    x = in_logical_shape(x, leaf)
     return x[index] if index else x
 
 

@@ -12,17 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zerojax.checkpoint.arrays import ReadRequest
-from zerojax.comm.buckets import flatten, unflatten
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad
 from zerojax.layout.tree import best_dim
 from zerojax.offload.host import to_device
-from zerojax.placement.storage import unpadded
+from zerojax.placement.storage_shape import in_logical_shape, in_storage_shape
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
-
     from zerojax.checkpoint.manifest import SavedLeaf
 
 
@@ -102,20 +98,8 @@ def converter(conversions: tuple[Conversion, ...]):
 
     def program(arrays):
         return [
-            to_storage(logical(to_device(x), source), target).astype(target.dtype)
+            in_storage_shape(in_logical_shape(to_device(x), source), target).astype(target.dtype)
             for x, (source, target, _) in zip(arrays, conversions, strict=True)
         ]
 
     return jax.jit(program, out_shardings=[one.sharding for one in conversions])
-
-
-def logical(x: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """A stored array in its logical shape; traced under jit."""
-    return unflatten(x, leaf) if leaf.kind == "flat" else unpadded(x, leaf)
-
-
-def to_storage(x: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """A logical array in storage shape; traced under jit."""
-    if leaf.kind == "flat":
-        return flatten(x, leaf)
-    return x if leaf.dim is None else pad(x, leaf.dim, leaf.storage_shape[leaf.dim])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optax
 from jax.sharding import AxisType, Mesh
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
+from zerojax.config.mesh_record import MeshRecord
 from zerojax.config.offload import Offload
 from zerojax.config.precision import Precision
 from zerojax.config.wire import Wire
@@ -188,6 +189,33 @@ class Config:
                 f"Wire(error_feedback=True) is of what goes over {in_words(across)}, and over={wire.over!r} quantises "
                 f"nothing there. Name it, or leave over= out."
             )
+
+    def __getstate__(self) -> dict:
+        """Return the fields, with the mesh as its `MeshRecord`: devices cannot be pickled."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"user_mesh": MeshRecord.of(self.user_mesh)}
+
+    def __setstate__(self, state: dict) -> None:
+        """Take the fields; the mesh is rebuilt when it is first used, so that loading starts no backend of JAX."""
+        self.__dict__.update(state)
+        self.__dict__["_mesh_record"] = self.__dict__.pop("user_mesh")
+
+    if not TYPE_CHECKING:  # or every misspelled attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """Rebuild the mesh of a configuration that was pickled."""
+            if name != "user_mesh" or "_mesh_record" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            self.__dict__["user_mesh"] = mesh = self.__dict__["_mesh_record"].mesh()
+            return mesh
+
+    @functools.cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Return the plans that were made, by layout: the arrays of an optimizer state do not say their logical shapes.
+
+        Kept beside the fields: configurations that are equal have plans of their own, and they are not pickled.
+        """
+        return {}
 
     @functools.cached_property
     def mesh(self) -> Mesh:

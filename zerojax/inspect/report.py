@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from zerojax.inspect.planned import planned
 from zerojax.inspect.report_tree import Entry, Node, as_rich, as_text, build_tree
 from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
+from zerojax.placement.misplaced import Misplaced, misplaced
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -71,6 +72,7 @@ class Report:
         disk: As `host`, on disk.
         update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
         matrices: Which matrices owners update, what it saves, and why others are not among them; a line each.
+        misplaced: How leaves that are placed otherwise than planned, by path, were planned and found.
     """
 
     bytes: dict[str, int]
@@ -80,6 +82,7 @@ class Report:
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     update: str = ""
     matrices: str = ""
+    misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -116,7 +119,7 @@ class Report:
 
     @property
     def _head(self) -> str:
-        return "\n".join(filter(None, [self.title, self.padding, self.matrices]))
+        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.matrices]))
 
     @property
     def padding(self) -> str:
@@ -127,23 +130,34 @@ class Report:
         padded = f"{count} parameters are padded" if count > 1 else "1 parameter is padded"
         return f"{padded}: take statistics of zerojax.logical(params), and chain transformations inside of zero_shard"
 
+    @property
+    def warning(self) -> str:
+        """How many leaves are placed otherwise than planned, and the first of them; empty if none is."""
+        if not self.misplaced:
+            return ""
+        path, how = next(iter(self.misplaced.items()))
+        count = f"{len(self.misplaced)} of {len(self.rows)} leaves"
+        return f"{count} are placed otherwise than planned, such as {path.lstrip('.')} ({how})"
 
-def report(state: Any) -> Report:
+
+def report(state: Any, tx: Any = None) -> Report:
     """Count the bytes of a state on each device, on the live arrays.
 
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are
             its fields (or the keys of its topmost node).
+        tx: The transformation that `state`, parameters or an optimizer state, was made by.
 
     Returns:
-        Bytes per device by part, and a row for each leaf: its sharding, and the reason if
-        it is not sharded. Reasons are known for a `ZeroState`; for other trees the report
-        goes by the arrays alone.
+        Bytes per device by part, and a row for each leaf: its sharding, the reason if it is not
+        sharded, and how it was planned if it is placed otherwise. Plans are known for a `ZeroState`, for a
+        `TrainState` whose `tx` is ours, and with `tx`; for other trees the report goes by the arrays alone.
 
     Raises:
         TypeError: If a leaf is no array (shapes have no bytes: use `tx.shardings`).
     """
-    notes = notes_from_plan(state)
+    plan = planned(state, tx)
+    elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []
     per_device: dict[jax.Device, int] = {}
     places: dict[str, dict[str, dict[jax.Device, int]]] = {"device": {}, "host": {}, "disk": {}}
@@ -163,11 +177,16 @@ def report(state: Any) -> Report:
             per_device[device] = per_device.get(device, 0) + (size if place == "device" else 0)
             totals[device] = totals.get(device, 0) + size
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
-        note = notes.get((part, inner)) or note_from_array(x, array, sizes)
+        whole = jax.tree_util.keystr(path)
+        if whole in plan.leaves and (found := misplaced(plan.leaves[whole], x, plan.data)):
+            elsewhere[whole] = found
+            note = "; ".join(filter(None, (plan.notes[whole], str(found))))
+        else:
+            note = plan.notes.get(whole) or note_from_array(x, array, sizes)
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
     matrices = getattr(getattr(state, "plan", None), "matrices", None)
-    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), str(matrices or ""))
+    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), str(matrices or ""), elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:
@@ -204,29 +223,6 @@ def itemsize(array: jax.Array | Chunked) -> int:
         words = jax.random.key_data(array)
         return math.prod(words.shape[array.ndim :]) * words.dtype.itemsize
     return np.dtype(array.dtype).itemsize
-
-
-def notes_from_plan(state: Any) -> dict[tuple[str, str], str]:
-    """Note for each leaf of a `ZeroState` why its plan does not shard it, how it is padded, why it is not trained."""
-    plan = getattr(state, "plan", None)
-    if plan is None:
-        return {}
-    parts = {"params": plan.layout.params, "opt_state": plan.state, "rounding_errors": [x for _, x in plan.errors]}
-    notes = {(part, leaf.path): note_from_layout(leaf) for part, leaves in parts.items() for leaf in leaves}
-    for i, leaf in enumerate(plan.layout.params):
-        why = plan.layout.why_not_trained(i)
-        parts = notes["params", leaf.path], leaf.sent, "" if why in leaf.reason else why
-        notes["params", leaf.path] = "; ".join(filter(None, parts))
-    return notes
-
-
-def note_from_layout(leaf: Leaf) -> str:
-    """Why a leaf is not sharded by dim, and its padding; empty for a sharded leaf without padding."""
-    padding = f"padded by {leaf.padding} elements" if leaf.padding else ""
-    if leaf.kind == "sharded":
-        return padding and f"dim {leaf.dim} {padding}"
-    kind = f"{leaf.kind}: {leaf.reason}" if leaf.reason else leaf.kind
-    return f"{kind}; {padding}" if padding else kind
 
 
 def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:

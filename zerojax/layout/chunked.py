@@ -96,8 +96,8 @@ class Chunked:
             TypeError: Always.
         """
         raise TypeError(
-            f"opt_state{self.leaf.path} is offloaded, and cannot be pickled or deep-copied. Save the state with a "
-            f"zerojax.checkpoint.Checkpointer."
+            f"opt_state{self.leaf.path} is offloaded, and cannot be pickled or deep-copied, or serialized by "
+            f"Flax. Save the state with a zerojax.checkpoint.Checkpointer, or tx.unshard(opt_state)."
         )
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.config import LeafMask
+from zerojax.layout.serialization import current_path, serialize
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -157,9 +158,26 @@ for _operator in "neg abs lt le gt ge".split():
 
 
 def known_to_flax() -> None:
-    """Let Flax unbox a `Padded` as it does its own boxes, if it is in use."""
+    """Let Flax unbox a `Padded` as it does its own boxes, if it is in use, and serialize its logical array."""
     if meta := sys.modules.get("flax.core.meta"):
         meta.AxisMetadata.register(Padded)
+    serialize(Padded, Padded.logical, restored)
+
+
+def restored(target: Padded, array: Any) -> Padded:
+    """Return a `Padded` like another one from its logical array, on the host, where Flax leaves restored arrays.
+
+    Raises:
+        ValueError: If the array has another shape.
+    """
+    if np.shape(array) != tuple(target.shape):
+        raise ValueError(
+            f"{current_path()} is restored from an array of shape {list(np.shape(array))}, and the parameter has "
+            f"{list(target.shape)} (logical). Give the bytes of a state with the same parameters."
+        )
+    extent = target.storage.shape[target.dim]
+    widths = [(0, extent - size if i == target.dim else 0) for i, size in enumerate(target.shape)]
+    return dataclasses.replace(target, storage=np.pad(np.asarray(array), widths))
 
 
 def without_padding(tree: PyTree) -> PyTree:

@@ -70,5 +70,9 @@ def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationE
     """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
     if not config.has_master_weights:
         return optax.with_extra_args_support(config.tx)
-    narrow = [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.grads, strict=True)]
-    return with_master(config.tx, narrow)
+    return with_master(config.tx, narrow_leaves(trained))
+
+
+def narrow_leaves(trained: Layout) -> list[bool]:
+    """Return for each trained parameter whether it is stored in a narrower type than its master weight."""
+    return [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.grads, strict=True)]

@@ -136,9 +136,11 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     if any(chunkings):
         matrices = (matrices or MatrixUpdates()).without_owners("optimizer state is offloaded")
     errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
-    return ShardingPlan(
+    plan = ShardingPlan(
         layout, trained, grads, state_leaves, structure, owners, chunkings, tuple(errors.items()), matrices
     )
+    config.plans[layout] = plan
+    return plan
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:

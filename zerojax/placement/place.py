@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax import compat
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
@@ -75,7 +76,7 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
     if sharding.memory_kind in KINDS:
         return copy_to_host(x, sharding)
     x = to_device(x) if isinstance(x, jax.Array) else x
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # a program's constants are replicated, placed or not
         return jax.lax.with_sharding_constraint(x, sharding)
     # device_put may share a shard with the array it is given, even when told not to (seen on jax 0.10.2)
     return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)

@@ -7,7 +7,9 @@ goes out has the same form, so that `jax.tree.map` over both always works.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +96,12 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     """The tree of parameters whose arrays are `stored`, in storage form."""
-    known_to_flax()
-    return unflatten_params(stored, layout, layout.params, storage_forms(layout.params))
+    forms = storage_forms(layout.params)
+    if any(forms):
+        with contextlib.suppress(ImportError):
+            importlib.import_module("flax.serialization")  # it may be imported later, and would not know a Padded then
+        known_to_flax()
+    return unflatten_params(stored, layout, layout.params, forms)
 
 
 def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,10 +32,19 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
     """
     if not plan.offloaded or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
+    check_host_room(config, plan)
+    return init_state_by_group(config, plan, stored, store_for(config, plan))
+
+
+def check_host_room(config: Config, plan: ShardingPlan) -> None:
+    """Refuse to put a state into host memory that has no room for it.
+
+    Raises:
+        MemoryError: Saying how much is needed, and how much there is.
+    """
     if config.offload is not None and config.offload.optimizer == "host":
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
-    return init_state_by_group(config, plan, stored, store_for(config, plan))
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
@@ -78,10 +87,24 @@ def init_state_by_group(
         ]
         return jax.jit(program, out_shardings=shardings)([to_device(inputs[var]) for var in invars])
 
+    return store_by_group(config, plan, init, store)
+
+
+def store_by_group(
+    config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore
+) -> PyTree:
+    """Return a state whose offloaded leaves `store` takes, group by group.
+
+    Args:
+        config: The transformation.
+        plan: How the state is sharded, and divided into chunks.
+        make: Makes some leaves of the state, by index: each in its chunks, on the device.
+        store: Takes the chunks.
+    """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
-    state: dict[int, Any] = {k: x for k, (x,) in zip(resident, init(resident), strict=True)}
+    state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
     for group in offloaded_update(config, plan).groups:
-        for n, chunks in enumerate(zip(*init(group.state), strict=True)):
+        for n, chunks in enumerate(zip(*make(group.state), strict=True)):
             store.complete(store.write(group, n, chunks))
         state |= zip(group.state, store.nodes(group), strict=True)
     return jax.tree.unflatten(plan.state_def, [state[k] for k in range(len(plan.state))])

@@ -13,21 +13,29 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
 from zerojax.placement.storage import in_storage, named
+from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
+from zerojax.train.serialization import known_to_flax
 from zerojax.train.state import ZeroState
 
 
-def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any) -> ZeroState:
-    """Parameters in storage, a fresh optimizer state, step 0; of shapes, shapes."""
+def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
+    """Place parameters in storage, with a fresh optimizer state or the `plain` one, at step 0; of shapes, shapes."""
+    known_to_flax()
     shapes = are_shapes(params)
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
     wide = place_params(config, plan.layout, params)
-    opt_state = state_shapes(config, plan) if shapes else init_opt_state(config, plan, wide)
+    opt_state = state_shapes(config, plan) if shapes else first_state(config, plan, params, wide, plain)
     stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
     errors = {path: zeros(leaf, named(config, leaf), shapes=shapes) for path, leaf in plan.errors}
     return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, errors, plan)
+
+
+def first_state(config: Config, plan: ShardingPlan, params: Any, wide: list, plain: Any) -> Any:
+    """Return the optimizer state that a run begins with: one of `wide` parameters in storage, or the `plain` one."""
+    return init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
 
 
 def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from zerojax.comm.buckets import unflatten
 from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.returned_state import as_planned, seen_in
 from zerojax.optim.state_memory import state_to_device
-from zerojax.placement.storage import Form, leaves_of, named_tree, padded_forms, to_storage, unpadded
+from zerojax.placement.storage import Form, leaves_of, named_tree, padded_forms, to_storage
+from zerojax.placement.storage_shape import in_logical_shape
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
@@ -132,8 +131,3 @@ def stored_gradient(layout: Layout, state: Any, leaves: Any) -> tuple[Array, Map
         )
     pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(optax.tree.get(leaves, "grad")), strict=True)
     return value, dict(zip(layout.trained, [in_logical_shape(*pair) for pair in pairs], strict=True))
-
-
-def in_logical_shape(x: Array, leaf: Leaf) -> Array:
-    """Remove the padding of a stored array, and undo its flattening."""
-    return unflatten(x, leaf) if leaf.kind == "flat" else unpadded(x, leaf)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zerojax.comm.buckets import unflatten
 from zerojax.comm.explicit import mesh_of, on_auto_mesh
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_number_array, is_padded
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import logical as unpadded_array
-from zerojax.placement.storage import unpadded
+from zerojax.placement.storage_shape import in_logical_shape
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def of_state(state: ZeroState) -> ZeroState:
 def of_stored(x: Any, leaf: Leaf) -> Any:
     """Return the logical array of one leaf of the state, given how it is laid out."""
     array = joined(x) if isinstance(x, Chunked) else x
-    trim = lambda array: unflatten(array, leaf) if leaf.kind == "flat" else unpadded(array, leaf)
+    trim = functools.partial(in_logical_shape, leaf=leaf)
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.eval_shape(trim, array)
     return on_auto_mesh(mesh_of(array), trim, array) if array.shape != leaf.shape else array

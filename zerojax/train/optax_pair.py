@@ -9,23 +9,57 @@ import jax
 import numpy as np
 
 from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.mesh import replicated
 from zerojax.config import Config
+from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout, layout_of
+from zerojax.offload.host import to_device
+from zerojax.optim.logical_state import unshard_state
 from zerojax.optim.outer_chain import warn_of_outer_transformations
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.returned_state import as_returned, seen_in
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
 from zerojax.placement.storage import Form, padded_forms
+from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
+from zerojax.train.serialization import known_to_flax
+from zerojax.train.state import ZeroState
 from zerojax.train.tree_api import update_tree
 
 
 def init(config: Config, params: Any) -> Any:
     """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
+    known_to_flax()
     plan = make_plan(config, params)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
     return on_auto_mesh(config.user_mesh, make, params, shardings=lambda _: init_shardings(config, plan))
+
+
+def adopt(config: Config, state: Any, params: Any) -> Any:
+    """See `ZeroTransformation.adopt`."""
+    known_to_flax()
+    plan = make_plan(config, params)
+    place = lambda state, params: as_returned(config, plan, adopt_state(config, plan, state, params))
+    return on_auto_mesh(config.user_mesh, place, state, params, shardings=lambda _: init_shardings(config, plan))
+
+
+def unshard(config: Config, tree: Any, params: Any = None) -> Any:
+    """See `ZeroTransformation.unshard`.
+
+    Raises:
+        ValueError: If the tree is an optimizer state whose logical shapes are not known.
+    """
+    if isinstance(tree, ZeroState):
+        raise ValueError(
+            "tx.unshard takes parameters or an optimizer state, and this is a ZeroState, which has both. Call "
+            "tx.unshard(state.params) and tx.unshard(state.opt_state)."
+        )
+    if (state := unshard_state(config, tree, params)) is not None:
+        return state
+    on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, tree)
+    gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
+    return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:

@@ -11,6 +11,7 @@ import jax
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.returned_state import as_planned
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.storage import named, named_tree
 from zerojax.train.loss_scaling import ScalingState
@@ -76,5 +77,7 @@ class ZeroState:
         return self.replace(scaling=self.scaling.reset_skips())
 
     def replace(self, **changes) -> ZeroState:
-        """The state with some fields replaced."""
+        """Replace some fields; an `opt_state` may be one of `tx.init` or `tx.adopt`."""
+        if "opt_state" in changes:
+            changes["opt_state"] = as_planned(self.plan, changes["opt_state"])
         return dataclasses.replace(self, **changes)

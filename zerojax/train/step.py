@@ -17,6 +17,7 @@ from zerojax.comm.mesh import row_shardings, wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
+from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import in_storage
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
@@ -75,10 +76,14 @@ class Step:
         self._jitted = jax.jit(step, donate_argnums=0)
         self._before_streaming = jax.jit(step_before_streaming, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
-        self._calls, self._same = itertools.count(), SameSteps(options)
+        self._calls, self._same, self._placed = itertools.count(), SameSteps(options), PlacementCheck()
         self._shapes: Any = None
         timeout = options.timeout
         self._watchdog = None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
+
+    def __reduce__(self):
+        """Pickle what the step was made of; another process compiles its own programs."""
+        return Step, (self.config, self.program.loss, self.options)
 
     @property
     def config(self) -> Config:
@@ -139,6 +144,9 @@ class Step:
             with refs_named(self.config.view):
                 return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
         is_new = self._same.check(state.step, batch, args)
+        plan = state.plan
+        parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
+        self._placed.first(parts, self.config.data.batch, stacklevel=2)
         number = next(self._calls)  # the state's own count is on the device, and to read it would be to wait
         if self._watchdog is None:
             return self._run(number, state, batch, args)

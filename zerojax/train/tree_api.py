@@ -30,6 +30,7 @@ from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.returned_state import as_planned, as_returned
 from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
+from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -68,11 +69,13 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     refuse_error_feedback(config)
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
+    placed = PlacementCheck()
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
+        placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with refs_named(config.view):
             return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
 

@@ -1,0 +1,95 @@
+"""Arrays that are placed otherwise than planned are named by the report and by the first call of a step."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import Offload, report, zero_shard
+
+PARAMS = {"w": jnp.ones((16, 4)), "odd": jnp.ones(257), "small": jnp.ones((2, 3))}
+ROWS = jnp.ones((8, 4))
+PLANNED = "planned: sharded over 'data'; found: replicated"
+
+
+def loss(params, rows):
+    return jnp.mean((rows @ params["w"][:4] + params["odd"].sum() * params["small"].sum()) ** 2)
+
+
+ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+
+
+def transformation(mesh, inner=ADAM, **options):
+    return zero_shard(inner, **{"stage": 3, "mesh": mesh, "persist_below": 16} | options)
+
+
+def test_shardings_of_a_model_without_annotations_replicate_a_train_state(mesh):
+    """As nanodo's: `nn.get_sharding` says of a model without annotations that all of it is replicated."""
+    tx = transformation(mesh)
+    make = lambda: TrainState.create(apply_fn=None, params=tx.shard(PARAMS), tx=tx)
+    wrong = nn.get_sharding(jax.eval_shape(make), mesh)
+    state = jax.jit(make, out_shardings=wrong)()
+    found = report(state)
+    # padded, whole and flat ones; not what is planned replicated
+    assert len(found.misplaced) == 8
+    assert ".params['small']" not in found.misplaced
+    assert str(found.misplaced[".opt_state[0].nu['small']"]) == PLANNED
+    assert f"8 of 11 leaves are placed otherwise than planned, such as params['odd'] ({PLANNED})" in str(found)
+    assert str(found.tree["params"]["w"].text).endswith(f"P()  ({PLANNED})")
+    assert str(report(state.params, tx)).count(PLANNED) == 3
+    assert len(report(state.opt_state, tx).misplaced) == 6
+    assert len(report({"params": state.params, "opt_state": state.opt_state}, tx).misplaced) == 8
+    # as it should be
+    state = jax.jit(make)()
+    parts = [report(state), report(state.params, tx), report(state.opt_state, tx)]
+    assert not any(part.misplaced or "planned" in str(part) for part in parts)
+    # by the arrays alone nothing is planned
+    assert not report(jax.device_put(state.params, NamedSharding(mesh, P()))).misplaced
+
+
+@pytest.mark.parametrize("loop", ["value_and_grad", pytest.param("train_step", marks=pytest.mark.slow)])
+def test_the_first_call_of_a_step_warns(loop, mesh):
+    tx = transformation(mesh, stage=3 if loop == "value_and_grad" else 1)
+    state = tx.create(PARAMS)
+    replicated = jax.device_put(jax.tree.map(jnp.copy, state), NamedSharding(mesh, P()))
+    if loop == "value_and_grad":
+        call = tx.value_and_grad(loss)
+        step, warned = lambda state: (call(state.params, ROWS), state)[1], r"2 arrays .* params\['odd'\]"
+        jax.jit(call)(replicated.params, ROWS)  # under jit their placement is not known
+    else:
+        step, warned = lambda state: train_step(state, ROWS)[0], r"6 arrays .* opt_state\[0\].mu\['odd'\].* and 3 more"
+        train_step = tx.train_step(loss)
+    with pytest.warns(UserWarning, match=f"{warned}.*{PLANNED}.*out_shardings") as found:
+        replicated = step(replicated)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(replicated)
+        if loop == "value_and_grad":  # as planned, or on one device: a program takes it from there
+            for params in (state.params, PARAMS):
+                tx.value_and_grad(loss)(params, ROWS)
+
+
+def test_other_placements(mesh):
+    """On another dim, on one device, over other axes too, on a sharding without axes, and offloaded."""
+    tx = transformation(mesh, SGD)
+    w = jnp.ones((16, 8))
+    found = lambda x, tx=tx: [str(how) for how in report({"w": x}, tx).misplaced.values()]
+    on = lambda *spec: jax.device_put(w, NamedSharding(mesh, P(*spec)))
+    assert found(on(None, "data")) == ["planned: sharded over 'data' on dim 0; found: sharded over 'data' on dim 1"]
+    assert found(w) == ["planned: sharded over 'data'; found: on one device"]
+    assert found(on("data")) == found(on("data", None)) == []
+    assert found(on("data"), transformation(mesh, SGD, stage=1)) == ["planned: replicated; found: sharded over 'data'"]
+    both = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    on_both = lambda *spec: jax.device_put(w, NamedSharding(both, P(*spec)))
+    tensor = transformation(both, SGD)
+    assert found(on_both("data", "model"), tensor) == found(on_both(("data",)), tensor) == []
+    assert found(on_both("model"), tensor) == [PLANNED]
+    on_host = transformation(mesh, SGD, offload=Offload(optimizer="host", params="host"))
+    assert found(on_host.shard({"w": w})["w"], on_host) == []

@@ -1,0 +1,97 @@
+"""The plan of each leaf of a live tree: from a `ZeroState`, or from a transformation and parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zerojax.config import Config
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded
+from zerojax.optim.plan import ShardingPlan, make_plan
+from zerojax.optim.returned_state import Annotated, as_planned
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a plan says of the leaves of a tree.
+
+    Attributes:
+        leaves: The plan of each leaf, by its path in the tree.
+        notes: For each leaf, by its path, why it is not sharded, how it is padded, why it is not trained.
+        data: The axes that divide the batch.
+    """
+
+    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    data: tuple[str, ...] = ()
+
+
+def planned(state: Any, tx: Any = None) -> Planned:
+    """Return what is planned for the leaves of a tree; nothing for a tree of no known plan.
+
+    Args:
+        state: A `ZeroState`, a Flax `TrainState`, a mapping with `params` and `opt_state`, or with `tx` parameters, or
+            an optimizer state.
+        tx: The transformation. None: that of the state.
+    """
+    if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
+        errors = [leaf for _, leaf in plan.errors]
+        return of_plan(plan, {"params": ".params", "opt_state": ".opt_state"}, {".rounding_errors": errors})
+    config = getattr(tx if tx is not None else getattr(state, "tx", None), "config", None)
+    if not isinstance(config, Config):
+        return Planned()
+    if has_parts(state):
+        get = state.__getitem__ if isinstance(state, Mapping) else lambda name: getattr(state, name)
+        at = "[{!r}]" if isinstance(state, Mapping) else ".{}"
+        opt_state = at.format("opt_state") + ".state" * isinstance(get("opt_state"), Annotated)
+        return of_plan(make_plan(config, get("params")), {"params": at.format("params"), "opt_state": opt_state})
+    if tx is None:
+        return Planned()
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node)]
+    for plan in config.plans.values():
+        if paths and as_planned(plan, state) is not state and paths == [leaf.path for leaf in plan.state]:
+            return of_plan(plan, {"opt_state": ""})
+    return of_plan(make_plan(config, state), {"params": ""})
+
+
+def has_parts(state: Any) -> bool:
+    """Return whether a tree has parameters and an optimizer state, as Flax's `TrainState` has."""
+    names = ("params", "opt_state")
+    return all(name in state if isinstance(state, Mapping) else hasattr(state, name) for name in names)
+
+
+def is_node(x: Any) -> bool:
+    """Return whether a node is the leaf of a plan."""
+    return is_padded(x) or is_chunked(x)
+
+
+def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, list[Leaf]] | None = None) -> Planned:
+    """Return what a plan says.
+
+    Args:
+        plan: The plan.
+        prefixes: For parameters and optimizer state, the path of the part in the tree.
+        more: Leaves of other parts, by the path of the part.
+    """
+    of_part = {"params": plan.layout.params, "opt_state": plan.state}
+    parts = {at: of_part[part] for part, at in prefixes.items()} | dict(more or {})
+    leaves = {at + leaf.path: leaf for at, found in parts.items() for leaf in found}
+    notes = {path: note_from_layout(leaf) for path, leaf in leaves.items()}
+    for i, leaf in enumerate(plan.layout.params if "params" in prefixes else ()):
+        path, why = prefixes["params"] + leaf.path, plan.layout.why_not_trained(i)
+        notes[path] = "; ".join(filter(None, (notes[path], leaf.sent, "" if why in leaf.reason else why)))
+    return Planned(leaves, notes, plan.layout.policy.data.batch)
+
+
+def note_from_layout(leaf: Leaf) -> str:
+    """Why a leaf is not sharded by dim, and its padding; empty for a sharded leaf without padding."""
+    padding = f"padded by {leaf.padding} elements" if leaf.padding else ""
+    if leaf.kind == "sharded":
+        return padding and f"dim {leaf.dim} {padding}"
+    kind = f"{leaf.kind}: {leaf.reason}" if leaf.reason else leaf.kind
+    return f"{kind}; {padding}" if padding else kind

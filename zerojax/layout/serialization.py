@@ -1,0 +1,44 @@
+"""Tell `flax.serialization` how nodes of ours become state dicts, as its own and optax's do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def serialize(cls: type, to_state_dict: Callable[[Any], Any], from_state_dict: Callable[[Any, Any], Any]) -> None:
+    """Register a class with `flax.serialization`, once, and only if Flax is in use: importing it takes time."""
+    flax = sys.modules.get("flax.serialization")
+    if flax is not None and not flax.is_serializable(cls):
+        flax.register_serialization_state(cls, to_state_dict, from_state_dict)
+
+
+def current_path() -> str:
+    """Return the path of the node that Flax restores."""
+    return sys.modules["flax.serialization"].current_path()
+
+
+def serialize_fields(cls: type, fields: tuple[str, ...], rebuild: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Register a record: a state dict of some of its fields.
+
+    Args:
+        cls: The class.
+        fields: The fields that hold arrays, or nodes of arrays.
+        rebuild: Makes a record of the one that Flax restores into, and the restored fields.
+    """
+
+    def to_state_dict(x: Any) -> dict[str, Any]:
+        flax = sys.modules["flax.serialization"]
+        return {name: flax.to_state_dict(getattr(x, name)) for name in fields}
+
+    def from_state_dict(target: Any, state: dict[str, Any]) -> Any:
+        if set(state) != set(fields):
+            raise ValueError(
+                f"{current_path()} is restored from {sorted(state)}, and a {cls.__name__} has {sorted(fields)}. Give "
+                f"the bytes of a state that was made as this one was."
+            )
+        flax = sys.modules["flax.serialization"]
+        return rebuild(target, {k: flax.from_state_dict(getattr(target, k), state[k], name=k) for k in fields})
+
+    serialize(cls, to_state_dict, from_state_dict)

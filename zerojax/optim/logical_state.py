@@ -1,0 +1,144 @@
+"""Give the state of an optimizer back as optax alone would have it: logical arrays, without master weights.
+
+The leaves of a state are plain arrays in storage shape. Padded or flattened, they do not say their logical shapes. The
+plan does: that of the parameters that the caller gives, or one that this transformation has made already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+from jax.sharding import Mesh
+
+from zerojax.comm.explicit import auto_context, on_auto_mesh
+from zerojax.comm.mesh import replicated, wait_if_simulated
+from zerojax.config import Config
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import is_padded
+from zerojax.layout.tree import layout_of
+from zerojax.offload.host import to_device
+from zerojax.optim.master_weights import MasterState
+from zerojax.optim.plan import ShardingPlan, plan_of_layout
+from zerojax.optim.returned_state import Annotated, as_planned, seen_in
+from zerojax.placement.chunking import joined
+from zerojax.placement.storage_shape import in_logical_shape
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+
+def is_opt_state(tree: PyTree) -> bool:
+    """Return whether a tree is certainly a state, or a part of one: it has a node of optax's or of ours."""
+    nodes: list[Any] = []
+    jax.tree.flatten(tree, is_leaf=lambda x: nodes.append(x) or is_chunked(x))
+    ours = (Annotated, MasterState)
+    optaxs = lambda x: hasattr(x, "_fields") and type(x).__module__.partition(".")[0] == "optax"
+    return any(isinstance(x, ours) or is_chunked(x) or optaxs(x) for x in nodes)
+
+
+def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
+    """Gather a state, or a part of one, into logical arrays.
+
+    Args:
+        config: The transformation.
+        tree: A tree in storage: the state, or a subtree of it.
+        params: The parameters, in any form, or their shapes. None: those of a plan that was made before.
+
+    Returns:
+        The tree with logical arrays, replicated, without master weights; None if `tree` belongs to no known state.
+
+    Raises:
+        ValueError: If `tree` is a state and no plan describes it, or several that differ do.
+    """
+    if params is not None:
+        with auto_context(config.user_mesh):
+            plans = [plan_of_layout(config, layout_of(config, params, **seen_in(tree)))]
+    else:
+        plans = list(config.plans.values())
+    may_be_part = params is not None or is_opt_state(tree)
+    described = [found for plan in plans for found in matches(plan, tree, may_be_part=may_be_part)]
+    if len({tuple(leaf.shape for leaf in leaves) for _, leaves in described}) == 1:
+        return gathered(config, *described[0])
+    if described or may_be_part:
+        refuse(tree, len(described), with_params=params is not None)
+    return None
+
+
+def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
+    """Raise an error for a state whose logical shapes are not known.
+
+    Raises:
+        ValueError: Unless the tree has no arrays.
+    """
+    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    if not keyed:
+        return
+    path, x = keyed[0]
+    first = f"opt_state{jax.tree_util.keystr(path)}, of shape {list(x.shape)}, and {len(keyed) - 1} more leaves"
+    if with_params:
+        raise ValueError(
+            f"The state does not belong to these parameters: {first} are not what this transformation stores for them. "
+            f"Pass the state, or a part of it, and the parameters that it was made for."
+        )
+    why = (
+        f"this transformation has {count} plans with different logical shapes that all store such a state"
+        if count
+        else "in this process this transformation has not planned parameters with such a state"
+    )
+    raise ValueError(
+        f"The logical shapes of an optimizer state in storage are not known: {why} ({first}). "
+        f"Pass the parameters, or their shapes: tx.unshard(opt_state, params)."
+    )
+
+
+def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[tuple[Any, tuple[Leaf, ...]]]:
+    """Yield the tree without master weights, and the layouts of its leaves, for each place in the state that it fits.
+
+    Leaves are matched by path, since Flax's NNX has its own variables in the places of arrays.
+    """
+    tree = as_planned(plan, tree)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    paths = [jax.tree_util.keystr(path) for path, _ in found]
+    whole = len(paths) == len(plan.state)
+    for start in range(len(plan.state) if may_be_part else 1):
+        leaves = plan.state[start : start + len(paths)]
+        if not paths or len(leaves) < len(paths) or not (whole or may_be_part):
+            return
+        prefix = leaves[0].path.removesuffix(paths[0])
+        same_paths = [prefix + path for path in paths] == [leaf.path for leaf in leaves]
+        if same_paths and all(stored_as(x, leaf) for (_, x), leaf in zip(found, leaves, strict=True)):
+            if prefix and not may_be_part:
+                return
+            if isinstance(tree, MasterState):
+                tree = tree.inner
+                leaves = leaves[: len(jax.tree.leaves(tree, is_leaf=is_chunked))]
+            yield tree, leaves
+
+
+def stored_as(x: Any, leaf: Leaf) -> bool:
+    """Return whether a leaf of a tree has the storage shape of a layout."""
+    return not is_padded(x) and hasattr(x, "shape") and tuple(x.shape) == leaf.storage_shape
+
+
+def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
+    """Gather the leaves of a state; offloaded ones are brought to the devices one by one."""
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_chunked)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nodes)):
+        wait_if_simulated(config.mesh, nodes)
+    arrays = [joined(x) if is_chunked(x) else to_device(x) if isinstance(x, jax.Array) else x for x in nodes]
+    return treedef.unflatten(gathering(config.user_mesh, leaves)(arrays))
+
+
+@functools.lru_cache(maxsize=16)
+def gathering(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
+    """Return the program that gathers arrays in storage shape."""
+
+    def all_logical(arrays: Sequence[Shaped[Array, "*storage"]]) -> list[Shaped[Array, "*logical"]]:
+        return [in_logical_shape(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+
+    return jax.jit(functools.partial(on_auto_mesh, mesh, all_logical), out_shardings=replicated(mesh))
