@@ -22,15 +22,15 @@ from zerojax.layout.opt_state import owners_of
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
-from zerojax.placement.storage import shapes
+from zerojax.placement.storage import Form, shapes
 
 
-def warn_of_outer_transformations(layout: Layout, forms: Sequence[bool]) -> None:
+def warn_of_outer_transformations(layout: Layout, forms: Sequence[Form]) -> None:
     """Warn once for each transformation of a surrounding `optax.chain` whose results may depend on padding.
 
     Args:
         layout: Layout of the parameters that `update` was given.
-        forms: For each of them, whether it is a `Padded`.
+        forms: How each of them is padded, or None.
     """
     if not any(forms):
         return
@@ -63,12 +63,12 @@ def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tuple[bool, ...]) -> None:
+def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tuple[Form, ...]) -> None:
     """Warn if the update of a transformation is not the same program on the storage shapes of padded parameters."""
     state = jax.tree.unflatten(structure, leaves)
     init = lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     params = jax.tree.unflatten(layout.treedef, shapes(layout.params))
-    changed = {i: layout.params[i].storage_shape for i, padded in enumerate(forms) if padded}
+    changed = {i: layout.params[i].storage_shape for i, form in enumerate(forms) if form}
     try:
         tx = optax.GradientTransformationExtraArgs(init, fn)
         refused = refused_leaves(tx, params, layout.params, owners_of(state, layout), changed)
