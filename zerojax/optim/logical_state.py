@@ -37,7 +37,7 @@ def is_opt_state(tree: PyTree) -> bool:
     nodes: list[Any] = []
     jax.tree.flatten(tree, is_leaf=lambda x: nodes.append(x) or is_chunked(x))
     ours = (Annotated, MasterState)
-    optaxs = lambda x: hasattr(x, "_fields") and type(x).__module__.partition(".")[0] == "optax"
+    optaxs = lambda x: isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
     return any(isinstance(x, ours) or is_chunked(x) or optaxs(x) for x in nodes)
 
 
