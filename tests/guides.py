@@ -261,3 +261,41 @@ def forward_and_backward(way):
         return jnp.mean((y - batch[1]) ** 2) + jnp.mean(pulled**2)
 
     return fit(way, loss)
+
+
+@idiom
+def newton_direction(way):
+    """A Newton step by conjugate gradients, with products of the linearized gradient."""
+    tx = way.optimizer(optax.sgd(0.5))
+    params_ = way.shard(tx, params())
+
+    @jax.jit
+    def step(params, batch):
+        grads, product = jax.linearize(lambda p: way.value_and_grad(tx, error)(p, batch)[1], params)
+        damped = lambda v: optax.tree.add(product(v), v)
+        direction, _ = jax.scipy.sparse.linalg.cg(damped, grads, maxiter=4)
+        return optax.apply_updates(params, tx.update(direction, tx.init(params), params)[0])
+
+    for batch in batches(2):
+        params_ = step(params_, batch)
+    return way.unshard(tx, params_)
+
+
+@idiom
+def epoch_in_a_scan(way):
+    """Steps in a scan over stacked batches, each with a key folded from its number."""
+    tx = way.optimizer(adam())
+    params_ = way.shard(tx, params())
+
+    def loss(p, batch, key):
+        return error(p, (batch[0] + 0.1 * jax.random.normal(key, batch[0].shape), batch[1]))
+
+    def step(carry, batch):
+        params, state, i = carry
+        value, grads = way.value_and_grad(tx, loss)(params, batch, jax.random.fold_in(jax.random.key(0), i))
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state, i + 1), value
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches())
+    (params_, *_), losses = jax.jit(partial(lax.scan, step))((params_, tx.init(params_), 0), stacked)
+    return losses, way.unshard(tx, params_)

@@ -181,6 +181,23 @@ def gradients_of_activations(way):
     return losses, state_of(way, tx, model)
 
 
+@idiom
+def cached_step(way):
+    """A step that traverses module and optimizer once."""
+    model, tx = Net(nnx.Rngs(0)), way.optimizer(adam())
+    way.shard_module(model, tx)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        value, grads = way.module_grad(tx, error)(model, batch)
+        optimizer.update(model, grads)
+        return value
+
+    cached = nnx.cached_partial(step, model, optimizer)
+    return [cached(batch) for batch in batches()], state_of(way, tx, model)
+
+
 # What zerojax refuses by name, with words of the refusal.
 
 

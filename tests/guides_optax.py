@@ -37,17 +37,25 @@ def lookahead(way):
 
 @idiom
 def learned_learning_rate(way):
-    """The gradient of a learning rate, and of the start, through two steps of Adam in the loss."""
+    """The gradient of a learning rate through two steps of Adam."""
+    tx = way.optimizer(optax.inject_hyperparams(optax.adam)(1e-2, eps=1e-2))
+    params_ = way.shard(tx, params())
+    state, grad = tx.init(params_), way.value_and_grad(tx, error)
+    first, second, held_out = batches()
 
-    def loss(p, batch):
-        inner = optax.adam(jnp.exp(p["rate"]), eps=1e-2)
-        fast, state = p["start"], inner.init(p["start"])
-        for _ in range(2):
-            updates, state = inner.update(jax.grad(error)(fast, batch), state, fast)
-            fast = optax.apply_updates(fast, updates)
-        return error(fast, batch)
+    def after(rate, params, state):
+        state = optax.tree.set(state, learning_rate=rate)
+        for batch in (first, second):
+            updates, state = tx.update(grad(params, batch)[1], state, params)
+            params = optax.apply_updates(params, updates)
+        return grad(params, held_out)[0], (params, state)
 
-    return fit(way, loss, start={"rate": jnp.float32(-3.0), "start": params()})
+    outer, rate, seen = jax.jit(jax.value_and_grad(after, has_aux=True)), jnp.float32(0.02), []
+    for _ in range(2):
+        (value, (params_, state)), slope = outer(rate, params_, state)
+        rate = rate * jnp.exp(-0.02 * slope)
+        seen += [value, slope]
+    return seen, way.unshard(tx, params_)
 
 
 @idiom
@@ -235,14 +243,23 @@ def lookahead_inside(way):
 
 def private_inside(way):
     """A transformation that takes the gradient of each example."""
-    tx = way.optimizer(optax.contrib.dpsgd(0.1, l2_norm_clip=0.5, noise_multiplier=0.0, seed=0))
+    private = optax.contrib.differentially_private_aggregate(0.5, noise_multiplier=0.0, key=jax.random.key(0))
+    tx = way.optimizer(optax.chain(private, optax.sgd(0.1)))
     params_ = way.shard(tx, params())
     each = jax.vmap(jax.grad(lambda p, x, y: error(p, (x[None], y[None]))), in_axes=(None, 0, 0))
     grads = way.evaluate(tx, lambda p, batch: each(p, *batch))(params_, batches(1)[0])
     return tx.update(grads, tx.init(params_), params_)[0]
 
 
+def monitored(way):
+    """A transformation whose state has another tree after its first update."""
+    tx = way.optimizer(optax.chain(optax.monitor({"norm": optax.tree.norm}), adam()))
+    params_ = way.shard(tx, params())
+    return tx.update(way.value_and_grad(tx, error)(params_, batches(1)[0])[1], tx.init(params_), params_)
+
+
 REFUSED = {
+    monitored: "changes the tree of its state: what update returns has [0].measurements['norm'] beyond that",
     lookahead_inside: "it lacks .fast['b']. Pass the gradients of the parameters given",
     private_inside: "grads['b'] has shape [16, 30], but its parameter has [30]",
 }
