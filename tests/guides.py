@@ -1,0 +1,301 @@
+"""Idioms of JAX's guides, each a small training loop written once for plain JAX and for zerojax.
+
+An idiom takes `way`, which has the functions that differ, and returns the values that must agree.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from conftest import mesh_of
+from flax import nnx
+from jax import lax
+from jax.experimental import sparse
+
+import zerojax.flax
+from zerojax import zero_shard
+
+ROWS = 16
+IDIOMS = {}
+
+
+class Plain:
+    """One device: JAX's and optax's own functions."""
+
+    def optimizer(self, tx):
+        return tx
+
+    def shard(self, tx, params):
+        return params
+
+    def value_and_grad(self, tx, loss, **options):
+        return jax.value_and_grad(loss, **options)
+
+    def unshard(self, tx, params):
+        return params
+
+    def evaluate(self, tx, fn):
+        return jax.jit(fn)
+
+    def shard_module(self, module, tx, wrt=nnx.Param):
+        pass
+
+    def module_grad(self, tx, loss, **options):
+        return nnx.value_and_grad(loss, **options)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Eight devices at a stage."""
+
+    stage: int
+
+    def optimizer(self, tx):
+        return zero_shard(tx, stage=self.stage, mesh=mesh_of(8), persist_below=100)
+
+    def shard(self, tx, params):
+        return tx.shard(params)
+
+    def value_and_grad(self, tx, loss, **options):
+        return tx.value_and_grad(loss, **options)
+
+    def unshard(self, tx, params):
+        return tx.unshard(params)
+
+    def evaluate(self, tx, fn):
+        return tx.eval_step(fn)
+
+    def shard_module(self, module, tx, wrt=nnx.Param):
+        zerojax.flax.shard_module(module, tx, wrt=wrt)
+
+    def module_grad(self, tx, loss, **options):
+        return zerojax.flax.value_and_grad(tx, loss, **options)
+
+
+def idiom(function):
+    IDIOMS[function.__name__] = function
+    return function
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def params():
+    """Padded in storage, sharded evenly, and persistent."""
+    return {"w": normal(0, 12, 30) / 4, "b": normal(1, 30) / 4, "v": normal(2, 30, 16) / 4, "c": jnp.zeros(16)}
+
+
+def batches(steps=3):
+    return [(normal(10 + i, ROWS, 12), normal(50 + i, ROWS, 16)) for i in range(steps)]
+
+
+def predict(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["c"]
+
+
+def error(p, batch):
+    return jnp.mean((predict(p, batch[0]) - batch[1]) ** 2)
+
+
+def adam(rate=3e-2):
+    """With a large `eps`: the sign of a gradient that is nearly zero is not compared."""
+    return optax.adam(rate, eps=1e-2)
+
+
+def fit(way, loss, tx=None, start=None, after=lambda params: params, steps=3, **options):
+    """Return the losses of some steps, and the parameters after them."""
+    tx = way.optimizer(tx or adam())
+    params_ = way.shard(tx, params() if start is None else start)
+    state, losses = tx.init(params_), []
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = way.value_and_grad(tx, loss, **options)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return after(optax.apply_updates(params, updates)), state, value
+
+    for batch in batches(steps):
+        params_, state, value = step(params_, state, batch)
+        losses.append(value)
+    return losses, way.unshard(tx, params_)
+
+
+@idiom
+def fixed_point(way):
+    """The state where a layer maps to itself, differentiated implicitly."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def settled(layer, p, start):
+        step = lambda carry: (carry[1], layer(p, carry[1]))
+        far = lambda carry: jnp.max(jnp.abs(carry[0] - carry[1])) > 1e-6
+        return lax.while_loop(far, step, (start, layer(p, start)))[1]
+
+    def forward(layer, p, start):
+        z = settled(layer, p, start)
+        return z, (p, z)
+
+    def backward(layer, kept, ct):
+        p, z = kept
+        of_state, of_params = jax.vjp(lambda z: layer(p, z), z)[1], jax.vjp(lambda p: layer(p, z), p)[1]
+        u = settled(lambda _, u: of_state(u)[0] + ct, None, ct)
+        return of_params(u)[0], jnp.zeros_like(z)
+
+    settled.defvjp(forward, backward)
+
+    def loss(p, batch):
+        layer = lambda q, z: jnp.tanh(z @ (q["w"].T @ q["w"]) * 0.05 + q["x"])
+        z = settled(layer, {"w": p["w"], "x": batch[0] @ p["w"] + p["b"]}, jnp.zeros((ROWS, 30)))
+        return jnp.mean((z @ p["v"] - batch[1]) ** 2)
+
+    return fit(way, loss)
+
+
+@idiom
+def root_of_an_equation(way):
+    """`custom_root`: the output solves an equation that the parameters state."""
+
+    def loss(p, batch):
+        hidden = batch[0] @ p["w"] + p["b"]
+        equation = lambda y: y**3 + 2 * y - hidden
+        newton = lambda f, y: lax.fori_loop(0, 12, lambda _, y: y - f(y) / (3 * y**2 + 2), y)
+        solve = lambda linear, y: y / linear(jnp.ones_like(y))
+        y = lax.custom_root(equation, jnp.zeros_like(hidden), newton, solve)
+        return jnp.mean((y @ p["v"] - batch[1]) ** 2)
+
+    return fit(way, loss)
+
+
+@idiom
+def linear_solve(way):
+    """Ridge regression on learned features by conjugate gradients, differentiated implicitly."""
+
+    def loss(p, batch):
+        features = jnp.tanh(batch[0] @ p["w"] + p["b"])
+        matrix = lambda u: features.T @ (features @ u) / ROWS + u
+        head, _ = jax.scipy.sparse.linalg.cg(matrix, features.T @ batch[1] / ROWS + p["v"], maxiter=40, tol=1e-7)
+        return jnp.mean((features @ head - batch[1]) ** 2)
+
+    return fit(way, loss)
+
+
+@idiom
+def linearized(way):
+    """Sensitivity to the inputs along directions, by one linearization."""
+
+    def loss(p, batch):
+        y, along = jax.linearize(lambda x: predict(p, x), batch[0])
+        directions = jnp.stack([jnp.ones_like(batch[0]), jnp.cos(batch[0])])
+        return jnp.mean((y - batch[1]) ** 2) + 0.1 * jnp.mean(jax.vmap(along)(directions) ** 2)
+
+    return fit(way, loss)
+
+
+@idiom
+def routed_experts(way):
+    """Tokens sorted by expert, and one ragged product for all experts."""
+
+    def loss(p, batch):
+        x = batch[0] @ p["in"]
+        gates = jax.nn.softmax(x @ p["router"])
+        expert = jnp.argmax(gates, -1)
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.bincount(expert, length=4).astype(jnp.int32)
+        mixed = lax.ragged_dot(x[order], p["experts"], sizes)
+        y = jnp.zeros_like(mixed).at[order].set(mixed) * jnp.max(gates, -1, keepdims=True)
+        return jnp.mean((y - batch[1]) ** 2)
+
+    start = {"in": normal(0, 12, 24) / 4, "router": normal(1, 24, 4), "experts": normal(2, 4, 24, 16) / 4}
+    return fit(way, loss, start=start)
+
+
+@idiom
+def differential_equation(way):
+    """A network that satisfies a Poisson equation: Laplacians with respect to its inputs."""
+
+    def loss(p, batch):
+        u = lambda x: jnp.tanh(x @ p["w"] + p["b"]) @ p["v"][:, 0]
+        laplacian = lambda x: jnp.trace(jax.jacfwd(jax.jacrev(u))(x))
+        inside, edge = jax.vmap(laplacian)(batch[0]) - jnp.sin(batch[1][:, 0]), jax.vmap(u)(batch[0] / 3)
+        return jnp.mean(inside**2) + jnp.mean(edge**2)
+
+    return fit(way, loss)
+
+
+@idiom
+def sparse_features(way):
+    """The batch becomes a sparse matrix in the loss."""
+
+    def loss(p, batch):
+        x = sparse.BCOO.fromdense(jnp.maximum(batch[0], 0), nse=ROWS * 12)
+        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - batch[1]) ** 2)
+
+    return fit(way, loss)
+
+
+@idiom
+def linear_recurrence(way):
+    """A recurrence over time as an associative scan, with learned decays."""
+
+    def loss(p, batch):
+        decay = jnp.broadcast_to(jax.nn.sigmoid(p["b"]), (12, ROWS, 30))
+        inputs = jnp.einsum("rt,td->trd", batch[0], p["w"])
+        join = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+        state = lax.associative_scan(join, (decay, inputs))[1]
+        return jnp.mean((state[-1] @ p["v"] - batch[1]) ** 2)
+
+    return fit(way, loss)
+
+
+@idiom
+def forward_and_backward(way):
+    """A gradient in two calls, forward and backward, with another cotangent than one."""
+
+    def loss(p, batch):
+        forward, backward = jax.fwd_and_bwd(lambda x: predict(p, x), argnums=0)
+        y, kept = forward(batch[0])
+        pulled = backward(kept, y - batch[1])
+        return jnp.mean((y - batch[1]) ** 2) + jnp.mean(pulled**2)
+
+    return fit(way, loss)
+
+
+@idiom
+def newton_direction(way):
+    """A Newton step by conjugate gradients, with products of the linearized gradient."""
+    tx = way.optimizer(optax.sgd(0.5))
+    params_ = way.shard(tx, params())
+
+    @jax.jit
+    def step(params, batch):
+        grads, product = jax.linearize(lambda p: way.value_and_grad(tx, error)(p, batch)[1], params)
+        damped = lambda v: optax.tree.add(product(v), v)
+        direction, _ = jax.scipy.sparse.linalg.cg(damped, grads, maxiter=4)
+        return optax.apply_updates(params, tx.update(direction, tx.init(params), params)[0])
+
+    for batch in batches(2):
+        params_ = step(params_, batch)
+    return way.unshard(tx, params_)
+
+
+@idiom
+def epoch_in_a_scan(way):
+    """Steps in a scan over stacked batches, each with a key folded from its number."""
+    tx = way.optimizer(adam())
+    params_ = way.shard(tx, params())
+
+    def loss(p, batch, key):
+        return error(p, (batch[0] + 0.1 * jax.random.normal(key, batch[0].shape), batch[1]))
+
+    def step(carry, batch):
+        params, state, i = carry
+        value, grads = way.value_and_grad(tx, loss)(params, batch, jax.random.fold_in(jax.random.key(0), i))
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state, i + 1), value
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches())
+    (params_, *_), losses = jax.jit(partial(lax.scan, step))((params_, tx.init(params_), 0), stacked)
+    return losses, way.unshard(tx, params_)
