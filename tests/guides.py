@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.experimental import sparse
 
+import zerojax
 import zerojax.flax
 from zerojax import zero_shard
 
@@ -36,6 +37,9 @@ class Plain:
 
     def unshard(self, tx, params):
         return params
+
+    def logical(self, tree):
+        return tree
 
     def evaluate(self, tx, fn):
         return jax.jit(fn)
@@ -64,6 +68,9 @@ class Zero:
 
     def unshard(self, tx, params):
         return tx.unshard(params)
+
+    def logical(self, tree):
+        return zerojax.logical(tree)
 
     def evaluate(self, tx, fn):
         return tx.eval_step(fn)
@@ -106,7 +113,7 @@ def adam(rate=3e-2):
     return optax.adam(rate, eps=1e-2)
 
 
-def fit(way, loss, tx=None, start=None, after=lambda params: params, steps=3, **options):
+def fit(way, loss, tx=None, start=None, after=None, steps=3, **options):
     """Return the losses of some steps, and the parameters after them."""
     tx = way.optimizer(tx or adam())
     params_ = way.shard(tx, params() if start is None else start)
@@ -116,7 +123,8 @@ def fit(way, loss, tx=None, start=None, after=lambda params: params, steps=3, **
     def step(params, state, batch):
         value, grads = way.value_and_grad(tx, loss, **options)(params, batch)
         updates, state = tx.update(grads, state, params)
-        return after(optax.apply_updates(params, updates)), state, value
+        params = optax.apply_updates(params, updates)
+        return (params if after is None else way.shard(tx, after(way.logical(params)))), state, value
 
     for batch in batches(steps):
         params_, state, value = step(params_, state, batch)

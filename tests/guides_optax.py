@@ -129,7 +129,7 @@ def sharpness_aware_opaque(way):
 
 @idiom
 def projected_to_simplex(way):
-    """All weights together are a distribution."""
+    """All weights together are a distribution: padding must not be a part of it."""
     return fit(way, error, after=partial(optax.projections.projection_simplex, scale=150.0))
 
 
