@@ -59,9 +59,7 @@ def init_params(config):
         for i in range(config.layers)
     }
     positions = jnp.zeros((config.length, width))
-    return Items(
-        words=weight(config.words, width), positions=positions, blocks=Items(blocks), head=weight(width, config.words)
-    )
+    return Items(words=weight(config.words, width), positions=positions, blocks=Items(blocks), head=weight(width, config.words))
 
 
 def normalized(x):

@@ -82,17 +82,23 @@ class ZeroState:
         return dataclasses.replace(self, **changes)
 
 
-def on_mesh(config: Config, state: ZeroState) -> ZeroState:
-    """Place a state that was moved by hand, to NumPy arrays or to other devices, as the plan says.
+def ready_state(config: Config, state: ZeroState) -> ZeroState:
+    """Return the state as a step takes it: one that was moved by hand, to NumPy or another device, is placed again.
 
     The step's count stands for all of it, since looking at every leaf would cost time in every step.
 
     Raises:
-        ValueError: If some of the state is offloaded: its chunks are placed by `create` and `restore` alone.
+        ValueError: If the state was donated to a step before; or if it was moved and some of it is offloaded: its
+            chunks are placed by `create` and `restore` alone.
     """
     count = state.step
     if isinstance(count, jax.core.Tracer):
         return state
+    if isinstance(count, jax.Array) and count.is_deleted():
+        raise ValueError(
+            "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
+            "restore the last checkpoint."
+        )
     if isinstance(count, jax.Array) and count.sharding.device_set == set(config.mesh.devices.flat):
         return state
     if state.plan.offloaded:
