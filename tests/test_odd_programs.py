@@ -98,3 +98,13 @@ def test_an_offloaded_state_that_was_moved_by_hand(mesh):
     state = tx.create(PARAMS)
     with pytest.raises(ValueError, match=r"state.step is a ndarray, not on the mesh.*Save and restore"):
         tx.train_step(loss_fn)(state.replace(step=np.asarray(state.step)), BATCH)
+
+
+@pytest.mark.parametrize("values", [np.array(["a"] * 48), np.array([None] * 48), np.zeros(48, "datetime64[s]")])
+def test_a_batch_with_what_is_no_number(mesh, values):
+    """Names of files beside the images: the error says which leaf it is."""
+    tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh)
+    batch = {**BATCH, "name": values}
+    for call, first in [(tx.value_and_grad(loss_fn), PARAMS), (tx.train_step(loss_fn), tx.create(PARAMS))]:
+        with pytest.raises(TypeError, match=r"batch\['name'\] has the type .*JAX has no arrays of"):
+            call(first, batch)

@@ -65,7 +65,10 @@ class SameSteps:
             TimeoutError: If a process takes no step.
         """
         leaves = jax.tree_util.tree_leaves_with_path({"batch": batch, "args": args})
-        record = {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+        record = {
+            jax.tree_util.keystr(path): f"{getattr(x, 'dtype', None) or jnp.result_type(x)}{list(jnp.shape(x))}"
+            for path, x in leaves
+        }
         key = tuple(record.items())
         if key in self._seen:
             return False
