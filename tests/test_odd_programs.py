@@ -100,7 +100,9 @@ def test_an_offloaded_state_that_was_moved_by_hand(mesh):
         tx.train_step(loss_fn)(state.replace(step=np.asarray(state.step)), BATCH)
 
 
-@pytest.mark.parametrize("values", [np.array(["a"] * 48), np.array([None] * 48), np.zeros(48, "datetime64[s]")])
+@pytest.mark.parametrize(
+    "values", [np.array(["a"] * 48), np.array([None] * 48), np.zeros(48, "datetime64[s]"), "a.png"]
+)
 def test_a_batch_with_what_is_no_number(mesh, values):
     """Names of files beside the images: the error says which leaf it is."""
     tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh)

@@ -37,12 +37,12 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
         among += f" of {accumulate} microbatches each, which are {parts} parts"
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = f"batch{jax.tree_util.keystr(path)}"
-        shape = jnp.shape(x)
-        if isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS:
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
             raise TypeError(
-                f"{name} has the type {x.dtype}, which JAX has no arrays of. Leave it out of what the step is given, "
-                f"or pass numbers, such as tokens."
+                f"{name} has the type {getattr(x, 'dtype', type(x).__name__)}, which JAX has no arrays of. Leave it "
+                f"out of what the step is given, or pass numbers, such as tokens."
             )
+        shape = jnp.shape(x)
         if not shape:
             raise ValueError(
                 f"Cannot divide {name} over {where}: it is a scalar and has no dim 0. "
