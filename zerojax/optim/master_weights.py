@@ -17,6 +17,7 @@ import optax
 
 from zerojax.config import Config
 from zerojax.layout.tree import Layout
+from zerojax.optim.extra_args import with_extra_args
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -46,7 +47,7 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
         A transformation whose `update` returns not increments but the new parameters, in
         the type of the master weights.
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_args(tx)
 
     def kept(params):
         leaves, tree = jax.tree.flatten(params)
@@ -69,7 +70,7 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
 def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
     """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
     if not config.has_master_weights:
-        return optax.with_extra_args_support(config.tx)
+        return with_extra_args(config.tx)
     return with_master(config.tx, narrow_leaves(trained))
 
 

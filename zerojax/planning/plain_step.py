@@ -11,6 +11,7 @@ import optax
 
 from zerojax.comm.explicit import without_types
 from zerojax.layout.tree import Layout
+from zerojax.optim.extra_args import with_extra_args
 from zerojax.placement.storage import cast
 from zerojax.train.batch import cast_inputs
 from zerojax.train.loss import Returned
@@ -92,7 +93,7 @@ class PlainStep:
         loss = returned.total / returned.weight
         metrics = {"loss": loss, **({"aux": returned.aux} if self.program.loss.has_aux else {})}
         tree, params = trained.treedef.unflatten(grads), self._trained(state.params)
-        tx = optax.with_extra_args_support(config.tx)
+        tx = with_extra_args(config.tx)
         updates, opt_state = tx.update(tree, state.opt_state, params, value=loss)
         updated = jax.tree.leaves(optax.apply_updates(params, updates))
         leaves = dict(enumerate(jax.tree.leaves(state.params))) | dict(zip(self.layout.trained, updated, strict=True))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.mesh import batch_sharding
@@ -18,11 +19,14 @@ from zerojax.layout.tree import canonical
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
 
+NO_NUMBERS = "OSTUMm"  # NumPy's kinds of objects, strings, dates and spans of time
+
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
     """Refuse a batch without rows, or whose rows do not divide by the devices and their microbatches.
 
     Raises:
+        TypeError: If a leaf holds strings or other objects.
         ValueError: Naming the leaf, its rows, what they are divided by and the remedy.
     """
     first: tuple[str, int] | None = None
@@ -33,6 +37,11 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
         among += f" of {accumulate} microbatches each, which are {parts} parts"
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = f"batch{jax.tree_util.keystr(path)}"
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
+            raise TypeError(
+                f"{name} has the type {getattr(x, 'dtype', type(x).__name__)}, which JAX has no arrays of. Leave it "
+                f"out of what the step is given, or pass numbers, such as tokens."
+            )
         shape = jnp.shape(x)
         if not shape:
             raise ValueError(

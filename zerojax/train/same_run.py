@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zerojax import compat
@@ -65,7 +64,8 @@ class SameSteps:
             TimeoutError: If a process takes no step.
         """
         leaves = jax.tree_util.tree_leaves_with_path({"batch": batch, "args": args})
-        record = {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+        type_of = lambda x: getattr(x, "dtype", type(x).__name__)
+        record = {jax.tree_util.keystr(path): f"{type_of(x)}{list(np.shape(x))}" for path, x in leaves}
         key = tuple(record.items())
         if key in self._seen:
             return False

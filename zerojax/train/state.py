@@ -7,7 +7,9 @@ import functools
 from typing import TYPE_CHECKING
 
 import jax
+import jax.core
 
+from zerojax.comm.explicit import to_explicit
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.optim.plan import ShardingPlan
@@ -81,3 +83,31 @@ class ZeroState:
         if "opt_state" in changes:
             changes["opt_state"] = as_planned(self.plan, changes["opt_state"])
         return dataclasses.replace(self, **changes)
+
+
+def ready_state(config: Config, state: ZeroState) -> ZeroState:
+    """Return the state as a step takes it: one that was moved by hand, to NumPy or another device, is placed again.
+
+    The step's count stands for all of it, since looking at every leaf would cost time in every step.
+
+    Raises:
+        ValueError: If the state was donated to a step before; or if it was moved and some of it is offloaded: its
+            chunks are placed by `create` and `restore` alone.
+    """
+    count = state.step
+    if isinstance(count, jax.core.Tracer):
+        return state
+    if isinstance(count, jax.Array) and count.is_deleted():
+        raise ValueError(
+            "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
+            "restore the last checkpoint."
+        )
+    if isinstance(count, jax.Array) and count.sharding.device_set == set(config.mesh.devices.flat):
+        return state
+    if state.plan.offloaded:
+        found = f"on {count.sharding}" if isinstance(count, jax.Array) else f"a {type(count).__name__}"
+        raise ValueError(
+            f"state.step is {found}, not on the mesh, and some of the optimizer state is offloaded, which only "
+            f"tx.create and Checkpointer.restore can place. Save and restore the state with zerojax.checkpoint."
+        )
+    return jax.device_put(state, to_explicit(config.user_mesh, ZeroState.shardings(config, state.plan)))

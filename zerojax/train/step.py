@@ -28,7 +28,7 @@ from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.metrics import Metrics
 from zerojax.train.refs import refs_named
 from zerojax.train.same_run import SameSteps
-from zerojax.train.state import ZeroState
+from zerojax.train.state import ZeroState, ready_state
 from zerojax.train.step_program import StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog
 
@@ -131,11 +131,7 @@ class Step:
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)
-        if not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
-            raise ValueError(
-                "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
-                "restore the last checkpoint."
-            )
+        state = ready_state(self.config, state)
         watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)

@@ -105,14 +105,16 @@ class View:
     def microbatches_of(self, rows: Array) -> Array:
         """Rows of the batch divided into microbatches, on dim 0; each has rows of every device."""
         devices = self.config.data.workers // self.comm.losses
-        divided = rows.reshape(devices, self.accumulate, -1, *rows.shape[1:])
-        return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, -1, *rows.shape[1:])
+        each = rows.shape[0] // (devices * self.accumulate)  # -1 cannot stand for it in an array without elements
+        divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
+        return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
 
     def rows_of(self, microbatches: Array) -> Array:
         """The inverse of `microbatches_of`."""
         devices = self.config.data.workers // self.comm.losses
-        divided = microbatches.reshape(self.accumulate, devices, -1, *microbatches.shape[2:])
-        return jnp.moveaxis(divided, 0, 1).reshape(-1, *microbatches.shape[2:])
+        each = microbatches.shape[1] // devices
+        divided = microbatches.reshape(self.accumulate, devices, each, *microbatches.shape[2:])
+        return jnp.moveaxis(divided, 0, 1).reshape(self.accumulate * devices * each, *microbatches.shape[2:])
 
     @property
     def is_one_loss(self) -> bool:

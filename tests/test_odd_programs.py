@@ -1,0 +1,112 @@
+"""Programs that plain JAX runs and that zerojax once failed in foreign words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import Offload, Rows, zero_shard
+from zerojax.testing import train_plain
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(8, 24)).astype("float32"), "b": RNG.normal(size=5).astype("float32")}
+BATCH = {"x": RNG.normal(size=(48, 8)).astype("float32"), "none": np.zeros((48, 0), np.float32)}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 4) + jnp.sum(params["b"] ** 2) + batch["none"].sum()
+
+
+def assert_equal(a, b):  # sums are in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_microbatches_of_a_batch_with_an_empty_leaf(mesh, view):
+    """A leaf of rows without elements is divided as the others are, and comes back so from the aux."""
+    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh, view=view)
+    with_aux = lambda params, batch: (loss_fn(params, batch), Rows({"x": batch["x"], "none": batch["none"]}))
+    (value, aux), grads = tx.value_and_grad(with_aux, has_aux=True, accumulate=3)(tx.shard(PARAMS), BATCH)
+    assert_equal((value, grads), jax.value_and_grad(loss_fn)(PARAMS, BATCH))
+    assert_equal(aux, BATCH)
+
+
+def stubborn(rate):
+    """A transformation with further arguments, of which the loss is none; `optax.contrib.sam` is such."""
+    init = lambda params: optax.EmptyState()
+
+    def update(updates, state, params=None, *, factor=1.0):
+        return jax.tree.map(lambda g: -rate * factor * g, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_a_transformation_that_does_not_take_the_loss(mesh):
+    """A step offers the loss, but does not force it on a transformation, alone or in a chain."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.2), sync_period=2)
+    for tx, options in [
+        (sam, {"stage": 3}),
+        (optax.chain(optax.clip(1.0), stubborn(0.1)), {"stage": 1, "offload": Offload(optimizer="host")}),
+    ]:
+        zero = zero_shard(tx, mesh=mesh, persist_below=1, **options)
+        state, step = zero.create(PARAMS), zero.train_step(loss_fn)
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        params = {k: jnp.asarray(v) for k, v in PARAMS.items()}
+        plain = tx.init(params)
+        for _ in range(2):
+            updates, plain = tx.update(jax.grad(loss_fn)(params, BATCH), plain, params)
+            params = optax.apply_updates(params, updates)
+        assert_equal(zero.unshard(state.params), params)
+        assert_equal(train_plain(tx, loss_fn, PARAMS, [BATCH] * 2)[0], params)
+
+
+def test_an_error_of_the_transformation_is_kept(mesh):
+    """A TypeError of another kind is not hidden by a second call without the loss."""
+
+    def update(updates, state, params=None, **extra):
+        raise TypeError(f"broken, with {list(extra)}")
+
+    init = lambda params: optax.EmptyState()
+    tx = zero_shard(optax.GradientTransformationExtraArgs(init, update), stage=1, mesh=mesh)
+    with pytest.raises(TypeError, match=r"broken, with \['value'\]"):
+        tx.train_step(loss_fn)(tx.create(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_that_was_moved_by_hand(stage):
+    """A step places a state of NumPy arrays, or of arrays on one device, as it was; offloaded ones are refused."""
+    tx = zero_shard(optax.adam(0.1), stage=stage, mesh=mesh_of(6), persist_below=1)
+    step = tx.train_step(loss_fn)
+    kept, _ = step(tx.create(PARAMS), BATCH)
+    on_host = jax.device_get(kept)
+    expected, _ = step(kept, BATCH)
+    for moved in (on_host, jax.device_put(on_host, jax.devices()[7])):
+        state, _ = step(moved, BATCH)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
+        same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state, expected)
+        assert all(jax.tree.leaves(same))
+    assert isinstance(on_host.step, np.ndarray)  # and not donated
+
+
+def test_an_offloaded_state_that_was_moved_by_hand(mesh):
+    """Its chunks cannot be placed by a step: the error says what can."""
+    offload = Offload(optimizer="host", update="device")
+    tx = zero_shard(optax.adam(0.1), stage=1, mesh=mesh, persist_below=1, offload=offload)
+    state = tx.create(PARAMS)
+    with pytest.raises(ValueError, match=r"state.step is a ndarray, not on the mesh.*Save and restore"):
+        tx.train_step(loss_fn)(state.replace(step=np.asarray(state.step)), BATCH)
+
+
+@pytest.mark.parametrize(
+    "values", [np.array(["a"] * 48), np.array([None] * 48), np.zeros(48, "datetime64[s]"), "a.png"]
+)
+def test_a_batch_with_what_is_no_number(mesh, values):
+    """Names of files beside the images: the error says which leaf it is."""
+    tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh)
+    batch = {**BATCH, "name": values}
+    for call, first in [(tx.value_and_grad(loss_fn), PARAMS), (tx.train_step(loss_fn), tx.create(PARAMS))]:
+        with pytest.raises(TypeError, match=r"batch\['name'\] has the type .*JAX has no arrays of"):
+            call(first, batch)
