@@ -42,11 +42,10 @@ def loss(params, rows):
     return jnp.mean(products**2) * params["scalar"] + jnp.sum(params["empty"])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_offloaded_state_of_every_rank(name, mesh):
+def assert_trains_as_optax(name, offload, mesh):
     make = (QUICK | OTHERS)[name]
     inner = optax.with_extra_args_support(make())
-    tx = zero_shard(make(), stage=3, mesh=mesh, persist_below=0, offload=Offload(optimizer="host"))
+    tx = zero_shard(make(), stage=3, mesh=mesh, persist_below=0, offload=offload)
     state, step = tx.create(PARAMS), tx.train_step(loss)
     params, plain = PARAMS, inner.init(PARAMS)
 
@@ -60,3 +59,15 @@ def test_offloaded_state_of_every_rank(name, mesh):
         state, _ = step(state, ROWS)
         params, plain = plain_step(params, plain)
     chex.assert_trees_all_close(tx.unshard(state.params), params, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offloaded_state_of_every_rank(name, mesh):
+    assert_trains_as_optax(name, Offload(optimizer="host"), mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "adaptive_grad_clip", "multi_steps", "prodigy", "schedule_free_adamw"])
+def test_state_of_every_rank_on_disk(name, mesh, tmp_path):
+    """Every transformation of `OTHERS` was run once; these five have state that no other one has."""
+    assert_trains_as_optax(name, Offload(optimizer="disk", path=tmp_path), mesh)
