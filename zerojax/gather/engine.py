@@ -72,7 +72,8 @@ def gather_on_use(
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
         program, arrays, consts, structure = traced(fn, tree, leaves, full, args, of_rows, comm.follower)
-        run = as_function(program, options, zeros)
+        # Shapes alone: a backward pass that closes over a tracer keeps the trace of the derivative alive.
+        run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
         results = run(*shards, *arrays, *consts, *zeros.values())
         return jax.tree.unflatten(structure, results)
 

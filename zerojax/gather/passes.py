@@ -152,7 +152,7 @@ def run_backward(
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
 
 
-def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Array]) -> Callable:
+def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
     """The program as a function of its arguments, and of what stands in for some, with its own backward pass."""
     count = len(program.invars)
 
