@@ -102,6 +102,7 @@ def test_what_has_effects_is_like_nothing():
     assert jaxprs.signature(jax.make_jaxpr(lambda x: jax.debug.print("{}", x))(1.0).jaxpr) is None
 
 
+@pytest.mark.slow
 def test_the_program_is_the_same_each_time_it_is_made():
     """Processes that make another program wait for each other forever."""
 

@@ -22,7 +22,8 @@ def tiny(scan=True):
     return loss, jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((8 * rows, length), jnp.int32)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_model_that_keeps_its_contract_has_no_findings(stage, mesh):
     found = check(zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh), *tiny())
     assert found.ok, found

@@ -76,6 +76,7 @@ def saved(request, tmp_path_factory):
     return directory, logical_leaves(state), precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "others"),
     quick_or_slow(

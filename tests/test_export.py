@@ -152,6 +152,7 @@ def saved(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_the_command_line_verifies_and_exports(saved, tmp_path):
     done = command("verify", saved)
     assert (done.exit_code, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")

@@ -179,7 +179,7 @@ def test_an_nnx_optimizer_runs_unchanged(stage, count, tolerance):
     np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=tolerance)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=() if s in (2, 3) else pytest.mark.slow) for s in STAGES])
+@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(3,)]))
 def test_a_sharded_module_trains_as_a_plain_one(stage):
     losses, *_ = explicit_nnx_loop(zero(stage, 1))
     np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=1e-5)

@@ -141,7 +141,7 @@ def test_gradients_are_those_of_one_device(group, stage):
 
 @pytest.mark.parametrize(
     ("stage", "count", "scanned"),
-    quick_or_slow([(s, n, (s + n) % 2 == 0) for s, n in PAIRS], [(3, 3, True), (1, 8, False)]),
+    quick_or_slow([(s, n, (s + n) % 2 == 0) for s, n in PAIRS], [(3, 3, True)]),
 )
 def test_microbatches_of_rows_that_do_not_meet(stage, count, scanned):
     params, _, batches, args = data_of(ALONE, scanned)

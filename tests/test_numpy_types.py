@@ -38,6 +38,7 @@ def test_they_train_as_their_arrays_of_jax_do(stage, options):
     assert not any(name in str(tx.create(shapes).plan) for name in NARROW)
 
 
+@pytest.mark.slow
 def test_of_other_entries_each_takes_them():
     tx = zero(3, precision=Precision.bf16())
     state, step = tx.create(PARAMS), tx.train_step(loss)

@@ -62,7 +62,11 @@ def test_named_and_nested_chains_are_seen(nested):
 
 @pytest.mark.parametrize(
     "one",
-    [optax.clip_by_global_norm(0.1), optax.scale_by_adam(), optax.add_decayed_weights(0.1)],
+    [
+        pytest.param(optax.clip_by_global_norm(0.1), marks=pytest.mark.slow),
+        optax.scale_by_adam(),
+        pytest.param(optax.add_decayed_weights(0.1), marks=pytest.mark.slow),
+    ],
     ids=["global-norm", "adam", "decay"],
 )
 def test_what_is_exact_on_storage_is_not_warned_of(one):

@@ -53,7 +53,7 @@ def assert_only_floats_moved(tree):
         pytest.param("adamw", 0, {"view": "device"}, marks=pytest.mark.slow),
         pytest.param("lion", 1, {"precision": Precision.bf16()}, marks=pytest.mark.slow),
         ("noisy", 2, {"trainable": {name: name != "mask" for name in PARAMS}}),
-        ("muon", 3, {"view": "device"}),
+        pytest.param("muon", 3, {"view": "device"}, marks=pytest.mark.slow),
         ("adamw", 3, {"precision": Precision.fp16(loss_scale=8.0), "offload": ON_HOST}),
     ],
 )
