@@ -32,7 +32,11 @@ AROUND = [("global", block), pytest.param("device", jax.checkpoint, marks=pytest
 
 @pytest.mark.parametrize(
     ("scale_of", "uses"),
-    [(lambda i: 1.5, [1, 4]), (lambda i: 1 + i % 2 / 2, [1, 2, 2]), (lambda i: 1 + i / 8, [])],
+    [
+        (lambda i: 1.5, [1, 4]),
+        (lambda i: 1 + i % 2 / 2, [1, 2, 2]),
+        pytest.param(lambda i: 1 + i / 8, [], marks=pytest.mark.slow),
+    ],
     ids=["all", "in-turn", "none"],
 )
 @pytest.mark.parametrize(("view", "around"), AROUND, ids=["block", "remat"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import yardstick
+from conftest import quick_or_slow
 from jax import lax
 
 import zerojax.inspect.collectives as collectives_module
@@ -104,7 +105,9 @@ LEAN = {
 }
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize(
+    "name", quick_or_slow([(name,) for name in LEAN], [("masked",), ("over microbatches",), ("joined",)])
+)
 def test_a_stack_stays_sharded_until_its_iteration(name, mesh):
     params, loss = LEAN[name]
     tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)

@@ -136,9 +136,7 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
     assert "at the same time" not in str(check(zero(mesh, 3), stacked, shape(6, 4096, 8), rows))
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulate"), quick_or_slow([(s, a) for s in range(4) for a in (1, 2)], [(1, 2), (3, 1)])
-)
+@pytest.mark.parametrize(("stage", "accumulate"), quick_or_slow([(s, a) for s in range(4) for a in (1, 2)], [(3, 1)]))
 def test_a_whole_step_keeps_its_contract(stage, accumulate, mesh):
     def loss(p, mutable, x):
         return row_major(p["layers"], x + p["b"]), mutable + 1, x.max()

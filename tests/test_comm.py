@@ -212,7 +212,7 @@ def test_a_negative_bucket_size_is_refused():
         ManualCollectives(AXES, bucket_bytes=-1)
 
 
-@pytest.mark.parametrize("name", ["remat", "scan_everything", "stacked_layers"])
+@pytest.mark.parametrize("name", [pytest.param("remat", marks=pytest.mark.slow), "scan_everything", "stacked_layers"])
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)

@@ -64,9 +64,8 @@ HARD = ("custom_vjp_of_a_constant", "stateful", "product_in_many_places")
 HARDER = ("indexed", "masked_layers", "layers_in_another_order", "changed_weights", "microbatches")
 
 
-@pytest.mark.parametrize(
-    ("stage", "names"), quick_or_slow([(stage, names) for stage in (1, 3) for names in (HARD, HARDER)], [(3, HARD)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "names"), [(stage, names) for stage in (1, 3) for names in (HARD, HARDER)])
 def test_steps_are_those_of_plain_optax(stage, names):
     """Of what an engine that evaluates equation by equation is likeliest to lose."""
     loss = lambda params, x: sum(constructs.TABLE[name](params, x) for name in names)

@@ -223,7 +223,15 @@ def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view)
     assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
 
 
-@pytest.mark.parametrize(("stage", "way"), [(1, "shards"), (1, "all"), (3, "shards"), (3, "params")])
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (1, "shards"),
+        pytest.param(1, "all", marks=pytest.mark.slow),
+        pytest.param(3, "shards", marks=pytest.mark.slow),
+        (3, "params"),
+    ],
+)
 def test_bytes_sent_are_those_of_the_compiled_step(stage, way):
     def loss(params, x):
         for w in params:

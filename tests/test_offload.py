@@ -33,7 +33,6 @@ CLIPPED = {
 WANTED = ("adamw", "adafactor", "lion", "clip+adamw", "muon")
 QUICK = [
     ("adamw", 3, "device", "disk"),
-    ("muon", 1, "device", "host"),
     ("adafactor", 3, "host", "disk"),
 ]
 

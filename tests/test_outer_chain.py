@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 
 import zerojax
 from zerojax import zero_shard
@@ -41,7 +41,7 @@ LOOKS_AT_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKS_AT_SHAPES)
+@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in LOOKS_AT_SHAPES], [("scale_by_param_block_rms",)]))
 def test_what_counts_padding_is_named_once(name):
     one, chain = LOOKS_AT_SHAPES[name]
     tx, params, grads = sharded()

@@ -132,7 +132,7 @@ OBSERVING = {
 @pytest.mark.parametrize(
     ("stage", "view", "accumulate"),
     [
-        (1, "global", 1),
+        slow(1, "global", 1),
         (3, "global", 2),
         (3, "device", 2),
         *(slow(*case) for case in [(3, "global", 1), (0, "global", 2), (2, "device", 1)]),

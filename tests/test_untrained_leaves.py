@@ -74,7 +74,10 @@ def test_a_run_leaves_integers_and_booleans_alone(tmp_path, name, stage, options
         assert_only_floats_moved(tx.unshard(checkpoints.restore(tx.create(PARAMS)).state.params))
 
 
-@pytest.mark.parametrize(("name", "stage", "precision"), [("adamw", 2, Precision.bf16()), ("noisy", 3, None)])
+@pytest.mark.parametrize(
+    ("name", "stage", "precision"),
+    [pytest.param("adamw", 2, Precision.bf16(), marks=pytest.mark.slow), ("noisy", 3, None)],
+)
 def test_a_loop_of_ones_own_does_so_too(name, stage, precision):
     tx = zero(name, stage, precision=precision)
     params = tx.shard(PARAMS)

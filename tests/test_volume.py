@@ -69,7 +69,7 @@ def test_a_step_moves_as_much_as_the_paper_says(stage, name, count):
     assert expected <= (3 if stage == 3 else 2) * (matrices + vectors)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_nothing_but_gathers_scatters_and_scalars(stage):
     found = collectives(compiled_step(stage))
     assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
@@ -141,7 +141,7 @@ def test_gradients_of_convolutions_are_reduce_scattered_too(groups):
     assert found.moved("all-reduce").elements <= 4
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_small_leaves_share_one_bucket(stage):
     found = collectives(compiled_step(stage))
     # each weight matrix has collectives of its own, all small leaves one of each together
