@@ -32,7 +32,11 @@ AROUND = [("global", block), pytest.param("device", jax.checkpoint, marks=pytest
 
 @pytest.mark.parametrize(
     ("scale_of", "uses"),
-    [(lambda i: 1.5, [1, 4]), (lambda i: 1 + i % 2 / 2, [1, 2, 2]), (lambda i: 1 + i / 8, [])],
+    [
+        (lambda i: 1.5, [1, 4]),
+        (lambda i: 1 + i % 2 / 2, [1, 2, 2]),
+        pytest.param(lambda i: 1 + i / 8, [], marks=pytest.mark.slow),
+    ],
     ids=["all", "in-turn", "none"],
 )
 @pytest.mark.parametrize(("view", "around"), AROUND, ids=["block", "remat"])
@@ -102,6 +106,7 @@ def test_what_has_effects_is_like_nothing():
     assert jaxprs.signature(jax.make_jaxpr(lambda x: jax.debug.print("{}", x))(1.0).jaxpr) is None
 
 
+@pytest.mark.slow
 def test_the_program_is_the_same_each_time_it_is_made():
     """Processes that make another program wait for each other forever."""
 

@@ -65,8 +65,13 @@ def test_every_leaf_is_divided_as_far_as_it_has_dims():
 @pytest.mark.parametrize(
     ("stage", "view", "kind", "accumulate"),
     quick_or_slow(
-        [(1, "global", AxisType.Auto, 2), (2, "device", AxisType.Auto, 1), (3, "global", AxisType.Explicit, 1)],
-        [(3, "global", AxisType.Auto, 1), (3, "device", AxisType.Auto, 1)],
+        [
+            (1, "global", AxisType.Auto, 2),
+            (2, "device", AxisType.Auto, 1),
+            (3, "device", AxisType.Auto, 1),
+            (3, "global", AxisType.Explicit, 1),
+        ],
+        [(3, "global", AxisType.Auto, 1)],
     ),
 )
 def test_it_trains_as_on_one_device_and_gathers_no_positions(stage, view, kind, accumulate):

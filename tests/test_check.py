@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import yardstick
+from conftest import quick_or_slow
 from jax import lax
 
 import zerojax.inspect.collectives as collectives_module
@@ -22,7 +23,8 @@ def tiny(scan=True):
     return loss, jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((8 * rows, length), jnp.int32)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_model_that_keeps_its_contract_has_no_findings(stage, mesh):
     found = check(zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh), *tiny())
     assert found.ok, found
@@ -103,7 +105,9 @@ LEAN = {
 }
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize(
+    "name", quick_or_slow([(name,) for name in LEAN], [("masked",), ("over microbatches",), ("joined",)])
+)
 def test_a_stack_stays_sharded_until_its_iteration(name, mesh):
     params, loss = LEAN[name]
     tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)

@@ -61,7 +61,7 @@ MODELS = {
     "time-major": (STACK, lambda p, x: scanned(p, jnp.moveaxis(x, 1, 0)), SEQUENCES),
     "crops before rows": (STACK, lambda p, x: scanned(p, jnp.stack([x, x[:, ::-1]])), SEQUENCES),
 }
-QUICK = [("row-major", 2), ("vmapped", 2), ("vmapped under remat", 3), ("crops before rows", 3)]
+QUICK = [("row-major", 2), ("vmapped under remat", 3)]
 
 
 @pytest.mark.parametrize(("name", "stage"), quick_or_slow([(name, s) for name in MODELS for s in (2, 3)], QUICK))
@@ -136,9 +136,7 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
     assert "at the same time" not in str(check(zero(mesh, 3), stacked, shape(6, 4096, 8), rows))
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulate"), quick_or_slow([(s, a) for s in range(4) for a in (1, 2)], [(1, 2), (3, 1)])
-)
+@pytest.mark.parametrize(("stage", "accumulate"), quick_or_slow([(s, a) for s in range(4) for a in (1, 2)], [(3, 1)]))
 def test_a_whole_step_keeps_its_contract(stage, accumulate, mesh):
     def loss(p, mutable, x):
         return row_major(p["layers"], x + p["b"]), mutable + 1, x.max()

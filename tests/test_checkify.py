@@ -35,7 +35,7 @@ def messages_of_plain_jax():
     return [checked(PARAMS, batch)[0].get() for batch in (HEALTHY, LARGE, NEGATIVE)]
 
 
-@pytest.mark.parametrize(("view", "stage"), [("global", 3), ("device", 1)])
+@pytest.mark.parametrize(("view", "stage"), [("global", 3), pytest.param("device", 1, marks=pytest.mark.slow)])
 def test_the_error_is_that_of_plain_jax(view, stage):
     tx = zero_shard(optax.sgd(0.1), stage=stage, view=view, persist_below=10)
     gradient = lambda params, batch: tx.value_and_grad(loss)(params, batch)[1]

@@ -76,6 +76,7 @@ def saved(request, tmp_path_factory):
     return directory, logical_leaves(state), precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "others"),
     quick_or_slow(
@@ -179,7 +180,11 @@ def run(tx, step, directory, until):
 
 @pytest.mark.parametrize(
     ("stage", "count", "precision"),
-    [(3, 8, None), (1, 3, Precision.bf16()), pytest.param(2, 8, Precision.fp16(), marks=pytest.mark.slow)],
+    [
+        (3, 8, None),
+        pytest.param(1, 3, Precision.bf16(), marks=pytest.mark.slow),
+        pytest.param(2, 8, Precision.fp16(), marks=pytest.mark.slow),
+    ],
 )
 def test_a_restart_changes_no_bit(stage, count, precision, tmp_path):
     tx = transformation(stage, count, precision)

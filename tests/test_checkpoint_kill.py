@@ -66,6 +66,7 @@ def two(directory, how):
     return [start(2, "together", directory, i, port, how) for i in range(2)]
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_restore_together(tmp_path):
     outcomes = [child.communicate(timeout=120) for child in two(tmp_path, "lives")]
     for out, err in outcomes:

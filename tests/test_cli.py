@@ -168,6 +168,7 @@ def test_a_file_that_fails_says_how(tmp_path):
     assert "bad.py cannot be run: ModuleNotFoundError" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_passes_a_healthy_machine(tmp_path):
     outcome = run("doctor", "--path", tmp_path, "--json")
     assert outcome.exit_code == 0, outcome.output

@@ -66,7 +66,9 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("bucket_bytes", "exposed"), [(0, False), (1 << 20, False), (600, True)])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "exposed"), [(0, False), pytest.param(1 << 20, False, marks=pytest.mark.slow), (600, True)]
+)
 @pytest.mark.parametrize("name", LEAVES)
 def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, bucket_bytes, exposed):
     leaves = LEAVES[name]
@@ -210,7 +212,7 @@ def test_a_negative_bucket_size_is_refused():
         ManualCollectives(AXES, bucket_bytes=-1)
 
 
-@pytest.mark.parametrize("name", ["remat", "scan_everything", "stacked_layers"])
+@pytest.mark.parametrize("name", [pytest.param("remat", marks=pytest.mark.slow), "scan_everything", "stacked_layers"])
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)

@@ -131,6 +131,7 @@ def test_a_state_of_another_mesh_is_refused_and_both_meshes_are_named():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_offloaded_chunks_are_of_shards_over_both_axes(update):
     offload = Offload(optimizer="host", update=update, chunk_bytes=400)

@@ -202,7 +202,7 @@ def test_a_parameter_that_is_no_array(tx):
         tx.value_and_grad(mean_square)({**PARAMS, "act": lambda x: x}, jnp.ones((8, 16)))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
@@ -250,7 +250,11 @@ def decorated(params, batch, act, rate, *, train, name=None, key):
 
 @pytest.mark.parametrize(
     ("stage", "view", "accumulate"),
-    [(1, "global", 1), (3, "global", 2), pytest.param(3, "device", 1, marks=pytest.mark.slow)],
+    [
+        pytest.param(1, "global", 1, marks=pytest.mark.slow),
+        (3, "global", 2),
+        pytest.param(3, "device", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
     tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, view=view)

@@ -46,7 +46,7 @@ def half(of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "parallel", "stage", "scanned"), quick_or_slow(half(0), [(MLP, False, 2, False), (GPT, True, 3, True)])
+    ("kind", "parallel", "stage", "scanned"), quick_or_slow([*half(0), (MLP, False, 2, False)], [(GPT, True, 3, True)])
 )
 def test_equals_plain_jit(kind, parallel, stage, scanned):
     set_mesh = (stage + scanned + parallel) % 2 == 0

@@ -41,7 +41,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_exported_parameters_are_the_logical_ones(stage, precision, tmp_path):
     """Padding is gone, and master weights are written, not their narrow copies."""
     state = transformation(stage, precision=precision).create(PARAMS)
@@ -59,7 +59,7 @@ def test_floats_are_cast_to_the_type_chosen(tmp_path):
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), cast)
 
 
-@pytest.mark.parametrize(("stage", "count"), [(3, 3), (1, 8), (0, 1)])
+@pytest.mark.parametrize(("stage", "count"), [(3, 3), pytest.param(1, 8, marks=pytest.mark.slow), (0, 1)])
 def test_import_reads_into_any_layout(stage, count, tmp_path):
     export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
     tx = transformation(stage, count, Precision.bf16())
@@ -152,6 +152,7 @@ def saved(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_the_command_line_verifies_and_exports(saved, tmp_path):
     done = command("verify", saved)
     assert (done.exit_code, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")

@@ -77,7 +77,7 @@ def plain_linen_loop(tx):
 
 @pytest.mark.parametrize(
     ("stage", "sharded"),
-    quick_or_slow(list(itertools.product(STAGES, (False, True))), [(0, False), (3, True)]),
+    quick_or_slow(list(itertools.product(STAGES, (False, True))), [(3, True)]),
 )
 def test_a_linen_train_state_runs_unchanged(stage, sharded):
     tx = zero(stage)
@@ -179,13 +179,13 @@ def test_an_nnx_optimizer_runs_unchanged(stage, count, tolerance):
     np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=tolerance)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=() if s in (2, 3) else pytest.mark.slow) for s in STAGES])
+@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(3,)]))
 def test_a_sharded_module_trains_as_a_plain_one(stage):
     losses, *_ = explicit_nnx_loop(zero(stage, 1))
     np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(0,), (3,)]))
 def test_a_sharded_module_has_its_shards_alone(stage):
     _, model, optimizer = explicit_nnx_loop(zero(stage), steps=1 if stage in (1, 3) else 0)
     if stage == 3:
@@ -226,7 +226,7 @@ def test_predicates_know_nnx_parameters_by_one_path(mesh):
     np.testing.assert_array_equal(after["bias"], before["bias"])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=() if s in (1, 3) else pytest.mark.slow) for s in STAGES])
+@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(3,)]))
 def test_a_train_state_with_master_weights(stage):
     tx = zero_shard(SGD, stage=stage, mesh=mesh_of(8), persist_below=20, precision=Precision.bf16())
     plain, loss = plain_linen_loop(SGD)

@@ -22,6 +22,7 @@ def params():
     return jax.tree.map(lambda x: random.standard_normal(x.shape, np.float32), shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "rows", "options"),
     [

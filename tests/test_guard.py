@@ -85,7 +85,7 @@ PRECISIONS = {"fp16": FP16, "bf16": Precision.bf16(), "fp32": None}
     ("stage", "name", "accumulate"),
     quick_or_slow(
         list(itertools.product(STAGES, PRECISIONS, (1, 3))),
-        [(1, "bf16", 1), (2, "fp16", 1), (3, "fp32", 3)],
+        [(3, "fp32", 3)],
     ),
 )
 def test_an_overflow_on_one_device_leaves_every_bit(stage, name, accumulate, mesh):

@@ -65,10 +65,12 @@ def assert_same(found, expected):
 STAGES = [*((stage, "shards") for stage in range(4)), (3, "params")]
 VIEWS = ("global", "device")
 GRID = [(*stage, view, name) for stage, view, name in fraction(2, STAGES, VIEWS, OPTIMIZERS)]
-QUICK = [(3, "shards", "device", "clip-adafactor"), (3, "params", "global", "adamw")]
+QUICK = [(3, "params", "global", "adamw")]
 
 
-@pytest.mark.parametrize(("stage", "way", "view", "name"), quick_or_slow(GRID, QUICK))
+@pytest.mark.parametrize(
+    ("stage", "way", "view", "name"), quick_or_slow([*GRID, (3, "shards", "device", "clip-adafactor")], QUICK)
+)
 def test_it_trains_as_on_one_device(stage, way, view, name):
     assert_same(trained(zero(stage, name, way, view=view)), on_one_device(name))
 
@@ -84,12 +86,10 @@ def test_microbatches_are_those_of_one_device(stage, way, view):
 SHAPES_OF_LOSSES = "scan_everything stacked_layers custom_vjp_in_scan penalty scan_same_stack_twice remat".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way", "view"),
-    quick_or_slow(
-        fraction(2, SHAPES_OF_LOSSES, ("shards", "params"), VIEWS),
-        [("stacked_layers", "params", "device"), ("custom_vjp_in_scan", "shards", "global")],
-    ),
+    [*fraction(2, SHAPES_OF_LOSSES, ("shards", "params"), VIEWS), ("stacked_layers", "params", "device")],
 )
 def test_every_shape_of_a_loss_is_differentiated_as_on_one_device(name, way, view):
     """In two microbatches, whose gradients are reduced across hosts once."""
@@ -106,9 +106,10 @@ def test_every_shape_of_a_loss_is_differentiated_as_on_one_device(name, way, vie
         np.testing.assert_allclose(old - new, grad, rtol=2e-5, atol=2e-5 * max(1e-2, float(np.abs(grad).max())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "view"),
-    quick_or_slow([(w, v) for w in ("shards", "params") for v in ("global", "device")], [("params", "global")]),
+    [(w, v) for w in ("shards", "params") for v in ("global", "device")],
 )
 def test_microbatches_are_reduced_across_hosts_once(way, view):
     def across(accumulate):
@@ -222,7 +223,15 @@ def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view)
     assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
 
 
-@pytest.mark.parametrize(("stage", "way"), [(1, "shards"), (1, "all"), (3, "shards"), (3, "params")])
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (1, "shards"),
+        pytest.param(1, "all", marks=pytest.mark.slow),
+        pytest.param(3, "shards", marks=pytest.mark.slow),
+        (3, "params"),
+    ],
+)
 def test_bytes_sent_are_those_of_the_compiled_step(stage, way):
     def loss(params, x):
         for w in params:

@@ -32,7 +32,12 @@ def zero(stage, **options):
 @pytest.mark.parametrize(
     ("stage", "options", "accumulate"),
     [
-        (1, {"batch_spec": {"x": PartitionSpec("data"), "y": {"left": PartitionSpec("data")}}}, 1),
+        pytest.param(
+            1,
+            {"batch_spec": {"x": PartitionSpec("data"), "y": {"left": PartitionSpec("data")}}},
+            1,
+            marks=pytest.mark.slow,
+        ),
         (3, {"view": "device"}, 2),
     ],
 )

@@ -72,6 +72,7 @@ def test_other_trees_of_the_same_structure_are_made_as_before(name, stored):
     assert found["w"].shape == (20, 12)
 
 
+@pytest.mark.slow
 def test_transformations_of_jax_go_through_storage(stored):
     """They unflatten batches, bases, types, axes and shardings."""
     stack = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), stored)

@@ -306,6 +306,7 @@ def test_the_report_names_them():
     assert dataclasses.replace(state.plan, matrices=None) != state.plan
 
 
+@pytest.mark.slow
 def test_offloaded_state_is_updated_by_no_owners_and_the_plan_says_so():
     plan = owned("muon", 3, mesh_of(8), offload=Offload(optimizer="host")).create(params()).plan
     assert plan.matrices.owned == ()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 
 from zerojax import block, collectives, zero_shard
 from zerojax.gather.merged import merged
@@ -38,7 +38,7 @@ def setup(key=0):
     return {"generator": w[:LAYERS], "critic": w[LAYERS]}, jax.random.normal(keys[-1], (ROWS, WIDTH))
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", quick_or_slow([(name,) for name in WRAPS], [("bare",), ("block",)]))
 def test_a_block_that_is_called_twice_on_the_same_is_computed_once(wrap):
     params, batch = setup()
     tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh_of(8), persist_below=1)

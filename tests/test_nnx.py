@@ -222,6 +222,7 @@ def plain_annotated_losses():
     return losses_of(model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), nnx.value_and_grad(annotated_loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "kind"),
     quick_or_slow(list(itertools.product(STAGES, [AxisType.Auto, AxisType.Explicit])), [(3, AxisType.Auto)]),

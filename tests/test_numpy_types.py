@@ -29,7 +29,10 @@ def types(tree):
     return {str(x.dtype) for x in jax.tree.leaves(tree)}
 
 
-@pytest.mark.parametrize(("stage", "options"), [(1, {}), (3, {"offload": Offload(optimizer="host", params="host")})])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (3, {"offload": Offload(optimizer="host", params="host")})],
+)
 def test_they_train_as_their_arrays_of_jax_do(stage, options):
     tx = zero(stage, **options)
     assert_parity(tx, loss, PARAMS, BATCHES)
@@ -38,6 +41,7 @@ def test_they_train_as_their_arrays_of_jax_do(stage, options):
     assert not any(name in str(tx.create(shapes).plan) for name in NARROW)
 
 
+@pytest.mark.slow
 def test_of_other_entries_each_takes_them():
     tx = zero(3, precision=Precision.bf16())
     state, step = tx.create(PARAMS), tx.train_step(loss)

@@ -33,7 +33,6 @@ CLIPPED = {
 WANTED = ("adamw", "adafactor", "lion", "clip+adamw", "muon")
 QUICK = [
     ("adamw", 3, "device", "disk"),
-    ("muon", 1, "device", "host"),
     ("adafactor", 3, "host", "disk"),
 ]
 
@@ -113,6 +112,7 @@ def test_microbatches_and_master_weights_equal_those_without(stage, update):
         np.testing.assert_allclose(a.ravel()[: leaf.size], b.ravel()[: leaf.size], atol=2e-3, err_msg=leaf.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "update"),
     [
@@ -167,7 +167,7 @@ def test_the_state_of_the_hand_written_loop_is_the_same():
 # What is where
 
 
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("where", ["host", pytest.param("disk", marks=pytest.mark.slow)])
 def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path):
     before = {id(x) for x in jax.live_arrays()}
     tx = zero(optax.adamw(1e-2), 3, offload=offload(tmp_path if where == "disk" else None))
@@ -316,6 +316,7 @@ def test_parameters_that_need_each_others_state_are_one_group():
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 def test_a_fraction_stays_on_the_device(fraction):
     tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction=fraction))

@@ -95,6 +95,7 @@ def test_writes_share_no_lock(tmp_path, monkeypatch):
     assert all(len(used) == 1 for used in loops.values())
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_state_at_the_call_while_training_goes_on(tmp_path):
     tx = transformation("host", tmp_path)
     state, step = trained(tx)
@@ -124,6 +125,7 @@ def test_stock_orbax_lists_and_reads_what_was_offloaded(tmp_path):
     np.testing.assert_array_equal(np.asarray(found[name])[:24, :13], expected)
 
 
+@pytest.mark.slow
 def test_master_weights_on_disk_are_exported(tmp_path):
     from safetensors.numpy import load_file
 

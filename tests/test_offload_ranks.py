@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
+from conftest import quick_or_slow
 
 from zerojax import Offload, zero_shard
 
@@ -18,7 +19,6 @@ PARAMS = {
 }
 ROWS = jnp.linspace(-1, 1, 32).reshape(8, 4)
 QUICK = {
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-2)),
 }
 # With their usual arguments, but for the learning rate. What optax cannot do on these leaves is not here.
@@ -28,13 +28,13 @@ CONTRIB = "acprop ademamix dog dowg prodigy schedule_free_adamw schedule_free_sg
 OTHERS = {name: lambda name=name: getattr(optax, name)(1e-2) for name in NAMES}
 OTHERS |= {name: lambda name=name: getattr(optax.contrib, name)(1e-2) for name in CONTRIB}
 OTHERS |= {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-2, momentum=0.9)),
     "trust_ratio": lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio(), optax.scale(-1e-2)),
     "param_block": lambda: optax.chain(optax.adam(1e-2), optax.scale_by_param_block_rms()),
     "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "rss": lambda: optax.chain(optax.scale_by_rss(), optax.scale_by_stddev(), optax.scale(-1e-2)),
 }
-CASES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 def loss(params, rows):
@@ -61,7 +61,7 @@ def assert_trains_as_optax(name, offload, mesh):
     chex.assert_trees_all_close(tx.unshard(state.params), params, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in OTHERS], [(name,) for name in QUICK]))
 def test_offloaded_state_of_every_rank(name, mesh):
     assert_trains_as_optax(name, Offload(optimizer="host"), mesh)
 

@@ -108,7 +108,7 @@ def stacks(fn, *args):
     return {(v.aval.shape[-1], on_host(v)) for v in found}
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", quick_or_slow([(style,) for style in STYLES], [("unrolled",)]))
 def test_offloading_leaves_gradients_alone(style):
     params, batch, loss_of = problem(style)
     policy = remat_policy("input", "hidden", save=["kept"])
@@ -121,7 +121,6 @@ def test_offloading_leaves_gradients_alone(style):
         list(itertools.product(ENGINES, STYLES)),
         [
             ("stage 3", "scan"),
-            ("stage 3", "unrolled"),
         ],
     ),
 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 
 import zerojax
 from zerojax import zero_shard
@@ -41,7 +41,7 @@ LOOKS_AT_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKS_AT_SHAPES)
+@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in LOOKS_AT_SHAPES], [("scale_by_param_block_rms",)]))
 def test_what_counts_padding_is_named_once(name):
     one, chain = LOOKS_AT_SHAPES[name]
     tx, params, grads = sharded()
@@ -62,7 +62,11 @@ def test_named_and_nested_chains_are_seen(nested):
 
 @pytest.mark.parametrize(
     "one",
-    [optax.clip_by_global_norm(0.1), optax.scale_by_adam(), optax.add_decayed_weights(0.1)],
+    [
+        pytest.param(optax.clip_by_global_norm(0.1), marks=pytest.mark.slow),
+        optax.scale_by_adam(),
+        pytest.param(optax.add_decayed_weights(0.1), marks=pytest.mark.slow),
+    ],
     ids=["global-norm", "adam", "decay"],
 )
 def test_what_is_exact_on_storage_is_not_warned_of(one):

@@ -92,6 +92,7 @@ def test_a_run_equals_flaxs_own(stage, options, parts):
     assert not any(OWG in leaf.path for leaf in (*state.plan.grads, *state.plan.state))
 
 
+@pytest.mark.slow
 def test_layers_shared_by_the_iterations_of_a_loop_take_the_maximum_of_their_uses():
     """Flax has a type for that, whose values autodiff does not add: stage 3's loops must ask it, too."""
 
@@ -131,7 +132,7 @@ OBSERVING = {
 @pytest.mark.parametrize(
     ("stage", "view", "accumulate"),
     [
-        (1, "global", 1),
+        slow(1, "global", 1),
         (3, "global", 2),
         (3, "device", 2),
         *(slow(*case) for case in [(3, "global", 1), (0, "global", 2), (2, "device", 1)]),
@@ -201,6 +202,7 @@ def test_a_skipped_step_overwrites_nothing():
     assert_close(tx.unshard(state.params), VARIABLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "accumulate", "options"),
     [slow(1, 1, {"precision": Precision.fp32(loss_scale=8.0)}), (3, 2, {}), slow(3, 1, {"view": "device"})],

@@ -53,12 +53,10 @@ def losses(way, style):
 
 
 GRID = [(way, style) for way in peers.JAX_WAYS for style in ("unrolled", "scan")]
-QUICK = [("gspmd-tuned", "scan")]
 
 
-@pytest.mark.parametrize(
-    ("way", "style"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in GRID]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "style"), GRID)
 def test_all_ways_of_jax_train_alike(way, style):
     first = losses("replicated", "unrolled")
     assert first[-1] < first[0]

@@ -185,7 +185,7 @@ def test_a_host_of_more_than_eight_is_noted(topology, told):
     assert [("h200:2x6" in note) for note in found.notes] == [True] * told
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in range(4)], [(0,), (3,)]))
 def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
     tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), persist_below=0)
     state = tx.create(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes()))

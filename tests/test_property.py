@@ -441,7 +441,11 @@ NAMES = [f"{kind.__name__} {name}" for kind, name in OUTERMOST]
 
 
 # The others are outermost in the slow test alone.
-@pytest.mark.parametrize("number", range(0, len(OUTERMOST), 6), ids=NAMES[::6])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=() if n % 12 else pytest.mark.slow) for n in range(0, len(OUTERMOST), 6)],
+    ids=NAMES[::6],
+)
 def test_random_programs_equal_the_plain_function(number):
     # Not `derandomize`, which would draw the same sizes, dims and options for every number.
     # And without shrinking, which takes minutes for a program that is small as it is; the slow test shrinks.

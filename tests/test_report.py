@@ -55,13 +55,11 @@ def test_layers_on_different_devices_are_not_added_up():
 
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
 CASES = fraction(4, ("adamw", "adafactor"), range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host"))
+CASES.append(("adafactor", 1, 2, "bf16", "host"))
 QUICK = [
     ("adamw", 3, 8, "fp32", "device"),
-    ("adamw", 3, 8, "bf16", "host"),
-    ("adamw", 0, 1, "fp32", "device"),
     ("adafactor", 2, 3, "fp32", "host"),
     ("adafactor", 2, 3, "bf16", "device"),
-    ("adafactor", 1, 2, "bf16", "host"),
 ]
 
 

@@ -74,7 +74,7 @@ def plain_step(tx, params, state):
     ("stage", "options"),
     [
         (3, {}),
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         pytest.param(0, {}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(3, {"offload": Offload(optimizer="host", params="host")}, marks=pytest.mark.slow),

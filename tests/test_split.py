@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, quick_or_slow
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays
@@ -90,7 +90,10 @@ def trained(tx):
     return jax.device_get((tx.unshard(state.params), opt_state))
 
 
-@pytest.mark.parametrize(("name", "update"), [*((name, "device") for name in UPDATES), ("branches", "host")])
+EVERY = [*((name, "device") for name in UPDATES), ("branches", "host")]
+
+
+@pytest.mark.parametrize(("name", "update"), quick_or_slow(EVERY, [("a statistic", "device")]))
 def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
     options = {"stage": 3, "mesh": mesh_of(2), "persist_below": 8}
     # a chunk of two of the five rows of each device

@@ -74,7 +74,7 @@ CASES = [(stage, name) for stage in range(4) for name in OPTIONS if stage or "of
 CASES = [(stage, name) for stage, name in CASES if stage == 3 or name != "both"]
 
 
-@pytest.mark.parametrize(("stage", "name"), quick_or_slow(CASES, [(2, "plain"), (1, "frozen"), (3, "both")]))
+@pytest.mark.parametrize(("stage", "name"), quick_or_slow(CASES, [(2, "plain"), (3, "both")]))
 def test_a_plain_state_is_placed_and_comes_back_bit_for_bit(stage, name, mesh, tmp_path):
     options = dict(OPTIONS[name])
     if name == "disk":
@@ -237,6 +237,7 @@ assert abs(float(loss) - expected["loss"]) < 1e-5, loss
 """
 
 
+@pytest.mark.slow
 def test_a_transformation_is_pickled_for_another_process(tmp_path):
     """With functions made by it; axes and the order of devices stay, and loading starts no backend."""
     types, devices = (AxisType.Auto, AxisType.Explicit), jax.devices()[::-1]

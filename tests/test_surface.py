@@ -63,7 +63,7 @@ def test_parameters_in_another_storage_are_read_by_their_logical_shape(stage, co
     jax.tree.map(np.testing.assert_array_equal, back, UNEVEN)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
 def test_a_weighted_loss_is_the_sum_over_the_sum(stage, mesh):
     weights = jnp.where(jnp.arange(56) < 9, 1.0, 0.0)  # whole devices have no weight at all
 
@@ -215,7 +215,7 @@ def test_other_nnx_variables_are_averaged_not_taken_from_one_device(mesh):
     np.testing.assert_allclose(model.seen.get_value(), 7.5)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("make", [lambda: optax.sgd(0.1), lambda: optax.adam(0.1)])
 def test_gradients_wider_than_their_parameters_stay_so(stage, make):
     """The difference that float32 gradients make to narrow parameters would be lost in bfloat16."""

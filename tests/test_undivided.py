@@ -138,12 +138,13 @@ def loss(params, batch):
 BATCH = jax.random.normal(jax.random.key(1), (16, 256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "stage"),
     [
         (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8), 3),
-        pytest.param(lambda: optax.chain(optax.clip(0.5), optax.adamw(1e-2)), 3, marks=pytest.mark.slow),
-        pytest.param(lambda: optax.lamb(1e-2), 1, marks=pytest.mark.slow),
+        (lambda: optax.chain(optax.clip(0.5), optax.adamw(1e-2)), 3),
+        (lambda: optax.lamb(1e-2), 1),
     ],
     ids=["adafactor", "clip-adamw", "lamb"],
 )

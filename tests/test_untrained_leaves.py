@@ -53,7 +53,7 @@ def assert_only_floats_moved(tree):
         pytest.param("adamw", 0, {"view": "device"}, marks=pytest.mark.slow),
         pytest.param("lion", 1, {"precision": Precision.bf16()}, marks=pytest.mark.slow),
         ("noisy", 2, {"trainable": {name: name != "mask" for name in PARAMS}}),
-        ("muon", 3, {"view": "device"}),
+        pytest.param("muon", 3, {"view": "device"}, marks=pytest.mark.slow),
         ("adamw", 3, {"precision": Precision.fp16(loss_scale=8.0), "offload": ON_HOST}),
     ],
 )
@@ -74,7 +74,10 @@ def test_a_run_leaves_integers_and_booleans_alone(tmp_path, name, stage, options
         assert_only_floats_moved(tx.unshard(checkpoints.restore(tx.create(PARAMS)).state.params))
 
 
-@pytest.mark.parametrize(("name", "stage", "precision"), [("adamw", 2, Precision.bf16()), ("noisy", 3, None)])
+@pytest.mark.parametrize(
+    ("name", "stage", "precision"),
+    [pytest.param("adamw", 2, Precision.bf16(), marks=pytest.mark.slow), ("noisy", 3, None)],
+)
 def test_a_loop_of_ones_own_does_so_too(name, stage, precision):
     tx = zero(name, stage, precision=precision)
     params = tx.shard(PARAMS)

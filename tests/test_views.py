@@ -65,7 +65,7 @@ def within_a_call(key):
 
 
 @pytest.mark.parametrize("make", [lambda: jax.random.key(0), lambda: jax.random.PRNGKey(jnp.int32(7) + 1)])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_key_made_of_a_constant_is_refused_as_a_closed_over_one(make, stage):
     drop = lambda x: jax.random.bernoulli(make(), 0.5, x.shape) * x
     losses = [lambda p, b: jnp.mean(drop(b @ p["w"])), lambda p, b: jnp.mean(jax.checkpoint(drop)(b @ p["w"]))]

@@ -106,7 +106,7 @@ def numpy_reduced(parts, leaf, codec, over):
     return summed.reshape(leaf.shards, -1)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((8, 40), 0), ((5, 24), 1), ((9, 30), 0)])
+@pytest.mark.parametrize(("shape", "dim"), quick_or_slow([((8, 40), 0), ((5, 24), 1), ((9, 30), 0)], [((9, 30), 0)]))
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
 def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
     leaves = [leaf_of(AXES, shape, dim), leaf_of(AXES, (16, 16), 0)]
@@ -124,7 +124,7 @@ def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
 
 
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
-@pytest.mark.parametrize("axes", [AXES, ("gpu", "host"), ("gpu",)])
+@pytest.mark.parametrize("axes", quick_or_slow([(AXES,), (("gpu", "host"),), (("gpu",),)], [(AXES,)]))
 def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
     leaves = [leaf_of(axes, (8, 40), 1), leaf_of(axes, (9, 30), 0)]
     comm = ManualCollectives(AXES, wire=Encoding(wire=Wire(gather="int8", block=BLOCK, over=over)))
@@ -205,7 +205,7 @@ def exact():
 
 
 GRID = [(case, view) for case in CASES for view in ("global", "device")]
-QUICK_ONES = [("both", "global"), ("inside", "device"), ("across", "global")]
+QUICK_ONES = [("inside", "device")]
 
 
 @pytest.mark.parametrize(("case", "view"), quick_or_slow(GRID, QUICK_ONES))
@@ -242,6 +242,7 @@ def test_bytes_are_those_of_the_formula():
     assert found.gathered == pytest.approx(found.gathered_formula - once, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "options"), [(3, {}), (3, {"params_axis": "gpu"}), (1, {})])
 def test_the_estimate_sends_what_the_step_does(stage, options):
     wire = WIRE if stage == 3 else dataclasses.replace(WIRE, gather=None)
@@ -265,6 +266,7 @@ def test_stored_parameters_stay_exact():
     jax.tree.map(np.testing.assert_array_equal, tx.unshard(state.params), params())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_on_one_device_skips_the_step_on_all(stage):
     wire = WIRE if stage == 3 else dataclasses.replace(WIRE, gather=None)
@@ -318,6 +320,7 @@ def test_what_cannot_be_kept_is_refused(error, message, make):
         make()
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_on_processes_that_choose_leaves_alike():
     """Each has functions of its own, at other addresses; what they choose is compared."""
 
@@ -372,7 +375,8 @@ def weighted_batch(i):
 GRID = [(view, accumulate) for view in ("global", "device") for accumulate in (1, 2)]
 
 
-@pytest.mark.parametrize(("view", "accumulate"), quick_or_slow(GRID, [("global", 1), ("device", 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("view", "accumulate"), GRID)
 def test_what_a_sum_across_loses_is_added_to_the_next(view, accumulate):
     """So after any number of steps of SGD the parameters are off by the last errors alone."""
     (tx, _, state), (plain, _, expected) = fed_back_run(view, accumulate)
@@ -401,6 +405,7 @@ def test_errors_are_kept_where_their_parameters_are_and_counted():
     assert once == 2 * sum(Codec("int4", BLOCK).bytes(part) for part in parts)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_errors_as_they_are():
     (_, step, state), _ = fed_back_run()
     before = jax.device_get(state.rounding_errors)

@@ -51,6 +51,7 @@ def test_all_that_a_device_holds_is_little_more_than_the_parameters(style):
     assert used <= 1.15 * parameter_bytes()
 
 
+@pytest.mark.slow
 def test_a_scanned_model_is_gathered_twice_and_scattered_once():
     found = collectives(compiled("scan", 3))
     elements = parameter_bytes() / 4

@@ -17,7 +17,6 @@ EVERY = [(name, stage) for name in TABLE for stage in range(4)] if ALL else frac
 QUICK = [
     ("eqx_blocks", 2),
     ("eqx_mlp", 1),
-    ("features_first", 3),
     ("rows_last_acc", 2),
 ]
 EXCEPTED = [(name, 3) for name in TABLE if TABLE[name].exceptions]
