@@ -56,3 +56,19 @@ def test_no_tracer_is_left_behind(stage, mesh):
         gradient = tx.value_and_grad(lambda p, rows: jnp.mean((rows @ p["w"] + p["bias"]) ** 2))
         _, grads = gradient(tx.shard(params), jnp.ones((8, 16)))
     assert set(grads) == set(params)
+
+
+@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
+def test_a_wide_cotangent_of_a_narrow_value_is_refused_by_name(view, mesh):
+    """JAX's transpose rules hand it on; the parts of our backward pass cannot, and must not round it silently."""
+
+    @jax.custom_vjp
+    def total(x):
+        return x.astype(jnp.float32).sum()
+
+    total.defvjp(lambda x: (total(x), x.shape), lambda shape, g: (jnp.full(shape, g, jnp.float32),))
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0, view=view)
+    params = tx.shard({"w": jnp.ones((16, 4), jnp.bfloat16)})
+    gradient = tx.value_and_grad(lambda p, rows: total(p["w"][jnp.array([1, 2, 1])]) * rows.mean())
+    with pytest.raises(TypeError, match="cotangent of float32 for a value of bfloat16"):
+        gradient(params, jnp.ones(8))

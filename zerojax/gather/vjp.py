@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
@@ -65,6 +66,7 @@ class Passes:
         other_shapes: Shapes of the others.
         residual_rows: Where each residual holds the rows of the batch.
         result_rows: Where each active result, and so its cotangent, holds them.
+        result_types: Type of each active result, which its cotangent must have.
         is_shared: Whether several segments run it; then either pass is traced once.
     """
 
@@ -80,6 +82,7 @@ class Passes:
     other_shapes: tuple
     residual_rows: tuple[State, ...]
     result_rows: tuple[State, ...]
+    result_types: tuple[np.dtype, ...]
     is_shared: bool = False
 
     @functools.cached_property
@@ -137,7 +140,19 @@ class Passes:
     def _jitted_pull(self) -> Callable:
         return jax.jit(self._pull, static_argnums=(0, 1))
 
+    def _check_types(self, cotangents: Sequence) -> None:
+        """Refuse cotangents that a custom rule made of another type than the value: only `jax.grad` takes them."""
+        for cotangent, dtype in zip(cotangents, self.result_types, strict=True):
+            if cotangent.dtype != dtype:
+                raise TypeError(
+                    f"A custom rule in the loss gives a cotangent of {cotangent.dtype} for a value of {dtype} with "
+                    f"shape {cotangent.shape}. At stage 3 the backward pass runs in parts, and a part takes cotangents of its "
+                    f"results' types. Return the cotangent as {dtype} from the rule, or cast the value to "
+                    f"{cotangent.dtype} before the rule."
+                )
+
     def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
+        self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
         pools["derived"] = self.derive(*[pools[pool][i] for pool, i in self.derive_reads])
         residuals = [pools[pool][index] for pool, index in self.sources]
@@ -204,7 +219,8 @@ def passes(
         return results, backward
 
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(list(params), list(others))
-    results, tree = len(shapes[0]), jax.tree.structure(shapes[1])
+    result_shapes, tree = shapes[0], jax.tree.structure(shapes[1])
+    results = len(result_shapes)
     jaxpr, consts = compat.opened(closed)
     forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
     shapes = tuple(v.aval for v in jaxpr.invars[len(params) :])
@@ -226,6 +242,7 @@ def passes(
         other_shapes=shapes,
         residual_rows=tuple(states[results:]),
         result_rows=tuple(states[i] for i in active_results),
+        result_types=tuple(result_shapes[i].dtype for i in active_results),
     )
 
 
