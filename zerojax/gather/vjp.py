@@ -146,7 +146,7 @@ class Passes:
             if cotangent.dtype != dtype:
                 raise TypeError(
                     f"A custom rule in the loss gives a cotangent of {cotangent.dtype} for a value of {dtype} with "
-                    f"shape {cotangent.shape}. At stage 3 the backward pass runs in parts, and a part takes cotangents of "
+                    f"shape {cotangent.shape}. At stage 3 the backward pass runs in parts, which take cotangents of "
                     f"its results' types. Return the cotangent as {dtype} from the rule, or cast the value to "
                     f"{cotangent.dtype} before the rule."
                 )
