@@ -1,4 +1,4 @@
-"""A `jax.Ref` that a loss closes over: in global view as in plain JAX, elsewhere refused by name."""
+"""A `jax.Ref` in a loss: its own one works, one that it closes over in global view; others are refused by name."""
 
 import jax
 import jax.numpy as jnp
@@ -119,3 +119,17 @@ def test_values_of_a_type_of_the_users_own(view):
         else:
             same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
             jax.tree.map(same, gradient(params, BATCH)[1], wanted)
+
+
+@pytest.mark.parametrize(("view", "stage"), [("device", 3), pytest.param("global", 1, marks=pytest.mark.slow)])
+def test_a_ref_that_the_loss_makes_itself(view, stage):
+    def loss(params, batch):
+        ref = jax.new_ref(params["w"])
+        ref[0] = 2 * ref[0]
+        return jnp.mean(jnp.tanh(batch @ jax.freeze(ref)))
+
+    params = {"w": PARAMS["w"]}
+    wanted = jax.jit(jax.grad(loss))(params, BATCH)
+    tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, persist_below=10)
+    grads = tx.unshard(tx.value_and_grad(loss)(tx.shard(params), BATCH)[1])
+    np.testing.assert_allclose(grads["w"], wanted["w"], rtol=1e-4, atol=1e-7)

@@ -245,6 +245,13 @@ def on_host(fn: Callable) -> Callable:
     return compute_on("device_host")(jax.jit(fn))
 
 
+def makes_refs(effects: Any) -> bool:
+    """Return whether effects show that a function makes a `jax.Ref` of its own, which JAX's rules must then remove."""
+    from jax._src.core import internal_mutable_array_effect
+
+    return internal_mutable_array_effect in effects
+
+
 def is_check(effect: Any) -> bool:
     """Whether an effect is that of a `checkify.check`."""
     from jax._src.checkify import ErrorEffect

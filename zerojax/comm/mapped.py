@@ -36,7 +36,8 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
         axis_names: The axes that `fn` is manual over.
 
     Returns:
-        A function of global arrays. Differentiated or under `vmap`, it is the plain `shard_map`.
+        A function of global arrays. Differentiated, under `vmap`, or if `fn` makes a `jax.Ref`, it is the plain
+        `shard_map`.
     """
     over_shards = jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
@@ -54,6 +55,8 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
     def call(*args):
         closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
+        if compat.makes_refs(jaxpr.effects):  # JAX removes refs by a rule for each primitive, and has one for shard_map
+            return over_shards(*args)
         if any(map(compat.is_check, jaxpr.effects)):
             return checked(*args)
         bare = compat.part_of(jaxpr, jaxpr.eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars], jaxpr.outvars)
