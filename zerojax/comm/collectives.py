@@ -163,7 +163,7 @@ class Collectives(Protocol):
         """The sum of two gradients that are not reduced yet; with summands, if one has them."""
         ...
 
-    def like(self, grad: Array, other: jax.ShapeDtypeStruct) -> Array:
+    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """A gradient with summands, if another has them."""
         ...
 
@@ -323,7 +323,7 @@ class ManualCollectives:
         """See `Collectives`."""
         return compat.add_cotangents(a, b)
 
-    def like(self, grad: Array, other: jax.ShapeDtypeStruct) -> Array:
+    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """See `Collectives`."""
         return grad
 

@@ -186,7 +186,7 @@ class GlobalCollectives:
         """See `Collectives`."""
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
-    def like(self, grad: Array, other: jax.ShapeDtypeStruct) -> Array:
+    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """See `Collectives`."""
         return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 

@@ -117,7 +117,7 @@ def traced(
         follower: Follows the rows through the program; None does not.
     """
     arrays, put_back = split_arrays(args)
-    given = [NOWHERE] * len(full) + row_states(args, of_rows)
+    given = [NOWHERE] * len(full) + row_states(args, of_rows, follower)
 
     def on_leaves(full, arrays):
         return fn(tree.unflatten(full), *put_back(arrays))
@@ -195,10 +195,14 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
 
 
-def row_states(args: Sequence, of_rows: Collection[int]) -> list[State]:
-    """Where each array among `args` holds the rows of the batch: on dim 0 of those that are named."""
+def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
+    """Say where each array among `args` holds the rows of the batch: on dim 0 of those that are named.
+
+    An array whose rows the devices do not divide evenly, such as the batch of an evaluation, is whole on each of them.
+    """
+    count = 1 if follower is None else follower.count
     return [
-        at(0) if i in of_rows and x.shape else NOWHERE
+        at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE
         for i, arg in enumerate(args)
         for x in jax.tree.leaves(arg)
         if isinstance(x, _ARRAYS)

@@ -216,7 +216,7 @@ class View:
             return [returned.total, *rest]
 
         given = [*stored, *arrays]
-        rows = [NOWHERE] * len(stored) + row_states((mutable, batch, *args), _OF_ROWS)
+        rows = [NOWHERE] * len(stored) + row_states((mutable, batch, *args), _OF_ROWS, self.comm.follower)
         active = [i in trained or i in overwritten for i in range(len(given))]
         how = {"wanted": (0,), "rows": rows, "follower": self.comm.follower}
         two = passes(function, (), given, trained=(), active=active, **how)
