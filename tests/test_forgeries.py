@@ -481,11 +481,20 @@ def in_child(work):
     return text
 
 
+def hold(mutex, begun, stop):
+    with mutex:
+        begun.set()
+        stop.wait(20)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_child_can_neither_use_nor_unlock_what_its_parent_has(tmp_path):
     (checks := tmp_path / "checks").mkdir()
     with Checkpointer(checks) as checkpoints, DiskStore(tmp_path / "disk", SPECS) as store:
-        checkpoints._mutex.acquire()  # as another thread may have at that moment
+        stop, other = threading.Event(), threading.Event()
+        holder = threading.Thread(target=hold, args=(checkpoints._mutex, other, stop))
+        holder.start()  # another thread saves at that moment
+        other.wait(20)
         store.write(0, [np.ones(8, "f4")], version=1)
 
         def work():
@@ -499,7 +508,8 @@ def test_a_child_can_neither_use_nor_unlock_what_its_parent_has(tmp_path):
         try:
             assert in_child(work) == "refused"
         finally:
-            checkpoints._mutex.release()
+            stop.set()
+            holder.join()
         with pytest.raises(CheckpointError, match="in use by this process"):
             Checkpointer(checks)
         with store.read(0, version=1).result(20) as lease:
