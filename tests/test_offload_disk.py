@@ -328,7 +328,7 @@ def test_what_others_wrote_is_refused_and_kept(left, name):
     assert sorted(os.listdir(left)) == before
 
 
-@pytest.mark.parametrize("lock", [None, "", "theirs"])
+@pytest.mark.parametrize("lock", [None, ""])
 def test_a_name_alone_does_not_make_a_file_ours(tmp_path, lock):
     (tmp_path / "chunk_00000.bin").write_text("mine")
     if lock is not None:

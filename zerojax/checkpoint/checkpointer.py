@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
+from zerojax.offload.lock import Lock
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -70,8 +72,9 @@ class Checkpointer:
         self._processes = Processes(timeout)
         self._last_save: Save | None = None
         self._failed: list[Save] = []
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         self._mutex = threading.RLock()
+        KNOWN.add(self)
         if not read_only:
             self._open()
 
@@ -120,10 +123,7 @@ class Checkpointer:
         """
         if not isinstance(state, ZeroState):
             raise no_zero_state("save takes", state)
-        if self.read_only:
-            raise CheckpointError("This Checkpointer is read_only=True. Open one without it to save.")
-        if self._lock is None and self._processes.is_first:
-            raise CheckpointError("This Checkpointer is closed. Open another to save.")
+        self._require_writable()
         step = folders.step_number(state.step if step is None else step)
         with self._mutex:
             last = self._last_save
@@ -228,6 +228,18 @@ class Checkpointer:
                 self._last_save = None  # reported once
                 raise
 
+    def _require_writable(self) -> None:
+        """Raise an error unless this process may save."""
+        if self.read_only:
+            raise CheckpointError("This Checkpointer is read_only=True. Open one without it to save.")
+        if self._lock is not None and not self._lock.held:
+            raise CheckpointError(
+                "This Checkpointer belongs to the process that this one was forked from. Save in that process, which "
+                "has the arrays on its devices, too."
+            )
+        if self._lock is None and self._processes.is_first:
+            raise CheckpointError("This Checkpointer is closed. Open another to save.")
+
     def _remove_again(self) -> None:
         """Remove what writes of failed saves brought back since."""
         while self._failed:
@@ -245,8 +257,12 @@ class Checkpointer:
     def _unlock(self) -> None:
         OPEN.discard(self)
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
+
+    def _after_fork(self) -> None:
+        """Give up in a forked child what stays with the parent: its lock, its saves, and a mutex another thread had."""
+        self._mutex, self._last_save, self._failed = threading.RLock(), None, []
 
     def __enter__(self) -> Checkpointer:
         """The object itself."""
@@ -262,8 +278,9 @@ class Checkpointer:
             warnings.warn(str(failure), stacklevel=2)
 
 
-# Those that may have a save under way.
+# Those that may have a save under way, and all that there are.
 OPEN: set[Checkpointer] = set()
+KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class FailedStream:
@@ -287,6 +304,13 @@ class FailedStream:
             raise OSError("A save failed.")
 
 
+def after_fork() -> None:
+    """In a forked child: the threads of saves are not there, and what they write belongs to the parent."""
+    OPEN.clear()
+    for one in list(KNOWN):
+        one._after_fork()
+
+
 def close_open() -> None:
     """At exit: finish the saves under way, and say what failed, also by the exit status."""
     for one in list(OPEN):
@@ -299,4 +323,4 @@ def close_open() -> None:
 
 # Not `atexit`, which runs once the interpreter's executors are shut down: saves need them.
 threading._register_atexit(close_open)  # pyright: ignore[reportAttributeAccessIssue]
-os.register_at_fork(after_in_child=OPEN.clear)  # the thread of a save is not in the child
+os.register_at_fork(after_in_child=after_fork)

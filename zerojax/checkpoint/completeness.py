@@ -10,11 +10,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from zerojax.checkpoint.manifest import ARRAYS, Damage, Manifest, SavedLeaf, data_file
+from zerojax.checkpoint.manifest import ARRAYS, ZARRAY_BYTES, Damage, Manifest, SavedLeaf, data_file, read_limited
 
 ZARRAY = ".zarray"
 # What `arrays.write` makes: the files of such an array are known by name and size.
 WRITTEN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
+# At most so many words has a PRNG key; those of JAX have 2 or 4.
+KEY_WORDS = 64
 
 
 def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf]) -> list[Damage]:
@@ -43,13 +45,15 @@ def damage_of(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, s
         yield leaf.name, prefix + ZARRAY, "is missing"
         return
     try:
-        described = json.loads((directory / f"{prefix}{ZARRAY}").read_bytes())
+        described = json.loads(read_limited(directory, f"{prefix}{ZARRAY}", ZARRAY_BYTES))
         shape, extents, dtype = described["shape"], described["chunks"], jnp.dtype(described["dtype"])
         grid = [-(-n // extent) for n, extent in zip(shape, extents, strict=True)]
         # bounded, so that what follows is
         fits = (
             WRITTEN.items() <= described.items()
             and all(isinstance(n, int) and n > 0 for n in grid)
+            # a file has no more than the array: all of a file is read to memory
+            and all(type(n) is int and 0 < n <= max(m, 1) for n, m in zip(extents, shape, strict=True))
             and math.prod(grid) <= len(files)
         )
         fits = fits and is_storage_of(leaf, shape, dtype)
@@ -74,7 +78,8 @@ def damage_of(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, s
 def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Whether an array of this shape may be the storage of a leaf: padded, flat, or the data of PRNG keys."""
     if leaf.key is not None:
-        return list(leaf.shape) == shape[: len(leaf.shape)]
+        keys, words = shape[: len(leaf.shape)], shape[len(leaf.shape) :]
+        return list(leaf.shape) == keys and math.prod(words) <= KEY_WORDS and dtype == jnp.uint32
     if leaf.kind == "flat":
         fits = len(shape) == 1 and shape[0] >= math.prod(leaf.shape)
     else:

@@ -9,8 +9,6 @@ step_00000200.aside   one of a later step than the run went back to
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import operator
 import os
 import re
@@ -26,12 +24,14 @@ from typing import Any
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
-from zerojax.offload.folder import LOCK, DiskError
+from zerojax.offload import lock as locks
+from zerojax.offload.lock import LOCK, DiskError, Lock
 
-STEP = re.compile(r"step_(\d{8,})")
-ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?")
+STEP = re.compile(r"step_(\d{8,4000})", re.ASCII)
+ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
 TEMPORARY, OLD = ".tmp-", ".old-"
-OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}")
+OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}", re.ASCII)
+MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
 # A folder of another host, where locks may not be seen, is taken for left behind after so many seconds without a write.
 IDLE = 3600.0
 
@@ -65,17 +65,18 @@ def steps_in(directory: Path) -> list[int]:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+    steps = [(name, int(match[1])) for name in names if (match := STEP.fullmatch(name))]
+    return sorted(step for name, step in steps if name == step_name(step))  # not step_000000001: it is another folder
 
 
-def lock(directory: Path) -> int:
-    """Take the right to write into a directory, which ends with the process; a handle that `os.close` releases.
+def lock(directory: Path) -> Lock:
+    """Take the right to write into a directory, which ends with the process.
 
     Raises:
-        CheckpointError: If another run has it, naming its process.
+        CheckpointError: If another run has it, naming its process, or `.lock` is a file of something else.
     """
     try:
-        return folder.lock(directory)
+        return locks.lock(directory)
     except DiskError as error:
         raise CheckpointError(f"{error} Checkpointer(..., read_only=True) restores beside it.") from error
 
@@ -135,22 +136,10 @@ def host() -> str:
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
-def mark_as_written(temporary: Path) -> int:
-    """Lock a folder while it is written; closing the handle unlocks it."""
-    handle = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            os.close(handle)
-            raise
-    return handle  # where folders cannot be locked, as on NFS, unlocked
-
-
 def is_being_written(temporary: Path, writer: str) -> bool:
     """Whether its writer may be alive: on this host it has the lock, on another one it wrote a short time ago."""
     try:
-        os.close(mark_as_written(temporary))
+        locks.lock_folder(temporary).release()
     except BlockingIOError:
         return True
     if writer == host():
@@ -160,15 +149,40 @@ def is_being_written(temporary: Path, writer: str) -> bool:
 
 
 def commit(temporary: Path, step: int) -> None:
-    """Make a folder, whose files are on disk, the checkpoint of a step."""
+    """Make a folder, whose files are on disk, the checkpoint of a step.
+
+    A checkpoint that is there is removed. Anything else of that name, which no save wrote, is renamed and stays.
+    """
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
+    if os.path.lexists(final):
+        discard(old)
+        os.rename(final, old if is_removable(final) else directory / free_aside(directory, step))
     os.rename(temporary, final)
     sync([directory])
-    shutil.rmtree(old, ignore_errors=True)
+    discard(old)
+
+
+def is_removable(path: Path) -> bool:
+    """Whether a save wrote this folder of a step, as its manifest tells; of a link, only the link is removed."""
+    return path.is_symlink() or any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
+
+
+def discard(path: Path) -> None:
+    """Remove a folder as far as that can be done; of a link the link alone, whatever it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def free_aside(directory: Path, step: int) -> str:
+    """Return a name that is not taken, to which a folder of a step is renamed."""
+    name, n = f"{step_name(step)}.aside", int(time.time())
+    free = name
+    while os.path.lexists(directory / free):
+        free, n = f"{name}-{n}", n + 1
+    return free
 
 
 def rename_later_steps(directory: Path, step: int) -> list[str]:
@@ -183,9 +197,7 @@ def rename_later_steps(directory: Path, step: int) -> list[str]:
     renamed = []
     for later in steps_in(directory):
         if later > step:
-            name = free = f"{step_name(later)}.aside"
-            while (directory / free).exists():
-                free = f"{name}-{len(renamed) + int(time.time())}"
+            free = free_aside(directory, later)
             os.rename(directory / step_name(later), directory / free)
             renamed.append(free)
     return renamed
@@ -194,15 +206,17 @@ def rename_later_steps(directory: Path, step: int) -> list[str]:
 def prune(directory: Path, keep: int | None) -> None:
     """Remove all but the newest checkpoints, and all but the newest that were renamed as later ones.
 
-    Each is renamed first, so that a kill leaves no incomplete one.
+    Each is renamed first, so that a kill leaves no incomplete one. A folder without a manifest, which no save wrote,
+    stays: another program may name its folders likewise.
     """
     if keep is None:
         return
     asides = sorted(name for name in os.listdir(directory) if ASIDE.fullmatch(name))
     for name in [*map(step_name, steps_in(directory)[:-keep]), *asides[:-keep]]:
         doomed = directory / temporary_name(int(name[5:].partition(".")[0]))
-        os.rename(directory / name, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        if is_removable(directory / name):
+            os.rename(directory / name, doomed)
+            discard(doomed)
 
 
 def remove(path: Path) -> None:

@@ -264,6 +264,8 @@ def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit:
         for tensor in kept:
             tensor.fetch()
         return []
+    if path.is_symlink():  # the complete folder is renamed to this name, which fails for a link
+        raise CheckpointError(f"{path} is a link to {os.readlink(path)}. Give the folder itself, or remove the link.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
     path.parent.mkdir(parents=True, exist_ok=True)

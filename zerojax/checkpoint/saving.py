@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +20,9 @@ from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, in_words, made_by
 from zerojax.checkpoint.processes import Processes
+from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
+from zerojax.offload.lock import Lock, lock_folder
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -44,7 +45,7 @@ class Save:
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
-        self._mark: int | None = None
+        self._mark: Lock | None = None
         self._done = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended: CPython gh-90882
 
     def begin(self, state: ZeroState, data: str) -> None:
@@ -103,13 +104,13 @@ class Save:
     def _make_folders(self, leaves: Iterable[StateLeaf]) -> None:
         directory.require_space(self._temporary.parent, sum(map(disk_bytes, leaves)))
         self._temporary.mkdir()  # without its parents: whoever deleted the directory deleted its lock
-        self._mark = directory.mark_as_written(self._temporary)
+        self._mark = lock_folder(self._temporary)
         (self._temporary / ARRAYS).mkdir()
 
     def _release_mark(self) -> None:
         mark, self._mark = self._mark, None
         if mark is not None:
-            os.close(mark)
+            mark.release()
 
     def _write(self, finish: Callable[[], None], data: str) -> None:
         finish()
@@ -134,6 +135,7 @@ class Save:
             path.unlink()
         made = made_by(self._processes.count)  # which reads files, and may fail
         manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())), made_by=made)
+        require_sound(manifest)  # what could not be read again is not committed
         if lacking := incomplete(self._temporary, manifest, manifest.leaves):
             raise CheckpointError(in_words(lacking))
         manifest.write(self._temporary)

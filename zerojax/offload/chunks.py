@@ -90,7 +90,7 @@ def transfer(path: Path, content: memoryview, *, write: bool, direct: bool) -> i
     With `direct` past the page cache: complete blocks of an aligned buffer.
     """
     flags, move = (os.O_WRONLY | os.O_CREAT, os.pwritev) if write else (os.O_RDONLY, os.preadv)
-    handle = os.open(path, flags | os.O_CLOEXEC | (_DIRECT if direct else 0), 0o644)
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0), 0o644)
     try:
         done = 0
         while done < len(content) and (moved := move(handle, [content[done:]], done)):

@@ -96,7 +96,7 @@ class DiskStore:
         self.path, self._specs = Path(path), tuple(specs)
         with folder.writable(self.path), contextlib.ExitStack() as on_error:
             self._lock = folder.claim(self.path, [spec.bytes for spec in specs])
-            on_error.callback(os.close, self._lock)
+            on_error.callback(self._lock.release)
             self.direct = direct and chunks.supports_direct(folder.chunk_file(self.path, 0))
             largest = max(spec.bytes for spec in specs)
             self.buffer_bytes = 2 * in_flight * largest
@@ -148,14 +148,14 @@ class DiskStore:
         self._raise_failure()
 
     def close(self) -> None:
-        """Flush and unlock the folder; a second time does nothing."""
-        if not self._closed:
+        """Flush and unlock the folder; does nothing a second time, or in a forked process, which has no threads."""
+        if not self._closed and self._lock.held:
             try:
                 self.flush()
             finally:
                 self._closed = True
                 self._threads.shutdown()
-                os.close(self._lock)
+                self._lock.release()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -168,6 +168,11 @@ class DiskStore:
     def _raise_failure(self) -> None:
         if self._closed:
             raise ValueError(f"The disk store in {self.path} is closed. Create it anew.")
+        if not self._lock.held:
+            raise ValueError(
+                f"The disk store in {self.path} belongs to the process that this one was forked from, as were its "
+                f"threads. Use it there."
+            )
         done = [write for write in self._writes if write.done()]
         self._writes = [write for write in self._writes if not write.done()]
         for write in done:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-LOCK = ".lock"
-_MARK = b"zerojax, process "
-
-
-class DiskError(RuntimeError):
-    """State cannot be offloaded to a folder, or a chunk could not be written."""
+from zerojax.offload.lock import LOCK, DiskError, Lock, has_mark, lock
 
 
 def chunk_file(folder: Path, index: int) -> Path:
@@ -35,11 +28,11 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def claim(folder: Path, sizes: Sequence[int]) -> int:
+def claim(folder: Path, sizes: Sequence[int]) -> Lock:
     """Lock a folder, made if it is missing, with room for files of these sizes, and remove an earlier run's.
 
     Returns:
-        A handle of the lock file; closing it unlocks the folder.
+        The lock.
 
     Raises:
         DiskError: If it has other files, another process uses it, or the disk is too small. Nothing was removed.
@@ -47,7 +40,7 @@ def claim(folder: Path, sizes: Sequence[int]) -> int:
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
     leftovers(folder)  # before the lock is made, by which a folder is ours
-    handle = lock(folder)
+    locked = lock(folder)
     try:
         files, disk = leftovers(folder), os.statvfs(folder)
         available = disk.f_bavail * disk.f_frsize + sum(file.stat().st_blocks * 512 for file in files)
@@ -58,9 +51,9 @@ def claim(folder: Path, sizes: Sequence[int]) -> int:
             )
         for file in files:
             file.unlink()
-        return handle
+        return locked
     except BaseException:
-        os.close(handle)
+        locked.release()
         raise
 
 
@@ -68,46 +61,17 @@ def leftovers(folder: Path) -> list[Path]:
     """The chunks that an earlier run left; only beside a lock file with our mark is a file of that name a chunk.
 
     Raises:
-        DiskError: If there are other files.
+        DiskError: If there are other files, or `.lock` is not ours.
     """
     names = sorted(os.listdir(folder))
-    text = (folder / LOCK).read_bytes() if LOCK in names else b""
-    ours = r"\.lock|chunk_\d{5,}\.bin" if text.startswith(_MARK) else "" if text else r"\.lock"
-    if foreign := [name for name in names if not re.fullmatch(ours, name)]:
+    chunks = {name for name in names if re.fullmatch(r"chunk_\d{5,}\.bin", name)} if has_mark(folder) else set()
+    chunks = {name for name in chunks if not (folder / name).is_symlink() and (folder / name).is_file()}
+    if foreign := [name for name in names if name != LOCK and name not in chunks]:
         raise DiskError(
             f"{folder} has {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which no earlier run wrote. "
             f"Give an empty folder, or one that Offload made; nothing was removed."
         )
     return [folder / name for name in names if name != LOCK]
-
-
-def lock(folder: Path) -> int:
-    """Lock a folder for as long as this process lives, however it ends; a handle of the lock file.
-
-    Raises:
-        DiskError: If another process has locked it, naming that, or this one has.
-    """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Of one length and synced: whatever stops the process, a mark that is there stays.
-        os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
-        os.fsync(handle)
-        return handle
-    except OSError as error:
-        holder = os.pread(handle, 64, 0).removeprefix(_MARK).decode(errors="replace").strip()
-        os.close(handle)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        if holder == str(os.getpid()):
-            raise DiskError(
-                f"{folder} is in use by this process. First close what uses it, a Checkpointer with close(), a "
-                f"state with zerojax.offload.close(state); or give another folder."
-            ) from error
-        raise DiskError(
-            f"{folder} is in use by another run (process {holder or 'unknown'}). Give this one another folder, or end "
-            f"or close() that one first."
-        ) from error
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,147 @@
+"""What every manifest that zerojax writes satisfies, so that a forged one is refused before anything is allocated.
+
+A checkpoint may come from anyone, and its digests say only that it is as its author made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint.manifest import Manifest, SavedLeaf
+
+KINDS = ("replicated", "sharded", "flat")
+MAX_DIMS, MAX_DIM = 64, 2**63
+SCALARS = (jnp.number, jnp.bool_)
+
+
+def require_sound(manifest: Manifest) -> None:
+    """Refuse a manifest that no save writes.
+
+    Raises:
+        ValueError: Naming the leaf or the file, and what is wrong with it.
+    """
+    if not is_count(manifest.step):
+        raise ValueError(f"the step is {manifest.step!r}, which is no number of steps")
+    for name, entry in manifest.files.items():
+        if problem := problem_of_file(name, *entry):
+            raise ValueError(f"the file {name!r} {problem}")
+    for leaf in manifest.leaves:
+        if problem := problem_of_leaf(leaf):
+            raise ValueError(f"the leaf {str(leaf.name)[:200]!r} {problem}")
+    require_unique("leaves have the name", (leaf.name for leaf in manifest.leaves))
+    require_unique("leaves have the path", (leaf.path for leaf in manifest.leaves))
+    # file systems may not tell upper from lower case
+    require_unique("leaves have the folder", (leaf.folder.lower() for leaf in manifest.leaves if leaf.folder))
+    processes = manifest.made_by["processes"]
+    if not is_count(processes) or not 0 < processes <= len(manifest.files):
+        raise ValueError(f"{processes!r} is no number of processes that wrote {len(manifest.files)} files")
+
+
+def require_unique(what: str, names: Iterable[Any]) -> None:
+    """Raise a `ValueError` if one comes twice."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two {what} {name!r}")
+        seen.add(name)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a JSON object, of which readers take one or the other value if a key comes twice."""
+    require_unique("values have the key", (key for key, _ in pairs))
+    return dict(pairs)
+
+
+def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
+    """Why this is no entry of a file, in words; empty if it is one."""
+    if not is_text(name):
+        return "has a name that cannot be printed"
+    if not is_count(size):
+        return f"has a size of {size!r}"
+    return "" if isinstance(sha256, str) else f"has {sha256!r} for a digest"
+
+
+def problem_of_leaf(leaf: SavedLeaf) -> str:
+    """Why no save writes this leaf, in words; empty if one may."""
+    texts = (leaf.name, leaf.dtype, leaf.kind, *leaf.path, *([] if leaf.key is None else [leaf.key]))
+    if not all(isinstance(text, str) for text in (*texts, leaf.folder)) or not is_text(leaf.name):
+        return "has something else than printable text for a name"
+    if any(surrogates(text) for text in texts):
+        return "has text that is no Unicode"
+    if not agrees(leaf.name, leaf.path):
+        return f"has the path {list(leaf.path)!r}, which is not that of its name"
+    if len(leaf.shape) > MAX_DIMS or not all(is_count(n) and n < MAX_DIM for n in leaf.shape):
+        return f"has the shape {list(leaf.shape)[:MAX_DIMS]!r}, in which not all are numbers of elements"
+    if leaf.kind not in KINDS:
+        return f"is of the kind {leaf.kind!r}, not one of {', '.join(KINDS)}"
+    if problem := problem_of_dtype(leaf.dtype, leaf.key):
+        return problem
+    if math.prod(leaf.shape) and not leaf.folder:
+        return f"is {leaf.described} and has no files"
+    if leaf.folder and not math.prod(leaf.shape):
+        return f"is {leaf.described}, without elements, and has files"
+    if leaf.folder and (not is_text(leaf.folder) or "/" in leaf.folder or leaf.folder.strip(".") == ""):
+        return f"has the folder {leaf.folder!r}, which is no name of a folder"
+    return ""
+
+
+def problem_of_dtype(dtype: str, key: str | None) -> str:
+    """Why there is no array of this type, in words; empty if there is."""
+    if dtype.startswith("key<") != (key is not None):
+        return f"is {dtype} and {'not said to be' if key is None else 'said to be'} PRNG keys"
+    if key is not None:
+        return ""
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):  # NumPy reads some strings as code of a structured type
+        return f"has the type {dtype!r}, which is none"
+    numeric = any(jnp.issubdtype(found, kind) for kind in SCALARS)
+    return "" if numeric and found.name == dtype else f"has the type {dtype!r}, which is none of an array"
+
+
+def agrees(name: str, path: Sequence[str]) -> bool:
+    """Whether a leaf's name, as `jax.tree_util.keystr` writes it, consists of the keys of its path."""
+    if not path or not path[0] or not name.startswith(path[0]):
+        return False
+    rest = name[len(path[0]) :]
+    for key in path[1:]:
+        forms = (f"[{key!r}]", f".{key}", f"[{key}]", f"[<flat index {key}>]", key)
+        found = next((form for form in forms if form and rest.startswith(form)), None)
+        rest = rest[len(found) :] if found else after_other_key(rest, key)
+        if rest is None:
+            return False
+    return not rest
+
+
+def after_other_key(rest: str, key: str) -> str | None:
+    """What follows a key such as one of an enum, `[<Name.KEY: 1>]`, whose two forms differ; None if it is no such key.
+
+    What is quoted is text, and has one form.
+    """
+    end = rest.find("]")
+    inner = rest[1:end]
+    if not rest.startswith("[") or end < 0 or inner[:1] in ("'", '"') or not key:
+        return None
+    before, found, after = inner.partition(key)
+    whole = found and not before[-1:].isalnum() and not after[:1].isalnum()
+    return rest[end + 1 :] if whole else None
+
+
+def is_count(x: Any) -> bool:
+    """Whether this is an integer of at least 0, and not a bool, which Python takes for one."""
+    return type(x) is int and x >= 0
+
+
+def is_text(x: Any) -> bool:
+    """Whether this is text that a terminal can be given; not empty."""
+    return isinstance(x, str) and bool(x) and x.isprintable()
+
+
+def surrogates(text: str) -> bool:
+    """Whether there are characters that are none, which no file and no terminal takes."""
+    return any("\ud800" <= c <= "\udfff" for c in text)

@@ -1,0 +1,189 @@
+"""Locks on folders, which end with the process that took them, also where it has forked others."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import threading
+import weakref
+from pathlib import Path
+
+LOCK = ".lock"
+_MARK = b"zerojax, process "
+# A mark has one length. After a power failure the file may be empty, or hold as many zero bytes.
+_OURS = re.compile(rb"zerojax, process (\d{1,10}) *\n|\0{0,28}", re.ASCII)
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class DiskError(RuntimeError):
+    """State cannot be offloaded to a folder, or a chunk could not be written."""
+
+
+class Lock:
+    """An flock on an open file or folder.
+
+    A lock belongs to the open file, which a forked process shares. The child therefore closes its copy at once, and
+    the parent unlocks explicitly: the lock must end with the parent even if a child that C code forked is still alive.
+    """
+
+    def __init__(self, handle: int):
+        """Own the handle of a locked file; for use within `_forking`, so that every child knows the lock."""
+        self._handle: int | None = handle
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the lock: it was not released, and not taken before a fork."""
+        return self._handle is not None
+
+    def release(self) -> None:
+        """Unlock and close; does nothing a second time, or in a forked child."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            except OSError:
+                pass  # closing unlocks as well; some file systems have no locks
+            finally:
+                os.close(handle)
+
+    def forget(self) -> None:
+        """Close the copy of the handle that a forked child has; unlocking would take the lock from the parent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def lock(folder: Path) -> Lock:
+    """Lock a folder through the file `.lock` in it.
+
+    Raises:
+        DiskError: If another process has locked it, naming that process; if this one has; or if `.lock` is something
+            that zerojax did not write. It is then left as it was.
+    """
+    with _forking:
+        handle = _open(folder, os.O_RDWR | os.O_CREAT)
+        try:
+            require_mark(folder, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Synced, and of one length: whatever stops the process, a mark that is there stays.
+            os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
+            os.fsync(handle)
+            return Lock(handle)
+        except OSError as error:
+            holder = os.pread(handle, 64, 0).removeprefix(_MARK).decode(errors="replace").strip("\0 \n")
+            os.close(handle)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise DiskError(in_use(folder, holder)) from error
+        except DiskError:
+            os.close(handle)
+            raise
+
+
+def lock_folder(path: Path) -> Lock:
+    """Lock a folder itself; where folders cannot be locked, as on NFS, the result holds no lock.
+
+    Raises:
+        BlockingIOError: If another process has locked it.
+    """
+    with _forking:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                os.close(handle)
+                raise
+        return Lock(handle)
+
+
+def has_mark(folder: Path) -> bool:
+    """Whether a folder has a `.lock` that an earlier run wrote; an empty one tells nothing.
+
+    Raises:
+        DiskError: If `.lock` is something that zerojax did not write.
+    """
+    try:
+        handle = _open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return require_mark(folder, handle).startswith(_MARK)
+    finally:
+        os.close(handle)
+
+
+def require_mark(folder: Path, handle: int) -> bytes:
+    """Return the content of an open `.lock`, which is our mark or empty.
+
+    Raises:
+        DiskError: If it is neither: locking would overwrite a file of someone else.
+    """
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise foreign(folder, "is no plain file")
+    text = os.pread(handle, 64, 0)
+    if not _OURS.fullmatch(text):
+        raise foreign(folder, f"begins with {text[:32]!r}")
+    if not text and status.st_nlink > 1:
+        raise foreign(folder, "is an empty file that has another name, too")
+    return text
+
+
+def foreign(folder: Path, found: str) -> DiskError:
+    """Return the error for a `.lock` that no run of zerojax wrote."""
+    return DiskError(
+        f"{folder / LOCK} {found}, so no run of zerojax wrote it. Locking the folder would overwrite it: move it "
+        f"away, or give another folder. Nothing was changed."
+    )
+
+
+def in_use(folder: Path, holder: str) -> str:
+    """Return the message for a folder that is locked, by the process of this number as far as it is known."""
+    if holder == str(os.getpid()):
+        return (
+            f"{folder} is in use by this process. First close what uses it, a Checkpointer with close(), a "
+            f"state with zerojax.offload.close(state); or give another folder."
+        )
+    known = holder.isdigit()
+    if known and not Path("/proc", holder).exists() and Path("/proc/self").exists():
+        return (
+            f"{folder} is in use by another run (process {holder}). No such process is visible here: it runs on "
+            f"another host or in another container, or it has ended and a process that it forked is still running "
+            f"with the lock (`fuser {folder / LOCK}` shows it). End that process, or give this run another folder."
+        )
+    return (
+        f"{folder} is in use by another run (process {holder if known else 'unknown'}). Give this one another folder, "
+        f"or end or close() that one first."
+    )
+
+
+def _open(folder: Path, flags: int) -> int:
+    """Open `.lock` without following a link, and without waiting where it is a pipe."""
+    try:
+        return os.open(folder / LOCK, flags | _NO_LINK, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise foreign(folder, "is a symbolic link") from error
+        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
+            raise foreign(folder, "is no plain file") from error
+        raise
+
+
+# Held while a lock is taken, and while a process forks: a child knows every lock that it has a copy of.
+_forking = threading.RLock()
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for one in list(_held):
+        one.forget()
+    _held.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forget_all)
