@@ -248,9 +248,10 @@ def deepspeed(
     """Print the Python that does what a DeepSpeed configuration says, and key by key what became of it."""
 
     def read() -> Any:
+        from zerojax import user_code
         from zerojax.deepspeed import from_deepspeed
 
-        given = {path: json.loads(value) for path, _, value in (one.partition("=") for one in auto or [])}
+        given = dict(map(user_code.parse_setting, auto or []))
         return from_deepspeed(config, auto=given, devices=devices, optimizer=optimizer)
 
     typer.echo(str(run_or_exit(read, as_json=False)))

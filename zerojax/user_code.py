@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import sys
@@ -224,3 +225,21 @@ def parse_offload(text: str | None) -> Offload | None:
     if text is None:
         return None
     return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Return the path and the value of `PATH=VALUE`, such as `optimizer.params.lr=3e-4`; the value is JSON.
+
+    Raises:
+        ValueError: If there is no `=`, or the value is no JSON.
+    """
+    path, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError("there is no =")
+        return path, json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{text!r} is no PATH=VALUE with a value of JSON ({error}). Write optimizer.params.lr=3e-4, and a word in "
+            f"double quotes: 'scheduler.type=\"WarmupLR\"'."
+        ) from error
