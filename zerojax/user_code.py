@@ -160,7 +160,7 @@ def load_model(text: str) -> Any:
     found = load_object(text)
     path, _ = split_reference(text)
     with running(path):
-        if has_init(found) or isinstance(found, tuple) and found and has_init(found[0]):
+        if has_init(found) or (isinstance(found, tuple) and found and has_init(found[0])):
             return init_shapes(found, text)
         is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # Equinox modules are callable trees
         nnx = sys.modules.get("flax.nnx")
@@ -180,7 +180,7 @@ def trace_params(make: Callable[[], Any], text: str) -> Any:
         return jax.eval_shape(make)
     except TypeError:  # it returns no tree of arrays
         made = make()
-        linen = has_init(made) or isinstance(made, tuple) and made and has_init(made[0])
+        linen = has_init(made) or (isinstance(made, tuple) and made and has_init(made[0]))
         return init_shapes(made, text) if linen else made
 
 
