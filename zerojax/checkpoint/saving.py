@@ -190,10 +190,10 @@ def check_type(one: StateLeaf) -> None:
     Raises:
         CheckpointError: Naming the leaf.
     """
-    if str(one.leaf.dtype) in UNSAVED:
-        wider = "uint8" if str(one.leaf.dtype).startswith("u") else "int8"
+    if one.dtype in UNSAVED:
+        wider = "uint8" if one.dtype.startswith("u") else "int8"
         raise CheckpointError(
-            f"{one.name} is {one.leaf.dtype}, a type that checkpoints cannot store: TensorStore, which writes the files, "
+            f"{one.name} is {one.dtype}, a type that checkpoints cannot store: TensorStore, which writes the files, "
             f"does not know it. Keep the leaf as {wider}, and cast it in the loss."
         )
 
