@@ -198,16 +198,18 @@ def init_shapes(made: Any, text: str) -> Any:
     Raises:
         InitError: If `init` fails, as it does without inputs, or for a class.
     """
-    module, *inputs = made if isinstance(made, tuple) and not has_init(made) else (made,)
+    given = made if isinstance(made, tuple) and not has_init(made) else (made,)
+    module: Any = given[0]
+    inputs = given[1:]
     name = module.__name__ if isinstance(module, type) else type(module).__name__
     try:
         if isinstance(module, type):
             raise TypeError(f"{name} is a class")
         return jax.eval_shape(module.init, jax.random.key(0), *inputs)
     except Exception as error:
-        given = f"with {len(inputs)} input{'s' * (len(inputs) != 1)}"
+        number = f"with {len(inputs)} input{'s' * (len(inputs) != 1)}"
         raise InitError(
-            f"{text}: {name} cannot be initialised {given}: {type(error).__name__}: {error}. The parameters of a Flax "
+            f"{text}: {name} cannot be initialised {number}: {type(error).__name__}: {error}. The parameters of a Flax "
             f"module depend on the inputs of its init. Give a function that returns an instance and the inputs, such "
             f"as def make_model(): return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
         ) from error

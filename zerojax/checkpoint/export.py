@@ -192,8 +192,8 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
         resolved = resolve(mapping, [("/".join(one.path), one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
-            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so that nothing "
-            f"could read the file. Rename the parameter, or give mapping= with another name for it."
+            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so that "
+            f"nothing could read the file. Rename the parameter, or give mapping= with another name for it."
         )
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
