@@ -45,6 +45,17 @@ def nnx_module():
 def broken():
     return {"w": jnp.zeros((2, 3)) @ jnp.zeros((2, 3))}
 
+dense = nn.Dense(WIDTH)
+dense_and_input = (nn.Dense(WIDTH), jnp.zeros((1, 64)))
+
+def bare():
+    return Wide()
+
+def made_nnx():
+    from flax import nnx
+    return nnx.Linear(64, WIDTH, rngs=nnx.Rngs(0))
+
+made = made_nnx()
 tx = optax.sgd(1.0)
 
 def no_tx():
@@ -94,7 +105,15 @@ def test_a_number_of_parameters():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("params", 25_600_000), ("linen", 16_640), ("own", 16_640), ("nnx_module", 16_640)]
+    ("name", "parameters"),
+    [
+        ("params", 25_600_000),
+        ("linen", 16_640),
+        ("own", 16_640),
+        ("nnx_module", 16_640),
+        ("dense_and_input", 16_640),
+        ("made", 16_640),
+    ],
 )
 def test_a_model_in_a_file(name, parameters, models):
     assert estimated(f"{models}:{name}")["parameters"] == parameters
@@ -117,6 +136,9 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (("nowhere.py:f",), "There is no file nowhere.py"),
         (("{models}:absent",), "does not define absent; it defines Wide, own, params, linen"),
         (("{models}:broken",), "cannot be traced: TypeError"),
+        (("{models}:dense",), "Give a function that returns an instance and the inputs"),
+        (("{models}:bare",), "return Wide(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)"),
+        (("{models}:Wide",), "Wide is a class"),
         (("{models}:leaving",), "models.py cannot be used: it exits with 3"),
         (("1e9", "--optimizer", "{models}:no_tx"), "no_tx fails: AssertionError"),
         (("1e9", "--png", "nowhere/memory.png"), "there is no folder nowhere. Make it first"),

@@ -68,7 +68,8 @@ def export(
         str | None, typer.Option(help="Cast floating parameters, as to bfloat16.", show_default="as they are")
     ] = None,
     mapping: Annotated[
-        str | None, typer.Option(help="FILE.py:NAME, a dict of names in other libraries.", show_default="as they are")
+        str | None,
+        typer.Option(help="FILE.py:NAME, a dict of names in other libraries; runs FILE.", show_default="as they are"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,7 +92,7 @@ def estimate(
         str,
         typer.Argument(
             help="A number of parameters, as 7.5e9; or FILE.py:NAME, a function that returns parameters (it is only "
-            "traced), or a Flax module and the inputs of its init.",
+            "traced), or a Flax module and the inputs of its init. Runs FILE.",
             show_default=False,
         ),
     ],
@@ -146,7 +147,7 @@ def plan(
         str,
         typer.Argument(
             help="FILE.py or FILE.py:NAME, a function without arguments that returns (step, state, batch, *args); "
-            "shapes are enough. The name is make_step unless given.",
+            "shapes are enough. The name is make_step unless given. Runs FILE.",
             show_default=False,
         ),
     ],
@@ -202,7 +203,7 @@ def compare(
         str,
         typer.Argument(
             help="FILE.py or FILE.py:NAME, a function without arguments that returns (step, state, batch, *args), "
-            "arrays. The name is make_step unless given.",
+            "arrays. The name is make_step unless given. Runs FILE.",
             show_default=False,
         ),
     ],
@@ -248,9 +249,10 @@ def deepspeed(
     """Print the Python that does what a DeepSpeed configuration says, and key by key what became of it."""
 
     def read() -> Any:
+        from zerojax import user_code
         from zerojax.deepspeed import from_deepspeed
 
-        given = {path: json.loads(value) for path, _, value in (one.partition("=") for one in auto or [])}
+        given = dict(map(user_code.parse_setting, auto or []))
         return from_deepspeed(config, auto=given, devices=devices, optimizer=optimizer)
 
     typer.echo(str(run_or_exit(read, as_json=False)))

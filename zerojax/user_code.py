@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import sys
@@ -20,6 +21,10 @@ from zerojax.config import Offload, Precision
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8
 MAKE_STEP = "make_step"
+
+
+class InitError(ValueError):
+    """A module whose `init` fails; the message says what to give."""
 
 
 def load_object(text: str) -> Any:
@@ -102,6 +107,8 @@ def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
     """
     try:
         return make()
+    except InitError:
+        raise
     except Exception as error:
         raise ValueError(f"{what} {how}: {type(error).__name__}: {error}") from error
 
@@ -133,10 +140,10 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
 
 
 def load_model(text: str) -> Any:
-    """A number of parameters, or the shapes of those that a function returns.
+    """Return a number of parameters, a model as it is, or the shapes of the parameters that a function returns.
 
     A function that returns parameters or an nnx module is traced, not run. One that returns
-    a Linen module and the inputs of its `init` is run.
+    a Linen module and the inputs of its `init` is run. A module, or a tree of arrays, is not called.
 
     Args:
         text: `"7.5e9"` or `"model.py:make_model"`.
@@ -150,20 +157,62 @@ def load_model(text: str) -> Any:
         pass
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is no number of parameters, such as 7.5e9, and no FILE.py:NAME.")
-    make = load_object(text)
-    if not callable(make):
-        return make
-    with running(split_reference(text)[0]):
-        return call(lambda: trace_params(make), text, "cannot be traced")
+    found = load_object(text)
+    path, _ = split_reference(text)
+    with running(path):
+        if has_init(found) or (isinstance(found, tuple) and found and has_init(found[0])):
+            return init_shapes(found, text)
+        is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # Equinox modules are callable trees
+        nnx = sys.modules.get("flax.nnx")
+        if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
+            return found
+        return call(lambda: trace_params(found, text), text, "cannot be traced")
 
 
-def trace_params(make: Any) -> Any:
-    """The shapes of the parameters that a function without arguments returns, or of its module's."""
+def trace_params(make: Callable[[], Any], text: str) -> Any:
+    """Return the shapes of the parameters that a function without arguments returns, or what it returns instead.
+
+    Args:
+        make: The function.
+        text: Where it is, for errors.
+    """
     try:
         return jax.eval_shape(make)
     except TypeError:  # it returns no tree of arrays
-        module, *inputs = made if isinstance(made := make(), tuple) else (made,)
+        made = make()
+        linen = has_init(made) or (isinstance(made, tuple) and made and has_init(made[0]))
+        return init_shapes(made, text) if linen else made
+
+
+def has_init(model: Any) -> bool:
+    """Whether an object is initialised from a key: a Linen module, or its class."""
+    linen = sys.modules.get("flax.linen")
+    if isinstance(model, type):
+        return linen is not None and issubclass(model, linen.Module)
+    return callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None))
+
+
+def init_shapes(made: Any, text: str) -> Any:
+    """Return the shapes of the parameters of a module, or of a tuple of a module and the inputs of its `init`.
+
+    Raises:
+        InitError: If `init` fails, as it does without inputs, or for a class.
+    """
+    given = made if isinstance(made, tuple) and not has_init(made) else (made,)
+    module: Any = given[0]
+    inputs = given[1:]
+    name = module.__name__ if isinstance(module, type) else type(module).__name__
+    try:
+        if isinstance(module, type):
+            raise TypeError(f"{name} is a class")
         return jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    except Exception as error:
+        number = f"with {len(inputs)} input{'s' * (len(inputs) != 1)}"
+        raise InitError(
+            f"{text}: {name} cannot be initialised {number}: {type(error).__name__}: {error}. The parameters of a Flax "
+            f"module depend on the inputs of its init. Give a function that returns an instance and the inputs, such "
+            f"as def make_model(): return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
+        ) from error
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:
@@ -224,3 +273,21 @@ def parse_offload(text: str | None) -> Offload | None:
     if text is None:
         return None
     return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Return the path and the value of `PATH=VALUE`, such as `optimizer.params.lr=3e-4`; the value is JSON.
+
+    Raises:
+        ValueError: If there is no `=`, or the value is no JSON.
+    """
+    path, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError("there is no =")
+        return path, json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{text!r} is no PATH=VALUE with a value of JSON ({error}). Write optimizer.params.lr=3e-4, and a word in "
+            f"double quotes: 'scheduler.type=\"WarmupLR\"'."
+        ) from error

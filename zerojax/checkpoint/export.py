@@ -20,7 +20,7 @@ from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
-from zerojax.checkpoint.safetensors import NAMES, Tensor, write
+from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
@@ -190,6 +190,11 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
         resolved = unchanged([".".join(one.path) for one in sources], [one.shape for one in sources])
     else:
         resolved = resolve(mapping, [("/".join(one.path), one.shape) for one in sources])
+    if METADATA in resolved.tensors:
+        raise ValueError(
+            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so that "
+            f"nothing could read the file. Rename the parameter, or give mapping= with another name for it."
+        )
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
     ties, first = {}, {}

@@ -40,6 +40,7 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 INDEX = "model.safetensors.index.json"
+METADATA = "__metadata__"  # a key of the header, beside the tensors' names
 
 
 class Tensor(NamedTuple):
@@ -98,7 +99,7 @@ def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], 
 
 def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> None:
     """Write one file, fetching one array at a time."""
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.bytes
@@ -219,7 +220,7 @@ def read_headers(path: Path) -> tuple[dict[str, Header], dict[str, str]]:
             header = json.loads(file.read(length))
     except SafetensorError as error:
         raise ValueError(f"{path} is no intact file of safetensors: {error}. Export or download it again.") from error
-    metadata, tensors = header.pop("__metadata__", None) or {}, {}
+    metadata, tensors = header.pop(METADATA, None) or {}, {}
     for name, one in header.items():
         start, end = one["data_offsets"]
         tensors[name] = Header(path, one["dtype"], tuple(one["shape"]), 8 + length + start, end - start)

@@ -29,6 +29,8 @@ log = logging.getLogger("zerojax.checkpoint")
 
 MAX_FOLDER_NAME = 200
 BLOCK = 4096
+# Types of JAX that TensorStore cannot write; it writes int4 and all types of float.
+UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
 
 
 class Save:
@@ -172,6 +174,7 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
     taken: set[str] = set()
     saved = []
     for one in leaves.values():
+        check_type(one)
         folder = ""
         if one.leaf.size:
             folder = plain = folder_name(one.path)
@@ -181,6 +184,20 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
         key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
         saved.append(SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key))
     return tuple(saved)
+
+
+def check_type(one: StateLeaf) -> None:
+    """Refuse a leaf whose type no file can hold, before anything is written.
+
+    Raises:
+        CheckpointError: Naming the leaf.
+    """
+    if one.dtype in UNSAVED:
+        wider = "uint8" if one.dtype.startswith("u") else "int8"
+        raise CheckpointError(
+            f"{one.name} is {one.dtype}, a type that checkpoints cannot store: TensorStore, which writes the files, "
+            f"does not know it. Keep the leaf as {wider}, and cast it in the loss."
+        )
 
 
 def folder_name(path: tuple[str, ...]) -> str:

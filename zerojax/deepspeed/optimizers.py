@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from zerojax.deepspeed.expressions import call, literal
+from zerojax.deepspeed.schema import ANY, TRUTH, Rule, integer, number, pair, shown, word
 
 NO_COUNTERPART = {
     "onebitadam": "its gradients are compressed to one bit after a warm-up",
@@ -18,14 +22,36 @@ NO_COUNTERPART = {
     "adagrad": "it adds eps beside the root, and optax's within it",
 }
 # Ignored: how it is computed, and not what.
-FUSED = {"torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "freeze_step", "foreach", "fused", "capturable"}
+FUSED = ("torch_adam", "freeze_step", "foreach", "fused", "capturable")
+BETAS = pair(number(0, 1, below=True))
+RATES = {"lr": number(), "weight_decay": number()}
+ADAM = RATES | {"betas": BETAS, "eps": number(), "adam_w_mode": TRUTH, "amsgrad": TRUTH, "bias_correction": TRUTH}
+ADAM |= dict.fromkeys(FUSED, ANY)
+LION = RATES | {"betas": BETAS}
+SGD = RATES | {"momentum": number(), "dampening": number(), "nesterov": TRUTH}
+WARMUP = {
+    "warmup_type": word("log", "linear"),
+    "warmup_num_steps": integer(0),
+    "last_batch_iteration": integer(-1),
+}
+RISE = {"warmup_min_lr": number(), "warmup_max_lr": number()}
+TOTAL = {"total_num_steps": integer(1)}
+# Of each schedule: our function, the rules of its arguments.
+SCHEDULES: Mapping[str, tuple[str, Mapping[str, Rule]]] = {
+    "WarmupLR": ("warmup_lr", WARMUP | RISE),
+    "WarmupDecayLR": ("warmup_decay_lr", WARMUP | RISE | TOTAL),
+    "WarmupCosineLR": (
+        "warmup_cosine_lr",
+        WARMUP | TOTAL | {"warmup_min_ratio": number(0, 1), "cos_min_ratio": number(0, 1)},
+    ),
+}
 
 
-def optimizer_source(values: Mapping[str, Any]) -> str:
-    """The file's optimizer, with its schedule, as Python.
+def optimizer_expression(values: Mapping[str, Any]) -> ast.expr:
+    """Return the file's optimizer, with its schedule, as a tree of Python.
 
     Raises:
-        ValueError: If there is none, it has no counterpart, or an argument has none.
+        ValueError: If there is none, it has no counterpart, or an argument has none or a value that is none of its own.
     """
     name = values.get("optimizer.type")
     if name is None:
@@ -33,82 +59,92 @@ def optimizer_source(values: Mapping[str, Any]) -> str:
             "The configuration names no optimizer: it was made in the script. Give the optax transformation: "
             'from_deepspeed(..., optimizer="optax.adamw(3e-4)").'
         )
-    kind = str(name).lower()
+    kind = name.lower()
     if kind in NO_COUNTERPART:
         raise ValueError(
             f"optimizer.type={name!r}: {NO_COUNTERPART[kind]}. Give an optax transformation: "
             f'from_deepspeed(..., optimizer="optax.adamw(3e-4)").'
         )
-    prefix = "optimizer.params."
+    if kind not in MAKERS:
+        raise ValueError(f"optimizer.type={shown(name)} is none of {', '.join(MAKERS)}. Give it as optimizer=.")
+    make, rules = MAKERS[kind]
+    given = _arguments(values, "optimizer.params.", rules, f"has no counterpart for {name}. Give optimizer=")
+    return make(kind, given, _schedule(values, given.get("lr", 1e-3)))
+
+
+def _arguments(values: Mapping[str, Any], prefix: str, rules: Mapping[str, Rule], unknown: str) -> dict[str, Any]:
+    """Return the checked arguments below a prefix.
+
+    Raises:
+        ValueError: If there is no rule for one, or one does not follow its rule.
+    """
     given = {path[len(prefix) :]: value for path, value in values.items() if path.startswith(prefix)}
-    makers = {"adam": _adam, "adamw": _adam, "fusedadam": _adam, "lion": _lion, "fusedlion": _lion, "sgd": _sgd}
-    if kind not in makers:
-        raise ValueError(f"optimizer.type={name!r} is none of {', '.join(makers)}. Give it as optimizer=.")
-    rate = _schedule(values, float(given.pop("lr", 1e-3)))
-    text = makers[kind](kind, given, rate)
-    if given:
-        raise ValueError(f"optimizer.params.{next(iter(given))} has no counterpart for {name}. Give optimizer=.")
-    return text
+    if others := [name for name in given if name not in rules]:
+        raise ValueError(f"{prefix}{others[0]} {unknown}.")
+    return {name: rules[name].check(f"{prefix}{name}", value) for name, value in given.items()}
 
 
-def _adam(kind: str, given: dict, rate: str) -> str:
-    b1, b2 = map(float, given.pop("betas", (0.9, 0.999)))
-    eps, decay = float(given.pop("eps", 1e-8)), float(given.pop("weight_decay", 0.0))
-    decoupled = kind == "adamw" or given.pop("adam_w_mode", True)
-    if given.pop("amsgrad", False) or not given.pop("bias_correction", True):
+def _decayed(decay: float, inner: ast.expr) -> ast.expr:
+    """Add weight decay to the gradients, before the optimizer sees them."""
+    return call("optax.chain", call("optax.add_decayed_weights", decay), inner) if decay else inner
+
+
+def _adam(kind: str, given: dict, rate: ast.expr) -> ast.expr:
+    b1, b2 = given.get("betas", (0.9, 0.999))
+    decay = given.get("weight_decay", 0.0)
+    if given.get("amsgrad", False) or not given.get("bias_correction", True):
         raise ValueError("amsgrad, or Adam without bias correction, has no counterpart by this name. Give optimizer=.")
-    for name in FUSED & set(given):
-        given.pop(name)
-    arguments = f"b1={b1}, b2={b2}, eps={eps}"
-    if decoupled:
-        return f"optax.adamw({rate}, {arguments}, weight_decay={decay})"
-    adam = f"optax.adam({rate}, {arguments})"
-    return f"optax.chain(optax.add_decayed_weights({decay}), {adam})" if decay else adam
+    arguments = {"b1": b1, "b2": b2, "eps": given.get("eps", 1e-8)}
+    if kind == "adamw" or given.get("adam_w_mode", True):
+        return call("optax.adamw", rate, **arguments, weight_decay=decay)
+    return _decayed(decay, call("optax.adam", rate, **arguments))
 
 
-def _lion(kind: str, given: dict, rate: str) -> str:
-    b1, b2 = map(float, given.pop("betas", (0.9, 0.99)))
-    return f"optax.lion({rate}, b1={b1}, b2={b2}, weight_decay={float(given.pop('weight_decay', 0.0))})"
+def _lion(kind: str, given: dict, rate: ast.expr) -> ast.expr:
+    b1, b2 = given.get("betas", (0.9, 0.99))
+    return call("optax.lion", rate, b1=b1, b2=b2, weight_decay=given.get("weight_decay", 0.0))
 
 
-def _sgd(kind: str, given: dict, rate: str) -> str:
-    if given.pop("dampening", 0):
+def _sgd(kind: str, given: dict, rate: ast.expr) -> ast.expr:
+    if given.get("dampening", 0):
         raise ValueError("optimizer.params.dampening has no counterpart in optax.sgd. Give optimizer=.")
-    momentum, nesterov = float(given.pop("momentum", 0.0)), bool(given.pop("nesterov", False))
-    decay = float(given.pop("weight_decay", 0.0))
-    sgd = f"optax.sgd({rate}, momentum={momentum or None}, nesterov={nesterov})"
-    return f"optax.chain(optax.add_decayed_weights({decay}), {sgd})" if decay else sgd
+    sgd = call("optax.sgd", rate, momentum=given.get("momentum") or None, nesterov=given.get("nesterov", False))
+    return _decayed(given.get("weight_decay", 0.0), sgd)
 
 
-def _schedule(values: Mapping[str, Any], lr: float) -> str:
-    """The learning rate, as Python: a number, or a schedule."""
-    name, prefix = values.get("scheduler.type"), "scheduler.params."
+MAKERS: Mapping[str, tuple[Callable[[str, dict, ast.expr], ast.expr], Mapping[str, Rule]]] = {
+    "adam": (_adam, ADAM),
+    "adamw": (_adam, ADAM),
+    "fusedadam": (_adam, ADAM),
+    "lion": (_lion, LION),
+    "fusedlion": (_lion, LION),
+    "sgd": (_sgd, SGD),
+}
+
+
+def _schedule(values: Mapping[str, Any], lr: float) -> ast.expr:
+    """Return the learning rate as a tree of Python: a number, or a schedule."""
+    name = values.get("scheduler.type")
     if name is None:
-        return repr(lr)
-    given = {path[len(prefix) :]: value for path, value in values.items() if path.startswith(prefix)}
-    if given.pop("last_batch_iteration", -1) != -1:
+        return literal(lr)
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"scheduler.type={shown(name)}: of DeepSpeed's schedules there are WarmupLR, WarmupDecayLR and "
+            f"WarmupCosineLR. Give an optax transformation with a schedule as optimizer=."
+        )
+    function, rules = SCHEDULES[name]
+    given = _arguments(values, "scheduler.params.", rules, f"is no argument of {name}")
+    if given.get("last_batch_iteration", -1) != -1:
         raise ValueError("scheduler.params.last_batch_iteration: a checkpoint has the count of updates. Remove it.")
-    kind = given.pop("warmup_type", "log")
-    if kind not in ("log", "linear"):
-        raise ValueError(f'scheduler.params.warmup_type is "log" or "linear", not {kind!r}.')
-    arguments = [f"warmup_steps={int(given.pop('warmup_num_steps', 1000))}", f"log={kind == 'log'}"]
-    if name in ("WarmupDecayLR", "WarmupCosineLR"):
+    arguments: dict[str, Any] = {"warmup_steps": given.get("warmup_num_steps", 1000)}
+    arguments["log"] = given.get("warmup_type", "log") == "log"
+    if "total_num_steps" in rules:
         if "total_num_steps" not in given:
             raise ValueError(f"{name} needs scheduler.params.total_num_steps.")
-        arguments.append(f"total_steps={int(given.pop('total_num_steps'))}")
-    if name in ("WarmupLR", "WarmupDecayLR"):
-        arguments.append(f"min_lr={float(given.pop('warmup_min_lr', 0.0))}")
-        function = "warmup_lr" if name == "WarmupLR" else "warmup_decay_lr"
-        first = float(given.pop("warmup_max_lr", 1e-3))
-    elif name == "WarmupCosineLR":
-        arguments.append(f"warmup_min_ratio={float(given.pop('warmup_min_ratio', 0.0))}")
-        arguments.append(f"cos_min_ratio={float(given.pop('cos_min_ratio', 1e-4))}")
-        first, function = lr, "warmup_cosine_lr"
-    else:
-        raise ValueError(
-            f"scheduler.type={name!r}: of DeepSpeed's schedules there are WarmupLR, WarmupDecayLR and WarmupCosineLR. "
-            f"Give an optax transformation with a schedule as optimizer=."
-        )
-    if given:
-        raise ValueError(f"scheduler.params.{next(iter(given))} is no argument of {name}.")
-    return f"zerojax.deepspeed.{function}({first}, {', '.join(arguments)})"
+        arguments["total_steps"] = given["total_num_steps"]
+    if name == "WarmupCosineLR":
+        arguments["warmup_min_ratio"] = given.get("warmup_min_ratio", 0.0)
+        arguments["cos_min_ratio"] = given.get("cos_min_ratio", 1e-4)
+        return call(f"zerojax.deepspeed.{function}", lr, **arguments)
+    arguments["min_lr"] = given.get("warmup_min_lr", 0.0)
+    return call(f"zerojax.deepspeed.{function}", given.get("warmup_max_lr", 1e-3), **arguments)
