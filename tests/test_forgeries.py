@@ -436,11 +436,14 @@ import ctypes, os, pathlib, sys
 from zerojax.offload.lock import lock
 locked = lock(pathlib.Path(sys.argv[1]))
 fork = ctypes.CDLL(None).fork if sys.argv[2] == "c" else os.fork
+there, here = os.pipe()
 if fork() == 0:
+    os.write(here, b"\\n")
     os.read(0, 1)  # until the test ends
     os._exit(0)
 if sys.argv[2] == "c":
     locked.release()
+os.read(there, 1)  # the child has closed what it closes
 print("forked", flush=True)
 os.read(0, 1)
 """
