@@ -27,7 +27,7 @@ def assert_construct(name, *, dims=constructs.DIMS, **options):
 EVERY = [(name,) for name in constructs.TABLE]
 
 
-@pytest.mark.parametrize("name", quick_or_slow(EVERY, EVERY[::2]))
+@pytest.mark.parametrize("name", quick_or_slow(EVERY, EVERY[::4]))
 def test_every_construct_equals_the_plain_function(name):
     assert_construct(name)
 

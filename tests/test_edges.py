@@ -41,6 +41,7 @@ def with_all(params, rows):
     return jnp.mean((rows @ params["weights"]) ** 2) + sum(jnp.sum(x**2) for x in values.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "shape"), quick_or_slow([(1, (10, 3, 2)), (1, (16, 3)), (3, (16, 3))], QUICK))
 def test_gradients_that_all_devices_compute_alike(stage, shape, mesh, optimized):
     """Of leaves that are padded, and of others."""

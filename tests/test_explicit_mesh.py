@@ -123,6 +123,7 @@ def with_jitted_loop(tx, params):
     return with_own_loop(tx, params, jax.jit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "stage", "set_mesh", "train"),
     [

@@ -45,6 +45,7 @@ def half(of):
     return [c for c in ALL if ((c[0] is GPT) + c[1] + c[2] + c[2] // 2 + c[3]) % 2 == of]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parallel", "stage", "scanned"), quick_or_slow([*half(0), (MLP, False, 2, False)], [(GPT, True, 3, True)])
 )

@@ -139,6 +139,7 @@ def test_gradients_are_those_of_one_device(group, stage):
     assert_same(tx.unshard(grads), expected_grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "count", "scanned"),
     quick_or_slow([(s, n, (s + n) % 2 == 0) for s, n in PAIRS], [(3, 3, True)]),

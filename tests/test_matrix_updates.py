@@ -81,6 +81,7 @@ def owned(name, stage, mesh, **options):
     return zero_shard(MATRIX_OPTIMIZERS[name](), stage=stage, mesh=mesh, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "count"),
     quick_or_slow(

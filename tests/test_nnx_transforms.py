@@ -32,6 +32,7 @@ def loss_fn(model, x):
     return jnp.mean(model(x) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_what_a_transform_writes_back_unchanged_is_not_assigned(stage, mesh):
     plain, sharded = Stack(nnx.Rngs(0)), Stack(nnx.Rngs(0))

@@ -358,6 +358,7 @@ def losses_of(name):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage"),
     quick_or_slow(list(itertools.product(MASTERED, (1, 3))), [("adafactor", 3)]),

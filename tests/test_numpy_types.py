@@ -29,6 +29,7 @@ def types(tree):
     return {str(x.dtype) for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options"),
     [pytest.param(1, {}, marks=pytest.mark.slow), (3, {"offload": Offload(optimizer="host", params="host")})],

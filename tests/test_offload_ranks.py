@@ -61,6 +61,7 @@ def assert_trains_as_optax(name, offload, mesh):
     chex.assert_trees_all_close(tx.unshard(state.params), params, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_or_slow([(name,) for name in OTHERS], [(name,) for name in QUICK]))
 def test_offloaded_state_of_every_rank(name, mesh):
     assert_trains_as_optax(name, Offload(optimizer="host"), mesh)

@@ -73,6 +73,7 @@ def assert_close(found, expected, *, without="-"):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options", "parts"),
     [

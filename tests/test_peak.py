@@ -60,6 +60,7 @@ def test_the_examples_peak_at_stage_3_is_predicted(depth):
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0, 1)), 2])
 def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage):
     model = (*example(4), windows(), stage)

@@ -124,6 +124,7 @@ def test_the_average_has_parameters_that_are_not_trained():
     assert (average["w"] != PARAMS["w"]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_weights_to_evaluate_a_schedule_free_optimizer_with(stage):
     make = lambda: optax.contrib.schedule_free_sgd(1e-1)

@@ -106,7 +106,8 @@ def numpy_reduced(parts, leaf, codec, over):
     return summed.reshape(leaf.shards, -1)
 
 
-@pytest.mark.parametrize(("shape", "dim"), quick_or_slow([((8, 40), 0), ((5, 24), 1), ((9, 30), 0)], [((9, 30), 0)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "dim"), [((8, 40), 0), ((5, 24), 1), ((9, 30), 0)])
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
 def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
     leaves = [leaf_of(AXES, shape, dim), leaf_of(AXES, (16, 16), 0)]
@@ -208,6 +209,7 @@ GRID = [(case, view) for case in CASES for view in ("global", "device")]
 QUICK_ONES = [("inside", "device")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "view"), quick_or_slow(GRID, QUICK_ONES))
 def test_bytes_travel_and_gradients_are_near(case, view):
     wire, options, error = CASES[case]
