@@ -109,7 +109,12 @@ def test_a_checkpoint_has_the_position_of_the_batch_returned_last(tmp_path):
         (np.ones(12), {}, ValueError, "Give a batch of 8 or 16 rows"),
         ({"x": np.ones(8), "y": 3}, {}, ValueError, r"batch\['y'\].*is a scalar"),
         ({"x": np.ones(8), "y": np.ones(16)}, {}, ValueError, r"batch\['y'\] has 16 rows"),
-        (object(), {}, TypeError, "has a object in it, which is no array"),
+        ({"x": object()}, {}, TypeError, r"batch\['x'\] is a object, which JAX has no arrays of"),
+        ([np.ones(8), np.array([None] * 8)], {}, TypeError, r"batch\[1\] has the type object"),
+        ({"ids": ["a"] * 8}, {}, TypeError, r"batch\['ids'\]\[0\] is a str"),
+        ({"ids": np.array(["a"] * 8)}, {}, TypeError, r"batch\['ids'\] has the type <U1"),
+        (None, {}, ValueError, "A batch has no arrays in it: the loader gave None"),
+        ({"x": [], "y": ()}, {"remainder": "pad"}, ValueError, "A batch has no arrays in it"),
         (np.ones(8), {"rows": "local"}, ValueError, "rows is one of 'global', 'process'"),
     ],
 )
@@ -121,3 +126,65 @@ def test_what_is_no_batch_is_refused(batch, options, error, message):
 def test_a_batch_that_outgrows_the_first_is_refused():
     with pytest.raises(ValueError, match="A batch has 20 rows, and the first one, padded, has 16"):
         list(shard_batches(Loader([10, 20]), TX, remainder="pad"))
+
+
+class Failing(Loader):
+    """Raises once, before its fourth batch."""
+
+    failed = False
+
+    def __next__(self):
+        if self.read == 3 and not self.failed:
+            self.failed = True
+            raise OSError("the file ends")
+        return super().__next__()
+
+
+def of_generator(failing):
+    yield from itertools.islice(failing, 3)
+    raise OSError("the file ends")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["iterator", "generator", "bad batch"])
+def test_what_came_before_an_error_is_delivered_first(kind, prefetch):
+    fine = Loader([8] * 5)
+    loader = {"iterator": Failing(fine.lengths), "generator": of_generator(fine), "bad batch": Loader([8, 8, 8, 12, 8])}
+    batches = shard_batches(loader[kind], TX, prefetch=prefetch)
+    assert [int(next(batches)["x"][0, 0]) for _ in range(3)] == [1, 2, 3]
+    position = None if kind == "generator" else batches.get_state()
+    error, message = (ValueError, "8 or 16 rows") if kind == "bad batch" else (OSError, "the file ends")
+    with pytest.raises(error, match=message):
+        next(batches)
+    if position:
+        assert batches.get_state() == position == {"read": 3}  # of the batch returned last
+    # what the loader has after its error, it has here, too
+    assert [int(batch["x"][0, 0]) for batch in batches] == {"iterator": [4, 5], "generator": [], "bad batch": [5]}[kind]
+
+
+def test_an_interrupt_is_not_kept_for_later():
+    class Interrupted(Loader):
+        def __next__(self):
+            if self.read == 2:
+                self.read += 1
+                raise KeyboardInterrupt
+            return super().__next__()
+
+    batches = shard_batches(Interrupted([8] * 4), TX, prefetch=2)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert [int(batch["x"][0, 0]) for batch in batches] == [1, 2, 4]
+
+
+class Ends:
+    """Its conversion raises what would end a loop."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise StopIteration("no more")
+
+
+def test_a_leaf_does_not_end_the_epoch():
+    batches = shard_batches([{"x": np.ones(8)}, {"x": Ends()}], TX)
+    next(batches)
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(batches)

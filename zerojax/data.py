@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.config import check_count, check_word
 from zerojax.config.data_mesh import in_words
-from zerojax.train.batch import batch_shardings, check_batch
+from zerojax.train.batch import NO_NUMBERS, batch_shardings, check_batch
 from zerojax.zero import ZeroTransformation
 
 __all__ = ["ShardedBatches", "shard_batches"]
@@ -72,24 +72,38 @@ class ShardedBatches:
         self._source, self._placement, self._prefetch = source, placement, prefetch
         self._ahead: collections.deque[tuple[Any, Any]] = collections.deque()
         self._position = self._source_position()
+        self._error: Exception | None = None
 
     def __iter__(self) -> ShardedBatches:
         """Itself: it is read once."""
         return self
 
     def __next__(self) -> Any:
-        """The next batch, with the ones after it on their way."""
-        while len(self._ahead) <= self._prefetch:
+        """The next batch, with the ones after it on their way.
+
+        Raises:
+            Exception: Of the loader, or of a batch that cannot be placed, once all batches before it were returned.
+        """
+        while len(self._ahead) <= self._prefetch and self._error is None:
             try:
-                batch = self._placement.place(next(self._source))
-            except StopIteration:
-                break
-            if batch is not None:
-                self._ahead.append((batch, self._source_position()))
-        if not self._ahead:
-            raise StopIteration
+                self._read()
+            except Exception as error:
+                self._error = error
+        if not self._ahead and self._error is not None:
+            error, self._error = self._error, None  # the next call reads on, if the loader can
+            raise error
         batch, self._position = self._ahead.popleft()
         return batch
+
+    def _read(self) -> None:
+        """Place the next batch that is not left out.
+
+        Raises:
+            StopIteration: If the loader has no more.
+        """
+        batch = self._placement.place(next(self._source))
+        if batch is not None:
+            self._ahead.append((batch, self._source_position()))
 
     def get_state(self) -> Any:
         """The loader's state after the batch returned last, not after those placed ahead.
@@ -108,6 +122,7 @@ class ShardedBatches:
         """Go on behind the batch after which `get_state` gave this."""
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
+        self._error = None
         self._position = state
 
     def _source_position(self) -> Any:
@@ -128,7 +143,9 @@ class Placement:
 
     def place(self, batch: Any) -> Any:
         """A batch on the mesh, padded and with its weights if it is to be; None if it is left out."""
-        arrays = jax.tree.map(as_array, batch)
+        arrays = jax.tree_util.tree_map_with_path(as_array, batch)
+        if not jax.tree.leaves(arrays):
+            raise ValueError(f"A batch has no arrays in it: the loader gave {batch!r:.100}. A step needs rows.")
         lengths = {x.shape[:1] for x in jax.tree.leaves(arrays)}
         if len(lengths) != 1 or () in lengths:
             check_batch(arrays, self._config.data)  # raises
@@ -179,7 +196,7 @@ def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 
 
-def as_array(x: Any) -> Any:
+def as_array(path: tuple, x: Any) -> Any:
     """A leaf of a batch as an array of NumPy, or, where NumPy has not its type, of JAX.
 
     Raises:
@@ -191,8 +208,12 @@ def as_array(x: Any) -> Any:
         array = np.asarray(x)
     except (TypeError, RuntimeError):  # as torch's, for a bfloat16
         array = None
-    if array is not None and array.dtype != object:
+    if array is not None and array.dtype.kind not in NO_NUMBERS:
         return array
-    if not hasattr(x, "__dlpack__"):
-        raise TypeError(f"A batch has a {type(x).__name__} in it, which is no array. Give arrays, or what has DLPack.")
+    if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__"):
+        found = f"has the type {x.dtype}" if isinstance(x, np.ndarray) else f"is a {type(x).__name__}"
+        raise TypeError(
+            f"batch{jax.tree_util.keystr(path)} {found}, which JAX has no arrays of. Leave it out of what the step is "
+            f"given, or pass numbers: arrays, or what has DLPack."
+        )
     return jax.dlpack.from_dlpack(x)
