@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
-from zerojax.checkpoint.soundness import is_count, require_sound, unique_keys
+from zerojax.checkpoint.soundness import is_count, is_text, require_sound, unique_keys
+from zerojax.optim.description import Description
 from zerojax.version import version
 
 VERSION = 1
@@ -69,12 +71,14 @@ class Manifest:
         leaves: Its leaves.
         files: `{path: (bytes, sha256)}` of every file but the manifest and its digest.
         made_by: Versions of the libraries, and how many processes wrote.
+        transformation: Describes the optimizer; None in checkpoints of before it was recorded.
     """
 
     step: int
     leaves: tuple[SavedLeaf, ...]
     files: dict[str, tuple[int, str]]
     made_by: dict[str, Any]
+    transformation: Description | None = None
 
     def write(self, directory: Path) -> None:
         """Write it into the checkpoint."""
@@ -93,7 +97,8 @@ class Manifest:
 
 def made_by(processes: int) -> dict[str, Any]:
     """Versions of the libraries that write a checkpoint, and the number of processes."""
-    versions = {"zerojax": version(), "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
+    versions = {"zerojax": version(), "jax": jax.__version__, "optax": optax.__version__}
+    versions["orbax-checkpoint"] = ocp.__version__
     return {**versions, "processes": processes}
 
 
@@ -137,9 +142,19 @@ def manifest_of(body: dict[str, Any]) -> Manifest:
         SavedLeaf(**{**leaf, "path": tuple(leaf["path"]), "shape": tuple(leaf["shape"])}) for leaf in body["leaves"]
     )
     files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
-    manifest = Manifest(body["step"], leaves, files, body["made_by"])
+    manifest = Manifest(body["step"], leaves, files, body["made_by"], described(body.get("transformation")))
     require_sound(manifest)
     return manifest
+
+
+def described(body: dict[str, Any] | None) -> Description | None:
+    """A transformation's description from its JSON; whatever is raised, it is none."""
+    if body is None:
+        return None
+    found = Description(body["structure"], tuple(body["operations"]), body["program"])
+    if not all(map(is_text, (found.structure, found.program, *found.operations))):
+        raise ValueError("the transformation is described by something else than text")
+    return found
 
 
 def plain_file(directory: Path, name: str) -> Path:

@@ -19,6 +19,7 @@ from zerojax.checkpoint.manifest import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.matching import Match, match, target_layout, unfit_errors
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.resharding import convert, read_plan
+from zerojax.checkpoint.same_transformation import check_transformation
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
@@ -75,6 +76,7 @@ def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like
         )
     fresh = {name: wanted.pop(name) for name in unfit & set(wanted)}
     matched = match(tuple(x for x in manifest.leaves if x.name not in unfit), wanted, partial=partial, where=where)
+    check_transformation(manifest, like.plan.describe, partial=partial, where=where)
     restored = read_leaves(folder, matched.pairs)
     restored |= {name: zeros_of(leaf.array) for name, leaf in fresh.items()}
     for name in matched.missing:

@@ -65,7 +65,8 @@ class Save:
 
     def _begin(self, state: ZeroState, data: str) -> None:
         leaves = state_leaves(state)
-        manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={})
+        description = None if state.plan.describe is None else state.plan.describe.description
+        manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={}, transformation=description)
         failure = attempt(self._make_folders, leaves.values()) if self._processes.is_first else ""
         name = self._processes.agree("begin", failure, self._temporary.name)
         self._temporary = self._temporary.with_name(name)

@@ -12,7 +12,8 @@ class CachedHash:
 
     @functools.cached_property
     def _fields(self) -> tuple:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        return tuple(getattr(self, field.name) for field in fields if field.compare)
 
     @functools.cached_property
     def _hash(self) -> int:

@@ -21,6 +21,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.opt_state import lay_out_state, owners_of
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
+from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.matrix_updates import MatrixUpdates, matrix_updates
@@ -48,6 +49,7 @@ class ShardingPlan(CachedHash):
             are sharded; see `layout.error_feedback`.
         matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
+        describe: Describes the wrapped transformation for a checkpoint. Plans that differ in it alone are equal.
     """
 
     layout: Layout
@@ -60,6 +62,7 @@ class ShardingPlan(CachedHash):
     errors: tuple[tuple[str, Leaf], ...]
     matrices: MatrixUpdates | None
     choice: Choice | None = None
+    describe: Describe | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
@@ -137,7 +140,16 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         matrices = (matrices or MatrixUpdates()).without_owners("optimizer state is offloaded")
     errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
     plan = ShardingPlan(
-        layout, trained, grads, state_leaves, structure, owners, chunkings, tuple(errors.items()), matrices
+        layout,
+        trained,
+        grads,
+        state_leaves,
+        structure,
+        owners,
+        chunkings,
+        tuple(errors.items()),
+        matrices,
+        describe=Describe(config.tx, params),
     )
     config.plans[layout] = plan
     return plan

@@ -1,0 +1,108 @@
+"""Describe a transformation, so that two can be told apart whose states have the same leaves, as AdamW's and LAMB's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax import compat
+from zerojax.optim.extra_args import with_extra_args
+
+PARAMS, LEAF = "params", "*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What is recorded of a transformation.
+
+    Attributes:
+        structure: The types in its state, such as `(ScaleByAdamState(*, params, params), EmptyState())`.
+        operations: The distinct operations of its update, each with its constants, such as `mul 0.9`; sorted. Empty
+            if it takes more arguments than a step gives.
+        program: sha256 of all operations in order, and of what each of them reads.
+    """
+
+    structure: str
+    operations: tuple[str, ...]
+    program: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Describe:
+    """Describes a transformation when asked: tracing it takes time, and only a checkpoint needs it.
+
+    Attributes:
+        tx: The transformation.
+        params: The trained parameters; logical shapes in the types that are updated.
+    """
+
+    tx: optax.GradientTransformation
+    params: Any
+
+    @functools.cached_property
+    def description(self) -> Description:
+        """The description; independent of stage, mesh and number of devices."""
+        tx, params = with_extra_args(self.tx), self.params
+        state = jax.eval_shape(tx.init, params)
+        try:
+            update = lambda grads, state, params, value: tx.update(grads, state, params, value=value)
+            traced = jax.make_jaxpr(update)(params, state, params, jax.ShapeDtypeStruct((), np.float32))
+        except Exception:  # whatever a transformation raises that needs more arguments
+            found: list[tuple[str, tuple]] = []
+        else:
+            jaxpr, consts = compat.opened(traced)
+            found = [(f"constant {in_words(x)}", ()) for x in consts] + list(operations_in(jaxpr))
+        structure = structure_of(jax.tree.structure(state), jax.tree.structure(params))
+        program = hashlib.sha256("\n".join(f"{name} {reads}" for name, reads in found).encode()).hexdigest()
+        return Description(structure, tuple(sorted({name for name, _ in found})), program)
+
+
+def structure_of(state: Any, params: Any) -> str:
+    """Name the types of a state's nodes; what has the parameters' structure is `params`.
+
+    Args:
+        state: Structure of the state.
+        params: Structure of the parameters.
+    """
+    if state == params:
+        return PARAMS
+    if (data := state.node_data()) is None:
+        return LEAF if state.num_leaves else "None"
+    kind, keys = data
+    children = [structure_of(child, params) for child in state.children()]
+    if kind is dict:
+        children = [f"{key!r}: {child}" for key, child in zip(keys, children, strict=True)]
+    return f"{'' if kind is tuple else kind.__name__}({', '.join(children)})"
+
+
+def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name each operation of a jaxpr and of those within it, with its constants, and number what else it reads."""
+    numbers: dict[Any, int] = {}
+    for var in (*compat.constvars_of(jaxpr), *jaxpr.invars):
+        numbers[var] = len(numbers)
+    for eqn in jaxpr.eqns:
+        literals = [in_words(atom.val) for atom in eqn.invars if compat.is_literal(atom)]
+        literals += [f"{name}={x}" for name, x in sorted(eqn.params.items()) if name == "y" and isinstance(x, int)]
+        reads = tuple(numbers[atom] for atom in eqn.invars if not compat.is_literal(atom))
+        yield " ".join([eqn.primitive.name, *literals]), reads
+        numbers.update((var, len(numbers) + i) for i, var in enumerate(eqn.outvars))
+        for inner in compat.inner_jaxprs(eqn):
+            yield from operations_in(inner)
+
+
+def in_words(x: Any) -> str:
+    """A constant as text: a number, or what identifies an array."""
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    if x.size == 1:
+        return f"{x.item():.7g}" if x.dtype.kind in "fc" else str(x.item())
+    return f"{x.dtype}{list(x.shape)} {hashlib.sha256(x.tobytes()).hexdigest()[:12]}"
