@@ -145,6 +145,7 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (("1e9", "--devices", "0"), "at least 1"),
         (("1e9", "--stage", "7"), "Unknown ZeRO stage 7"),
         (("1e9", "--optimizer", "adamx"), "no optimizer 'adamx'"),
+        (("1e9", "--optimizer", "chain"), "optax.chain is not made of a learning rate alone"),
         (("1e9", "--optimizer", "cosine_decay_schedule"), "not made of a learning rate alone"),
         (("1e9", "--precision", "int8"), "Give one of fp32, bf16, fp16"),
         (("1e9", "--offload", "tape"), "'host', 'disk', not 'tape'"),

@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from zerojax import Offload, report, zero_shard
+from zerojax import Offload, plot, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.testing import simulate_devices
 
@@ -293,3 +293,64 @@ def test_no_state_for_a_transformation_without_one(mesh):
     assert (clip.update(PARAMS, None)[0]["w"] == 0.5).all()
     with pytest.raises(ValueError, match="does not belong to these parameters: it lacks"):
         adam.update(PARAMS, None)
+
+
+def used_up(tx):
+    state = tx.create(PARAMS)
+    tx.train_step(mean_square)(state, jnp.ones((8, 16)))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda tx, state, folder: Checkpointer(folder).save(state), r"state\.step was used up"),
+        (lambda tx, state, folder: Checkpointer(folder).save(state, step=3), r"state\.step was used up"),
+        (lambda tx, state, folder: report(state), r"state\.step was used up"),
+        (lambda tx, state, folder: report(state.params), r"state\['w'\] was used up"),
+        (lambda tx, state, folder: tx.unshard(state.params), r"tree\['w'\] was used up"),
+        (lambda tx, state, folder: tx.unshard(state.opt_state), r"tree\[0\]\.\w+(\['w'\])? was used up"),
+        (
+            lambda tx, state, folder: tx.eval_step(mean_square)(state.params, jnp.ones((8, 16))),
+            r"params\['w'\] was used",
+        ),
+        (
+            lambda tx, state, folder: tx.value_and_grad(mean_square)(state.params, jnp.ones((8, 16))),
+            r"params\['w'\] was",
+        ),
+    ],
+)
+def test_arrays_that_a_step_has_used_up(call, named, mesh, tmp_path):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
+    state = used_up(tx)
+    with pytest.raises(ValueError, match=named + ".*Use what that call returned"):
+        call(tx, state, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["unshard", "eval_step", "value_and_grad"])
+@pytest.mark.parametrize("count", [4, 1])
+def test_parameters_of_another_mesh(name, count, mesh):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
+    other = jax.make_mesh((count,), ("fsdp",), devices=jax.devices()[-count:], axis_types=(AxisType.Auto,))
+    params = zero_shard(optax.adam(1e-3), stage=3, mesh=other, axis="fsdp", persist_below=1).shard(PARAMS)
+    call = tx.unshard if name == "unshard" else lambda params: getattr(tx, name)(mean_square)(params, jnp.ones((8, 16)))
+    words = rf"\['w'\] is on a mesh of {count} devices .*fsdp.*has 8.*'data'.*tx\.unshard"
+    with pytest.raises(ValueError, match=words):
+        call(params)
+
+
+def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
+
+    def fails(params, batch):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine\n"):
+        tx.eval_step(fails)(tx.shard(PARAMS), jnp.ones((8, 16)))
+
+
+def test_nothing_to_report_or_draw():
+    with pytest.raises(TypeError, match="None has none"):
+        report(None)
+    with pytest.raises(TypeError, match="None has none"):
+        plot.shards(None)

@@ -123,3 +123,10 @@ def test_a_profile_has_the_number_of_each_step(tmp_path):
         if event.name == "train"
     ]
     assert [int(np.asarray(event["step_num"])) for event in events] == [1, 2]
+
+
+@pytest.mark.parametrize(("value", "found"), [("warmup", "'warmup', a str"), (object, "a type")])
+def test_a_log_names_what_is_no_number(value, found):
+    log = Log(lambda values, step: None)
+    with pytest.raises(TypeError, match=rf"metrics\['aux'\]\['phase'\] is .*{found}\. Leave it out"):
+        log(1, {"loss": jnp.ones(()), "count": 3, "aux": {"phase": value}})

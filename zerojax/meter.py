@@ -138,6 +138,9 @@ class Log:
             metrics: What it returned. Nested ones are named `"grad_norms/layer/kernel"`; what is no
                 scalar, such as logits, is left out.
             tokens: In its batch, over all devices.
+
+        Raises:
+            TypeError: If one is no number, such as a string, naming it.
         """
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         if step % self.every:
@@ -153,6 +156,10 @@ class Log:
 def scalars(metrics: PyTree) -> dict[str, float]:
     """The scalars of a tree by path, as floats; waits for them."""
     leaves = jax.tree_util.tree_leaves_with_path(metrics)
+    for path, x in leaves:
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):
+            name = f"metrics{jax.tree_util.keystr(path)}"
+            raise TypeError(f"Log writes numbers, and {name} is {x!r:.60}, a {type(x).__name__}. Leave it out.")
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): float(np.asarray(x))
         for path, x in leaves

@@ -106,7 +106,10 @@ def shards(state: Any) -> Figure:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
+        TypeError: If `state` is None.
     """
+    if state is None:
+        raise TypeError("plot.shards draws live jax.Arrays, and None has none.")
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: is_padded(x) or is_chunked(x))[0]
     every = [leaf for path, x in leaves if (leaf := LeafShards.of(path, x)) is not None and leaf.size > SCALAR]
     largest = sorted(every, key=lambda leaf: -leaf.size)[:MOST_LEAVES]

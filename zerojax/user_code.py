@@ -237,7 +237,9 @@ def load_transformation(text: str) -> optax.GradientTransformation:
         )
     try:
         made = make(1e-3)
-    except TypeError as error:
+        if isinstance(made, optax.GradientTransformation):
+            jax.eval_shape(made.init, {"w": jax.ShapeDtypeStruct((2, 2), "float32")})
+    except Exception as error:  # optax.chain takes the rate for a transformation, and finds out in init
         raise ValueError(f"optax.{text} is not made of a learning rate alone. Give FILE.py:NAME instead.") from error
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(f"optax.{text} is no optimizer. Give one such as adamw, lion or adafactor, or FILE.py:NAME.")

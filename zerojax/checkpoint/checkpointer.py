@@ -20,6 +20,7 @@ from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.offload.lock import Lock
+from zerojax.placement.unusable import problem_of
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -119,10 +120,12 @@ class Checkpointer:
             CheckpointError: If this save cannot begin, or the one before failed: why, and
                 which checkpoint is the newest. The state is unchanged.
             TypeError: If `state` is no `ZeroState`, `data` cannot be written, or `step` is no int.
-            ValueError: If `step` is negative.
+            ValueError: If `step` is negative, or `state` was donated to a step before.
         """
         if not isinstance(state, ZeroState):
             raise no_zero_state("save takes", state)
+        if problem := problem_of(None, "state", state):
+            raise ValueError(problem)
         self._require_writable()
         step = folders.step_number(state.step if step is None else step)
         with self._mutex:

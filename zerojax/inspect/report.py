@@ -16,6 +16,7 @@ from zerojax.inspect.report_tree import Entry, Node, as_rich, as_text, build_tre
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.padded import Padded, is_padded
 from zerojax.placement.misplaced import Misplaced, misplaced
+from zerojax.placement.unusable import unusable_named
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -154,8 +155,17 @@ def report(state: Any, tx: Any = None) -> Report:
         `TrainState` whose `tx` is ours, and with `tx`; for other trees the report goes by the arrays alone.
 
     Raises:
-        TypeError: If a leaf is no array (shapes have no bytes: use `tx.shardings`).
+        TypeError: If a leaf is no array (shapes have no bytes: use `tx.shardings`), or `state` is None.
+        ValueError: If an array was donated to a step before, naming it.
     """
+    if state is None:
+        raise TypeError("report measures live jax.Arrays, and None has none: a function that returns nothing made it?")
+    with unusable_named(None, state=state):
+        return measured(state, tx)
+
+
+def measured(state: Any, tx: Any) -> Report:
+    """Return the report of a tree of live arrays."""
     plan = planned(state, tx)
     elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []

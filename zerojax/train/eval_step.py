@@ -17,6 +17,7 @@ from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import is_on_host, to_device
 from zerojax.placement.storage import cast, storage_leaves
+from zerojax.placement.unusable import unusable_named
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import first_undivided, place_batch, placed
 from zerojax.train.view import View
@@ -63,6 +64,10 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def step(params, batch=NO_BATCH, *args, **keywords):
         _, batch, args = separated((batch, *args), keywords)
+        with unusable_named(config.mesh, params=params, batch=batch):
+            return run_on(params, batch, args)
+
+    def run_on(params, batch, args):
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)

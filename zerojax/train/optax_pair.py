@@ -21,6 +21,7 @@ from zerojax.optim.returned_state import as_returned, seen_in
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
 from zerojax.placement.storage import Form, padded_forms
+from zerojax.placement.unusable import unusable_named
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
 from zerojax.train.serialization import known_to_flax
@@ -48,18 +49,20 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
     """See `ZeroTransformation.unshard`.
 
     Raises:
-        ValueError: If the tree is an optimizer state whose logical shapes are not known.
+        ValueError: If the tree is an optimizer state whose logical shapes are not known, or an array was donated or is
+            on another mesh.
     """
     if isinstance(tree, ZeroState):
         raise ValueError(
             "tx.unshard takes parameters or an optimizer state, and this is a ZeroState, which has both. Call "
             "tx.unshard(state.params) and tx.unshard(state.opt_state)."
         )
-    if (state := unshard_state(config, tree, params)) is not None:
-        return state
-    on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, tree)
-    gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
-    return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
+    with unusable_named(config.mesh, tree=tree):
+        if (state := unshard_state(config, tree, params)) is not None:
+            return state
+        on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, tree)
+        gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
+        return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:

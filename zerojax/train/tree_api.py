@@ -42,6 +42,7 @@ from zerojax.placement.storage import (
     storage_leaves,
     unflatten_params,
 )
+from zerojax.placement.unusable import unusable_named
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
@@ -76,7 +77,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
-        with refs_named(config.view):
+        with refs_named(config.view), unusable_named(config.mesh, params=params, state=state, batch=rows):
             return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
 
     return value_and_grad
