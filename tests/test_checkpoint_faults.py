@@ -5,13 +5,17 @@ import errno
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +37,7 @@ from zerojax.checkpoint import (
     verifying,
 )
 from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
+from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
 from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
@@ -554,3 +559,51 @@ def test_a_damaged_file_of_safetensors_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match=r"index.json is no index of safetensors"):
         import_params(tmp_path, {"w": jnp.ones(3)})
+
+
+FAILS = """
+import resource, signal, sys
+import jax, jax.numpy as jnp, optax
+from zerojax import zero_shard
+from zerojax.checkpoint import Checkpointer
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is then an error
+params = {f"w{i}": jnp.ones((256, 1000)) for i in range(6)}
+state = zero_shard(optax.adam(1e-2), stage=3).create(params)
+checkpoints = Checkpointer(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+try:
+    checkpoints.save(state)
+    checkpoints.wait()
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_save_says_so_once(tmp_path):
+    """All that is printed is the caller's: tracebacks of the threads that wrote are not."""
+    call = [sys.executable, "-c", FAILS, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(call, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert re.match(r"CheckpointError Saving step 0 to .* failed: .*too large", done.stdout, re.IGNORECASE)
+    assert not re.search("traceback|error", done.stderr, re.IGNORECASE), done.stderr[:2000]
+
+
+def test_what_others_log_is_logged(caplog):
+    quiet_writes()
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).error("of another thread, in %s", "/data/.tmp-step_00000001-0")
+    assert len(caplog.records) == 2
+    hook, told = sys.unraisablehook, []
+    sys.unraisablehook = told.append
+    try:
+        for _ in range(3):  # a failed save leaves its hook, and the next takes its place
+            loops = QuietLoops()
+        for text in ("Event loop is closed", "mine"):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+        assert [str(one.exc_value) for one in told] == ["mine"]
+        loops.end()
+        assert sys.unraisablehook == told.append
+    finally:
+        sys.unraisablehook = hook

@@ -20,6 +20,7 @@ from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, in_words, made_by
 from zerojax.checkpoint.processes import Processes
+from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
 from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.offload.lock import Lock, lock_folder
@@ -48,6 +49,7 @@ class Save:
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
+        self._quiet: QuietLoops | None = None
         self._done = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended: CPython gh-90882
 
     def begin(self, state: ZeroState, data: str) -> None:
@@ -55,6 +57,8 @@ class Save:
 
         If this raises, Ctrl-C included, nothing is saved, and what was begun is removed.
         """
+        quiet_writes()
+        self._quiet = QuietLoops()
         try:
             self._begin(state, data)
         except BaseException as error:
@@ -102,6 +106,8 @@ class Save:
             self.error = self._failed(error)
         finally:
             self._release_mark()
+            if self.error is None and self._quiet is not None:
+                self._quiet.end()
             self._done.set()
 
     def _make_folders(self, leaves: Iterable[StateLeaf]) -> None:
