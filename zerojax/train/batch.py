@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
 
 NO_NUMBERS = "OSTUMm"  # NumPy's kinds of objects, strings, dates and spans of time
+NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
     """Refuse a batch without rows, or whose rows do not divide by the devices and their microbatches.
 
     Raises:
-        TypeError: If a leaf holds strings or other objects.
+        TypeError: As `check_types`.
         ValueError: Naming the leaf, its rows, what they are divided by and the remedy.
     """
+    check_types(batch)
     first: tuple[str, int] | None = None
     parts = data.workers * accumulate
     where = f"mesh {in_words(data.batch)}"
@@ -37,11 +39,6 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
         among += f" of {accumulate} microbatches each, which are {parts} parts"
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = f"batch{jax.tree_util.keystr(path)}"
-        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
-            raise TypeError(
-                f"{name} has the type {getattr(x, 'dtype', type(x).__name__)}, which JAX has no arrays of. Leave it "
-                f"out of what the step is given, or pass numbers, such as tokens."
-            )
         shape = jnp.shape(x)
         if not shape:
             raise ValueError(
@@ -62,6 +59,27 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
             raise ValueError(
                 f"Cannot divide {name} over {where}: its dim 0 has {shape[0]} rows, and {among}. "
                 f"Give a batch of {fits} rows, or drop the remainder in the data loader."
+            )
+
+
+def check_types(batch: PyTree) -> None:
+    """Refuse what JAX has no arrays of: strings, objects, and tensors of other libraries.
+
+    Raises:
+        TypeError: Naming the leaf and its type.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
+            raise TypeError(
+                f"{name} has the type {dtype or type(x).__name__}, which JAX has no arrays of. Leave it out of what "
+                f"the step is given, or pass numbers, such as tokens."
+            )
+        if not isinstance(x, NUMBERS) and not hasattr(x, "__jax_array__") and not isinstance(dtype, np.dtype):
+            kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
+            raise TypeError(
+                f"{name} is a {kind}, which JAX takes for no array. Convert it, np.asarray(x), or let "
+                f"zerojax.data.shard_batches(loader, tx) do so; leave out what the step does not use."
             )
 
 

@@ -19,7 +19,7 @@ from zerojax.offload.host import is_on_host, to_device
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.placement.unusable import unusable_named
 from zerojax.train.arguments import NO_BATCH, call, separated
-from zerojax.train.batch import first_undivided, place_batch, placed
+from zerojax.train.batch import check_types, first_undivided, place_batch, placed
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
             return run_on(params, batch, args)
 
     def run_on(params, batch, args):
+        check_types(batch)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)
