@@ -55,11 +55,13 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     out, errors = children[0].communicate(timeout=120)
     assert children[0].returncode == EXIT_STATUS, errors
     assert "step 3 did not end within timeout=4 s on process 0 of 2" in errors
-    assert "process 1 was last seen in step 2: process 0 waits for it in a collective" in errors
+    assert "process 1 was last seen in step 2 with <lambda>: process 0 waits for it in a collective" in errors
     assert "the first collective of a step is gather of ['w']" in errors
     assert out.splitlines()[-1] == "done 2"
     _, errors = children[1].communicate(timeout=120)  # ended by jax, whose coordination service is gone
     assert children[1].returncode not in (0, None), errors
+    said = "zerojax: process 0 of 2 ended, and JAX's coordination service with it, after: step 3 did not end within"
+    assert said in errors
     assert time.monotonic() - begun < 120
 
 

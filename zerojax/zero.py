@@ -24,7 +24,7 @@ from zerojax.train.begin import begin_run
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.optax_pair import adopt, init, unshard, update
-from zerojax.train.same_run import live_plan
+from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
 from zerojax.train.shardings import Shardings, shardings
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
@@ -70,7 +70,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         config, layout = self.config, layout_of(self.config, jax.eval_shape(init_fn, *args))
         check_host_room(config, layout)
-        arrays = [x for program in init_programs(config, layout, init_fn, args) for x in program(*args)]
+        require_same_values(config, "initialise parameters", args=args)
+        programs = init_programs(config, layout, init_fn, args)
+        require_same_programs(
+            config, "initialise parameters", (functools.partial(one.lower, *args) for one in programs)
+        )
+        arrays = [x for program in programs for x in program(*args)]
         store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
         shardings = lambda _: named_tree(config, layout.treedef, layout.params)
         return on_auto_mesh(config.user_mesh, store, arrays, shardings=shardings)
@@ -220,10 +225,16 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         config = self.config
         plan = make_plan(config, params)
-        plan = plan if are_shapes(params) else live_plan(config, plan)
+        is_live = not are_shapes(params)
+        plan = live_plan(config, plan) if is_live else plan
+        if is_live:
+            require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
         begin = functools.partial(begin_run, config, plan)
         shardings = lambda _: ZeroState.shardings(config, plan)
-        return on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
+        state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
+        if is_live:
+            require_same_values(config, "create a state", params=state.params, opt_state=state.opt_state)
+        return state
 
     def train_step(
         self,
