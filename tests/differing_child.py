@@ -47,11 +47,11 @@ def nothing():
 
 
 def learning_rate():
-    train(tx=optax.sgd(1e-2 * (1 + last)))
+    train(tx=optax.sgd(0.5 * (1 + last)))
 
 
 def learning_rate_at_stage_0():
-    train(tx=optax.adamw(1e-2 * (1 + last)), stage=0)
+    train(tx=optax.adamw(0.5 * (1 + last)), stage=0)
 
 
 def learning_rate_in_the_state():
@@ -177,7 +177,7 @@ def gradient():
 
 
 def update():
-    tx = zero_shard(optax.sgd(1e-2 * (1 + last)), stage=3, persist_below=1)
+    tx = zero_shard(optax.sgd(0.5 * (1 + last)), stage=3, persist_below=1)
     params = tx.shard({"w": jnp.ones((4, 16))})
     tx.update(params, tx.init(params), params)
 
@@ -211,14 +211,6 @@ def a_save_on_one_process():
         if not last:
             checkpoints.save(state, step=1)
         print(float(metrics["loss"]))
-
-
-def an_evaluation_in_place_of_a_step():
-    step, state = begin()
-    score = zero_shard(optax.sgd(1e-2), stage=3).eval_step(loss)
-    state, _ = step(state, ROWS)
-    float(score(state.params, ROWS))
-    print(float(score(state.params, ROWS)) if last else step(state, ROWS)[1]["loss"])
 
 
 def an_error_in_the_data():

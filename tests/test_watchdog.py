@@ -1,6 +1,7 @@
 """A step that takes longer than it may ends its process, which says what it waits for."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import optax
 import pytest
 
 from zerojax import zero_shard
-from zerojax.train.watchdog import EXIT_STATUS
+from zerojax.train import watchdog
+from zerojax.train.watchdog import EXIT_STATUS, limit_of
 
 HANGS = """
 import time, jax, jax.numpy as jnp, numpy as np, optax
@@ -39,6 +41,73 @@ def test_a_step_that_hangs_ends_the_process():
     assert "zerojax: step 2 did not end within timeout=1 s on process 0 of 1." in done.stderr
     assert 'File "<string>", line 6 in <lambda>' in done.stderr  # the stacks of all threads
     assert "zerojax: the first collective of a step is gather of ['w'] <string>:" in done.stderr
+
+
+RECOMPILES = """
+import time, jax, jax.numpy as jnp, numpy as np, optax
+from zerojax import zero_shard
+
+def loss(params, batch, flag):
+    time.sleep(2)  # while it is traced
+    return jnp.mean((batch @ params["w"]) ** 2) * (2 if flag else 1)
+
+tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+step, state = tx.train_step(loss, timeout=1), tx.create({"w": jnp.ones((4, 16))})
+for flag in (False, False, True, True):
+    state, metrics = step(state, np.ones((8, 4), np.float32), flag)
+    jax.block_until_ready(state)
+"""
+STOPPED = """
+import os, signal, subprocess, sys, time, jax, jax.numpy as jnp, numpy as np, optax
+from zerojax import zero_shard
+
+def stop(x):
+    if x == 2:
+        after = f"import os, signal, time; time.sleep(3); os.kill({os.getpid()}, signal.SIGCONT)"
+        subprocess.Popen([sys.executable, "-c", after])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)
+
+def loss(params, batch):
+    jax.debug.callback(stop, batch[0, 0])
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
+for number in range(4):
+    state, metrics = step(state, np.full((8, 4), number, np.float32))
+    jax.block_until_ready(state)
+"""
+
+
+@pytest.mark.parametrize("program", [RECOMPILES, STOPPED], ids=["compiles for a flag", "is stopped"])
+def test_a_healthy_step_is_left_alone_while_its_process(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_one_whose_peer_is_killed_leaves_to_be_started_again():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    child = [sys.executable, Path(__file__).parent / "watchdog_child.py"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([*child, str(i), port, "killed"], **options) for i in range(2)]
+    _, errors = children[0].communicate(timeout=80)  # JAX's shutdown takes 100 s to give up
+    assert children[1].wait(10) == -signal.SIGKILL
+    assert children[0].returncode == EXIT_STATUS, errors
+    assert "process 1 of 2 died or hangs: process 0 ends, to be started again" in errors
+
+
+def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
+    mesh = jax.make_mesh((8,), ("data",))
+    assert limit_of(None, mesh) is None
+    assert limit_of(5, mesh) == 5
+    monkeypatch.setattr(watchdog, "is_of_all", lambda mesh: True)
+    assert limit_of(None, mesh) == watchdog.DEFAULT_S >= 600
+    assert limit_of(float("inf"), mesh) is None
 
 
 @pytest.mark.slow

@@ -162,17 +162,16 @@ class Events:
 
     def leave(self, status: int, text: str) -> None:
         """Say why, to the other processes too, and end this process at once."""
-        say(text)
+        say(f"zerojax: {text}")
         self.last_words(status, text)
         os._exit(status)
 
     def last_words(self, status: int, text: str) -> None:
-        """Tell the other processes why this one ends, and let them read it if it keeps the coordination service."""
+        """Tell the other processes why this one leaves, and let them read it if it keeps the coordination service."""
         if jax.process_count() == 1 or coordination_client() is None:
             return
         with suppress(Exception):
-            notice = json.dumps({"status": status, "text": text})
-            coordination_client().key_value_set(f"{NOTICE}/{jax.process_index()}", notice, True)
+            give_notice(status, text, leaves=True)
             if jax.process_index() == 0:
                 time.sleep(3 * period())  # JAX aborts the others as soon as the service is gone
 
@@ -202,7 +201,7 @@ class Events:
         if failed := [i for i in notices if notices[i]["status"]]:
             text = notices[failed[0]]["text"]
             why = text if text.startswith("process") else f"process {failed[0]} ended after: {text}"
-            self.leave(notices[failed[0]]["status"], f"zerojax: process {index} cannot end {call.name}: {why}")
+            self.leave(notices[failed[0]]["status"], f"process {index} cannot end {call.name}: {why}")
         if difference := self.difference():
             self.leave(1, difference)
 
@@ -226,8 +225,7 @@ class Events:
         if self._thread == threading.get_ident():
             self.begin(THE_END)
         self.publish()
-        notice = json.dumps({"status": 0, "text": THE_END})
-        coordination_client().key_value_set(f"{NOTICE}/{jax.process_index()}", notice, True)
+        give_notice(0, THE_END)
         begun = time.monotonic()
         while time.monotonic() - begun < END_S:
             notices = _read(NOTICE)
@@ -244,24 +242,40 @@ class Events:
         """Wait for the others to fail as well; leave without them if they do not, or are dead."""
         text, begun = one_line(error), time.monotonic()
         first = {index: state["beat"] for index, state in self.others().items()}
-        notice = json.dumps({"status": 1, "text": text})
-        coordination_client().key_value_set(f"{NOTICE}/{jax.process_index()}", notice, True)
-        silent: list[int] = []
-        while time.monotonic() - begun < LAST_WORDS_S:
-            left = set(range(jax.process_count())) - {jax.process_index()} - set(_read(NOTICE))
-            if not left:
-                return
+        give_notice(1, text)
+        left, silent = set(range(jax.process_count())) - {jax.process_index()}, []
+        while left and time.monotonic() - begun < LAST_WORDS_S * max(1.0, period()):
+            notices = _read(NOTICE)
+            left -= set(notices)
+            if not left and not any(one["leaves"] for one in notices.values()):
+                return  # all come to JAX's end
             beats = {index: state["beat"] for index, state in self.others().items()}
             silent = sorted(i for i in left if beats.get(i) == first.get(i))
             if len(silent) == len(left) and time.monotonic() - begun > SILENT_S * max(1.0, period()):
                 break
             time.sleep(0.2)
         index, count = jax.process_index(), jax.process_count()
-        if silent:
+        if difference := self.difference():
+            text, silent = difference, []
+            say(f"zerojax: {difference}")
+        elif silent:
             who = ", ".join(map(str, silent))
             say(f"zerojax: process {who} of {count} died or hangs: process {index} ends, to be started again.")
-        self.last_words(AGAIN if silent else 1, text)
-        _exit(AGAIN if silent else 1)
+        status = AGAIN if silent else 1
+        self.last_words(status, text)
+        _exit(status)
+
+
+def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
+    """Tell the other processes that this one ends.
+
+    Args:
+        status: Its exit status; 0 if all is well.
+        text: Why.
+        leaves: Whether it ends at once, so that the others must not wait for it in JAX's shutdown.
+    """
+    notice = json.dumps({"status": status, "text": text, "leaves": leaves})
+    coordination_client().key_value_set(f"{NOTICE}/{jax.process_index()}", notice, True)
 
 
 def period() -> float:

@@ -131,7 +131,8 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
         more = f"; and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
         raise ValueError(
             f"The processes do not {topic} alike. On process {index}, unlike {reference}: "
-            f"{'; '.join(found[:MOST_DIFFERENCES])}{more}. Give every process the same program, options and shapes."
+            f"{'; '.join(found[:MOST_DIFFERENCES])}{more}. Give every process the same program, options, values "
+            f"and shapes."
         )
 
 

@@ -12,6 +12,7 @@ from zerojax.comm.processes import Processes
 from zerojax.compat import is_users
 
 LONGEST = 160
+VALUE = re.compile(r"%\w+")
 
 
 def require_same_program(what: str, as_text: Callable[..., str]) -> None:
@@ -35,7 +36,8 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     if len(set(digests)) == 1:
         return
     # A program may have megabytes of text: digests of its lines say which line to send.
-    each = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
+    # Names of values are left out: they are numbered through, so that a later difference changes earlier ones.
+    each = [hashlib.sha256(VALUE.sub("%", line).encode()).hexdigest()[:8] for line in lines]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
     index = next(i for i, digest in enumerate(digests) if digest != digests[0])
     pairs = enumerate(zip(of_all[0], of_all[index], strict=False))
@@ -47,7 +49,7 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     raise ValueError(
         f"The processes do not {what} alike: their programs differ{where}. On process {index}, unlike 0, line "
         f"{place + 1} of the program is `{other}`, not `{first}`. A number that differs may be a learning rate, a "
-        f"factor, a key or data that a function closes over. Give every process the same program, options and shapes."
+        f"factor, a key or data that a function closes over. Give every process the same program, options, values and shapes."
     )
 
 
@@ -62,7 +64,12 @@ def origin(as_text: Callable[..., str], place: int) -> str:
     """Return where in Python a line of the program, or the first one after it with a location, is from; or nothing."""
     text = as_text(debug_info=True).splitlines()
     places = dict(match.groups() for line in text if (match := re.match(r"(#loc\d*) = (.*)", line)))
-    body = [line for line in text if not line.startswith("#loc")]
+    body = [*(line for line in text if not line.startswith("#loc")), ""]
+    place = min(place, len(body) - 1)
+    # The place of a constant is that of the jitted call: the first line that reads it says more.
+    if constant := re.match(r"\s*(%\w+) = stablehlo.constant", body[place]):
+        uses = re.compile(rf"{re.escape(constant.group(1))}\b")
+        place = next((i for i, line in enumerate(body[place + 1 :], place + 1) if uses.search(line)), place)
     for line in body[place : place + 8]:
         named = re.search(r"loc\((#loc\d*)\)", line)
         if named and (found := in_users_code(named.group(1), places)):

@@ -61,7 +61,7 @@ def environment() -> dict[str, str]:
     flags = {}
     for variable in OF_XLA:
         kept = [flag for flag in os.environ.get(variable, "").split() if not any(word in flag for word in OF_ONE_HOST)]
-        flags[variable] = " ".join(sorted(kept)) or "not set"
+        flags[variable] = " ".join(sorted(kept)) or "empty"
     return versions | options | flags
 
 
