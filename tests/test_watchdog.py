@@ -48,11 +48,11 @@ import time, jax, jax.numpy as jnp, numpy as np, optax
 from zerojax import zero_shard
 
 def loss(params, batch, flag):
-    time.sleep(2)  # while it is traced
+    time.sleep(1)  # while it is traced
     return jnp.mean((batch @ params["w"]) ** 2) * (2 if flag else 1)
 
 tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=1), tx.create({"w": jnp.ones((4, 16))})
+step, state = tx.train_step(loss, timeout=0.5), tx.create({"w": jnp.ones((4, 16))})
 for flag in (False, False, True, True):
     state, metrics = step(state, np.ones((8, 4), np.float32), flag)
     jax.block_until_ready(state)
@@ -63,17 +63,17 @@ from zerojax import zero_shard
 
 def stop(x):
     if x == 2:
-        after = f"import os, signal, time; time.sleep(3); os.kill({os.getpid()}, signal.SIGCONT)"
+        after = f"import os, signal, time; time.sleep(2); os.kill({os.getpid()}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-c", after])
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 def loss(params, batch):
     jax.debug.callback(stop, batch[0, 0])
     return jnp.mean((batch @ params["w"]) ** 2)
 
 tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
+step, state = tx.train_step(loss, timeout=1), tx.create({"w": jnp.ones((4, 16))})
 for number in range(4):
     state, metrics = step(state, np.full((8, 4), number, np.float32))
     jax.block_until_ready(state)

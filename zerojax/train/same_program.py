@@ -36,12 +36,15 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     if len(set(digests)) == 1:
         return
     # A program may have megabytes of text: digests of its lines say which line to send.
-    # Names of values are left out: they are numbered through, so that a later difference changes earlier ones.
-    each = [hashlib.sha256(VALUE.sub("%", line).encode()).hexdigest()[:8] for line in lines]
+    # First without names of values, which are numbered through: a later difference changes earlier ones.
+    short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
+    each = [(short(VALUE.sub("%", line)), short(line)) for line in lines]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
     index = next(i for i, digest in enumerate(digests) if digest != digests[0])
-    pairs = enumerate(zip(of_all[0], of_all[index], strict=False))
-    place = next((i for i, (one, other) in pairs if one != other), min(len(of_all[0]), len(of_all[index])))
+    length = min(len(of_all[0]), len(of_all[index]))
+    differ = [k for k in range(length) if of_all[0][k][0] != of_all[index][k][0]]
+    differ += [k for k in range(length) if of_all[0][k] != of_all[index][k]]
+    place = differ[0] if differ else length
     shown = [lines[place].strip() if place < len(lines) else "the end", origin(as_text, place)]
     said = [json.loads(text) for text in processes.exchange("compare one line", json.dumps(shown))]
     (first, where), (other, _) = said[0], said[index]
@@ -49,7 +52,8 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     raise ValueError(
         f"The processes do not {what} alike: their programs differ{where}. On process {index}, unlike 0, line "
         f"{place + 1} of the program is `{other}`, not `{first}`. A number that differs may be a learning rate, a "
-        f"factor, a key or data that a function closes over. Give every process the same program, options, values and shapes."
+        f"factor, a key or data that a function closes over. Give every process the same program, options, values "
+        f"and shapes."
     )
 
 
