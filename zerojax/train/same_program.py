@@ -67,7 +67,8 @@ def around_difference(one: str, other: str) -> tuple[str, str]:
 def origin(as_text: Callable[..., str], place: int) -> str:
     """Return where in Python a line of the program, or the first one after it with a location, is from; or nothing."""
     text = as_text(debug_info=True).splitlines()
-    places = dict(match.groups() for line in text if (match := re.match(r"(#loc\d*) = (.*)", line)))
+    defined = [re.match(r"(#loc\d*) = (.*)", line) for line in text]
+    places = {str(found[1]): str(found[2]) for found in defined if found is not None}
     body = [*(line for line in text if not line.startswith("#loc")), ""]
     place = min(place, len(body) - 1)
     # The place of a constant is that of the jitted call: the first line that reads it says more.
