@@ -63,10 +63,12 @@ from zerojax import zero_shard
 
 def stop(x):
     if x == 2:
+        time.sleep(0.3)  # until this step is watched
         after = f"import os, signal, time; time.sleep(2); os.kill({os.getpid()}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-c", after])
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.2)
+        for _ in range(5):
+            time.sleep(0.1)  # the first may begin before the process is stopped
 
 def loss(params, batch):
     jax.debug.callback(stop, batch[0, 0])
