@@ -48,11 +48,11 @@ import time, jax, jax.numpy as jnp, numpy as np, optax
 from zerojax import zero_shard
 
 def loss(params, batch, flag):
-    time.sleep(1)  # while it is traced
+    time.sleep(3)  # while it is traced
     return jnp.mean((batch @ params["w"]) ** 2) * (2 if flag else 1)
 
 tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=0.5), tx.create({"w": jnp.ones((4, 16))})
+step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
 for flag in (False, False, True, True):
     state, metrics = step(state, np.ones((8, 4), np.float32), flag)
     jax.block_until_ready(state)
@@ -64,7 +64,7 @@ from zerojax import zero_shard
 def stop(x):
     if x == 2:
         time.sleep(0.3)  # until this step is watched
-        after = f"import os, signal, time; time.sleep(2); os.kill({os.getpid()}, signal.SIGCONT)"
+        after = f"import os, signal, time; time.sleep(3); os.kill({os.getpid()}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-c", after])
         os.kill(os.getpid(), signal.SIGSTOP)
         for _ in range(5):
@@ -75,13 +75,14 @@ def loss(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=1), tx.create({"w": jnp.ones((4, 16))})
+step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
 for number in range(4):
     state, metrics = step(state, np.full((8, 4), number, np.float32))
     jax.block_until_ready(state)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [RECOMPILES, STOPPED], ids=["compiles for a flag", "is stopped"])
 def test_a_healthy_step_is_left_alone_while_its_process(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
