@@ -80,14 +80,7 @@ QUICK = [
 
 @pytest.mark.parametrize(
     ("name", "stage", "count", "precision", "where"),
-    quick_or_slow(
-        [
-            *fraction(4, NAMES, range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host")),
-            *BESIDE,
-            ("adamw", 3, 8, "bf16", "host"),
-        ],
-        QUICK,
-    ),
+    quick_or_slow([*fraction(4, NAMES, range(4), (1, 2, 3, 8), PRECISIONS, ("device", "host")), *BESIDE, ("adamw", 3, 8, "bf16", "host")], QUICK),
 )
 def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, where):
     precision = PRECISIONS[precision]
