@@ -66,6 +66,41 @@ def test_a_run_whose_processes_are_killed_goes_on_with_those_that_are_left(tmp_p
             assert loss == pytest.approx(uninterrupted[step], rel=2e-5), f"seed {seed}: step {step}"
 
 
+SLEEPS = "import pathlib, sys, time; pathlib.Path(sys.argv[1], str(time.monotonic_ns())).touch(); time.sleep(300)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_processes_end_with_the_launcher(tmp_path, number):
+    if number == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("only Linux ends a process with its parent")
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    command = [sys.executable, LAUNCH / "local.py", "--program", tmp_path / "sleeps.py", "--", str(begun)]
+    run = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
+    processes = [int(pid) for pid in re.findall(r"\d+", run.stdout.readline())]
+    assert len(processes) == 2
+    wait_until(lambda: len(list(begun.iterdir())) == 2)
+    run.send_signal(number)
+    assert run.wait(30) not in (0, None)
+    wait_until(lambda: not any(map(is_alive, processes)))
+    assert len(list(begun.iterdir())) == 2, "the launcher started them again"
+
+
+def wait_until(condition, seconds=30):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_the_manifest_starts_as_many_processes_as_it_says():
     (jobset,) = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]

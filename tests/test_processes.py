@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 FLAGS = "--xla_force_host_platform_device_count=2"
 DIFFERS = r"ValueError: The processes do not {} alike\. On process 1, unlike 0: "
-BEGIN, STEP = DIFFERS.format("begin"), DIFFERS.format("step")
+BEGIN, STEP = DIFFERS.format("begin"), DIFFERS.format("step with loss")
 SAID = {
     "other_stage": rf"{BEGIN}stage is 1, not 3;",
     "other_width": rf"{BEGIN}params\['w'\] is float32\[4, 24\], sharded, not float32\[4, 16\], sharded",

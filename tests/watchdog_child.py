@@ -1,8 +1,10 @@
-"""Run by test_watchdog.py, twice: process 1 hangs in its data, and process 0 has a watchdog.
+"""Run by test_watchdog.py, twice: process 1 hangs in its data, or is killed, and process 0 has a watchdog.
 
-python watchdog_child.py PROCESS PORT
+python watchdog_child.py PROCESS PORT [killed]
 """
 
+import os
+import signal
 import sys
 import time
 
@@ -21,6 +23,8 @@ step = tx.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
 state = tx.create({"w": jnp.ones((4, 16))})
 for number in range(10):
     if number == 3 and process == 1:
+        if sys.argv[3:]:
+            os.kill(os.getpid(), signal.SIGKILL)
         print("hangs", flush=True)
         time.sleep(600)
     state, metrics = step(state, np.ones((8, 4), np.float32))

@@ -16,15 +16,13 @@ from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import stored_mask
 from zerojax.layout.tree import layout_of
 from zerojax.optim.as_params import as_params
-from zerojax.optim.plan import make_plan
 from zerojax.placement.init_params import init_programs
-from zerojax.placement.place import are_shapes, cast_params, check_host_room, place_params
+from zerojax.placement.place import cast_params, check_host_room, place_params
 from zerojax.placement.storage import in_storage, named_tree
-from zerojax.train.begin import begin_run
+from zerojax.train.begin import create, initialised
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.optax_pair import adopt, init, unshard, update
-from zerojax.train.same_run import live_plan
 from zerojax.train.shardings import Shardings, shardings
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
@@ -70,7 +68,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         config, layout = self.config, layout_of(self.config, jax.eval_shape(init_fn, *args))
         check_host_room(config, layout)
-        arrays = [x for program in init_programs(config, layout, init_fn, args) for x in program(*args)]
+        arrays = initialised(config, init_programs(config, layout, init_fn, args), args)
         store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
         shardings = lambda _: named_tree(config, layout.treedef, layout.params)
         return on_auto_mesh(config.user_mesh, store, arrays, shardings=shardings)
@@ -218,12 +216,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             The state that `train_step`'s step takes.
         """
-        config = self.config
-        plan = make_plan(config, params)
-        plan = plan if are_shapes(params) else live_plan(config, plan)
-        begin = functools.partial(begin_run, config, plan)
-        shardings = lambda _: ZeroState.shardings(config, plan)
-        return on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
+        return create(self.config, params, mutable, opt_state)
 
     def train_step(
         self,
@@ -258,7 +251,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             leaf_norms: Whether metrics have `grad_norms`, the norm of each parameter's
                 gradient; `optax.MaskedNode()` for one that is not trained.
             timeout: Seconds that a step may take, but for compiling. One that takes longer ends the process, with exit
-                status 75, and says which process it waits for. None: any time.
+                status 75, and says which process it waits for. None: 1800 s where several processes train, otherwise
+                any time; `float("inf")`: any time.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`, with `.trace(...)` and

@@ -6,9 +6,14 @@
 What follows `--` is for the program, `train.py` beside this file unless `--program` names another. A process that was
 killed takes its devices with it, as a host does that fails: the others are ended, and the run starts again on one
 process fewer, from its last checkpoint. Any other end of a process with an error restarts it on as many.
+
+SIGTERM, SIGHUP and Ctrl-C are passed on, and nothing is started again. Whatever ends this launcher ends its processes:
+where it is killed itself, Linux' kernel kills them.
 """
 
 import argparse
+import ctypes
+import functools
 import os
 import signal
 import socket
@@ -17,10 +22,14 @@ import sys
 import time
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+
 
 def main() -> int:
     args = options()
     count = args.processes
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
     for attempt in range(args.restarts + 1):
         statuses = run(args, count)
         if not any(statuses):
@@ -38,20 +47,39 @@ def run(args: argparse.Namespace, count: int) -> list[int]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}"
     shared = {**os.environ, "ZEROJAX_COORDINATOR": coordinator, "ZEROJAX_PROCESSES": str(count), "XLA_FLAGS": flags}
     command = [sys.executable, str(args.program), *args.rest]
-    processes = [subprocess.Popen(command, env={**shared, "ZEROJAX_PROCESS": str(index)}) for index in range(count)]
-    print(f"local: processes {[one.pid for one in processes]}", flush=True)
+    follow = functools.partial(end_with, os.getpid(), libc()) if sys.platform == "linux" else None
+    processes: list[subprocess.Popen] = []
     try:
+        for index in range(count):
+            environment = {**shared, "ZEROJAX_PROCESS": str(index)}
+            processes.append(subprocess.Popen(command, env=environment, preexec_fn=follow))
+        print(f"local: processes {[one.pid for one in processes]}", flush=True)
         while all(one.poll() is None or one.returncode == 0 for one in processes):
             if all(one.returncode == 0 for one in processes):
                 return [0] * count
             time.sleep(0.05)
         # what failed first, before the others fail for its sake
-        statuses = [one.poll() or 0 for one in processes]
+        return [one.poll() or 0 for one in processes]
+    finally:
         end(processes, args.grace)
-        return statuses
-    except KeyboardInterrupt:
-        end(processes, args.grace)
-        raise
+
+
+def leave(number: int, frame: object) -> None:
+    """Let a signal end the launcher as Ctrl-C does: by way of `finally`."""
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    sys.exit(128 + number)
+
+
+def libc() -> ctypes.CDLL:
+    """Load the C library, in the launcher: a process that was just forked should load nothing."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def end_with(launcher: int, library: ctypes.CDLL) -> None:
+    """Ask the kernel to kill this process when the launcher ends; called in each process before its program."""
+    library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before
+        os._exit(1)
 
 
 def end(processes: list[subprocess.Popen], grace: float) -> None:

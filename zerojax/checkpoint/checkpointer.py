@@ -81,6 +81,7 @@ class Checkpointer:
 
     def _open(self) -> None:
         """Take the lock and remove what killed saves left; on the first process."""
+        self._processes.require_same("open a Checkpointer", {"keep": self.keep, "every": self.every})
         failure = ""
         if self._processes.is_first:
             try:
@@ -120,7 +121,8 @@ class Checkpointer:
             CheckpointError: If this save cannot begin, or the one before failed: why, and
                 which checkpoint is the newest. The state is unchanged.
             TypeError: If `state` is no `ZeroState`, `data` cannot be written, or `step` is no int.
-            ValueError: If `step` is negative, or `state` was donated to a step before.
+            ValueError: If `step` is negative, or not the same on every process; or if `state` was donated to a step
+                before.
         """
         if not isinstance(state, ZeroState):
             raise no_zero_state("save takes", state)
@@ -135,6 +137,7 @@ class Checkpointer:
             self.wait()
             text = data_state.dumps(data)
             self._remove_again()
+            self._processes.require_same("save", {"step": step})
             save = Save(self.directory, step, keep=self.keep, processes=self._processes)
             try:
                 on_auto_mesh(None, save.begin, state, text)
@@ -178,6 +181,7 @@ class Checkpointer:
         """
         with self._mutex:
             self.wait()
+            self._processes.require_same("restore", {"step": step, "fallback": fallback, "partial": partial})
 
             def restored() -> Restored:
                 manifest = newest_verified(self.directory, step, fallback, self._processes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.comm import processes
@@ -21,6 +22,18 @@ class Processes(processes.Processes):
             return super().exchange(topic, message)
         except TimeoutError as error:
             raise CheckpointError(str(error).replace(f"did not {topic}", "did not call save")) from error
+
+    def require_same(self, call: str, record: Mapping[str, object]) -> None:
+        """Compare the arguments of a call, before anything is written.
+
+        Raises:
+            ValueError: On every process, if they differ.
+            CheckpointError: If a process does not make this call.
+        """
+        try:
+            processes.require_same(call, {name: str(value) for name, value in record.items()}, timeout=self.timeout)
+        except TimeoutError as error:
+            raise CheckpointError(str(error)) from error
 
     def agree(self, topic: str, failure: str = "", message: str = "") -> str:
         """Go on only if all processes can.

@@ -9,15 +9,18 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from zerojax.comm.events import EVENTS, Call
 from zerojax.compat import coordination_client
 
 TIMEOUT_S = 300  # as long as jax.distributed.initialize waits
 MOST_DIFFERENCES = 3
+LOOK_EVERY_S = 1.0
 # The service takes each key once in the life of a run, so the keys are numbered for as long: all processes exchange the
 # same messages about one purpose in the same order.
 SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
@@ -32,10 +35,12 @@ class Processes:
         timeout: How long to wait for the others, in seconds.
     """
 
-    def __init__(self, purpose: str, timeout: float = TIMEOUT_S):
-        """Those of this run, for messages about one purpose."""
-        self.index, self.count, self.timeout = jax.process_index(), jax.process_count(), timeout
-        self._key, self._topics = f"zerojax/{purpose}/{next(SERIALS[purpose])}", itertools.count()
+    def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
+        """Open the messages about one purpose; those about a call that is counted have its number."""
+        self.index, self.count = jax.process_index(), jax.process_count()
+        self.timeout = TIMEOUT_S if timeout is None else timeout
+        place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
+        self._key, self._topics = f"zerojax/{place}", itertools.count()
 
     @property
     def is_first(self) -> bool:
@@ -53,33 +58,63 @@ class Processes:
             The message of each process, in order.
 
         Raises:
-            TimeoutError: If a process sends nothing within the timeout, naming it.
+            TimeoutError: If a process sends nothing within the timeout, or ended before, naming it.
+            ValueError: If another process makes another call than this one, naming both.
         """
         if self.count == 1:
             return [message]
-        client, key = coordination_client(), f"{self._key}/{next(self._topics)}/{topic}"
+        client, key = coordination_client(), f"{self._key}/{next(self._topics)}"
+        client.key_value_set(f"{key}/{self.index}", json.dumps([topic, message]))
+        begun, found = time.monotonic(), {}
+        while len(found) < self.count:
+            found = {
+                int(name.rsplit("/", 1)[-1]): json.loads(text) for name, text in client.key_value_dir_get(f"{key}/")
+            }
+            missing = sorted(set(range(self.count)) - set(found))
+            left = self.timeout - (time.monotonic() - begun)
+            if missing and left <= 0:
+                raise TimeoutError(
+                    f"Process {', '.join(map(str, missing))} of {self.count} did not answer within "
+                    f"{self.timeout:g} s: it died, or hangs, or did not {topic} as the others did."
+                )
+            if missing:
+                self._wait_for(missing, f"{key}/{missing[0]}", min(left, LOOK_EVERY_S), topic)
+        _require_one({index: asked for index, (asked, _) in found.items()})
+        return [text for _, (_, text) in sorted(found.items())]
 
-        def messages() -> dict[int, str]:
-            return {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{key}/")}
-
-        client.key_value_set(f"{key}/{self.index}", message)
+    def _wait_for(self, missing: list[int], key: str, seconds: float, topic: str) -> None:
+        """Wait a while for a message; raise an error if it cannot come any more."""
         try:
-            client.wait_at_barrier(f"{key}/all", round(1000 * self.timeout))
+            coordination_client().blocking_key_value_get(key, max(1, round(1000 * seconds)))
         except Exception as error:
-            silent = sorted(set(range(self.count)) - set(messages()))
-            raise TimeoutError(
-                f"Process {', '.join(map(str, silent)) or 'unknown'} of {self.count} did not answer within "
-                f"{self.timeout:g} s: it died, or hangs, or did not {topic} as the others did."
-            ) from error
-        return [text for _, text in sorted(messages().items())]
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            EVENTS.publish()
+            if ended := {index: why for index, why in EVENTS.failures().items() if index in missing}:
+                index, why = min(ended.items())
+                raise TimeoutError(f"Process {index} of {self.count} ended before it did {topic}: {why}") from None
+            if difference := EVENTS.difference():
+                raise ValueError(difference) from None
 
 
-def require_same(topic: str, record: Mapping[str, str]) -> None:
+def _require_one(topics: Mapping[int, str]) -> None:
+    """Raise an error unless all processes ask for the same."""
+    for index, topic in topics.items():
+        if topic != topics[0]:
+            raise ValueError(
+                f"The processes do not make the same calls. Process {index} is about to {topic}, and process 0 is "
+                f"about to {topics[0]}. Let every process create, train, evaluate and save in the same order, as often."
+            )
+
+
+def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:
     """Compare what this process is about to do with what the others are, so that none waits for another in vain.
 
     Args:
         topic: What it is, as a verb: `"begin"`.
         record: What has to be the same, by name.
+        partial: Whether a name may be missing on some processes.
+        timeout: How long to wait for the others, in seconds; default `TIMEOUT_S`.
 
     Raises:
         ValueError: On every process, naming what differs and between which.
@@ -87,13 +122,28 @@ def require_same(topic: str, record: Mapping[str, str]) -> None:
     """
     if jax.process_count() == 1:
         return
-    first, *others = map(json.loads, Processes(topic, TIMEOUT_S).exchange(topic, json.dumps(dict(record))))
-    for index, other in enumerate(others, start=1):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if names:
-            found = [f"{name} is {other.get(name, 'missing')}, not {first.get(name, 'missing')}" for name in names]
-            more = f"; and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
-            raise ValueError(
-                f"The processes do not {topic} alike. On process {index}, unlike 0: "
-                f"{'; '.join(found[:MOST_DIFFERENCES])}{more}. Give every process the same program, options and shapes."
-            )
+    processes = Processes(topic, timeout, EVENTS.begin(topic))
+    records = [json.loads(text) for text in processes.exchange(topic, json.dumps(dict(record)))]
+    if difference := first_difference(records, partial=partial):
+        index, reference, names = difference
+        one, other = records[reference], records[index]
+        found = [f"{name} is {other.get(name, 'missing')}, not {one.get(name, 'missing')}" for name in names]
+        more = f"; and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
+        raise ValueError(
+            f"The processes do not {topic} alike. On process {index}, unlike {reference}: "
+            f"{'; '.join(found[:MOST_DIFFERENCES])}{more}. Give every process the same program, options, values "
+            f"and shapes."
+        )
+
+
+def first_difference(records: list[dict[str, str]], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
+    """Return the first process whose record differs, the one that it differs from, and the names; None if none does."""
+    first_with: dict[str, int] = {}
+    for index, record in enumerate(records):
+        names = record if partial else {**records[0], **record}
+        against = {name: first_with.setdefault(name, index if partial else 0) for name in names}
+        differ = [name for name in names if records[against[name]].get(name) != record.get(name)]
+        if differ:
+            reference = against[differ[0]]
+            return index, reference, [name for name in differ if against[name] == reference]
+    return None

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
 from zerojax.placement.storage import in_storage, named
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
+from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
 from zerojax.train.serialization import known_to_flax
 from zerojax.train.state import ZeroState
+
+
+def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
+    """See `ZeroTransformation.create`; what a run begins with is the same on every process."""
+    plan, is_live = make_plan(config, params), not are_shapes(params)
+    if is_live:
+        plan = live_plan(config, plan)
+        require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
+    begin = functools.partial(begin_run, config, plan)
+    shardings = lambda _: ZeroState.shardings(config, plan)
+    state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
+    if is_live:
+        require_same_values(config, "create a state", params=state.params, opt_state=state.opt_state)
+    return state
+
+
+def initialised(config: Config, programs: list[Any], args: tuple) -> list[Any]:
+    """Run the programs that make the parameters, which are the same on every process, as are their arguments."""
+    what = "initialise parameters"
+    require_same_values(config, what, args=args)
+    require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
+    return [x for program in programs for x in program(*args)]
 
 
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.events import EVENTS, first_array
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
 from zerojax.config import Config
@@ -20,6 +21,7 @@ from zerojax.placement.storage import cast, storage_leaves
 from zerojax.placement.unusable import unusable_named
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import check_types, first_undivided, place_batch, placed
+from zerojax.train.same_run import SameCalls, types_of
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
@@ -61,6 +63,9 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
         return on_auto_mesh(config.user_mesh, run, params, batch, *with_types(args), shardings=shardings)
 
+    what = f"evaluate {getattr(fn, '__name__', 'a function')}"
+    same = SameCalls(config, what)
+
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def step(params, batch=NO_BATCH, *args, **keywords):
         _, batch, args = separated((batch, *args), keywords)
@@ -69,13 +74,21 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
     def run_on(params, batch, args):
         check_types(batch)
+        is_new = same.is_needed and same.is_first(types_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)
         else:
             rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
+        if is_new:
+            same.require_same_program(lambda: program.lower(params, rows, *args))
         try:
-            return program(params, rows, *args)
+            if not same.is_needed:
+                return program(params, rows, *args)
+            with EVENTS.calling(what, config.mesh) as call:
+                returned = program(params, rows, *args)
+                call.result = first_array(returned)
+            return returned
         except TypeError as error:
             if "forward-mode autodiff" not in str(error):
                 raise

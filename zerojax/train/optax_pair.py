@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.comm.events import EVENTS, first_array
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
@@ -24,6 +25,7 @@ from zerojax.placement.storage import Form, padded_forms
 from zerojax.placement.unusable import unusable_named
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
+from zerojax.train.same_run import SameCalls, types_of
 from zerojax.train.serialization import known_to_flax
 from zerojax.train.state import ZeroState
 from zerojax.train.tree_api import update_tree
@@ -79,7 +81,22 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
     layout, forms = layout_of(config, like, **seen_in(state)), padded_forms(like)
     warn_of_outer_transformations(layout, forms)
-    return jitted_update(updates, state, params, arrays, config, layout, forms, static)
+    given = (updates, state, params, arrays, config, layout, forms, static)
+    same = same_updates(config)
+    if not same.is_needed:
+        return jitted_update(*given)
+    if same.is_first((types_of((updates, state, params)), static), arrays, ()):
+        same.require_same_program(functools.partial(jitted_update.lower, *given))
+    with EVENTS.calling("update", config.mesh) as call:
+        returned = jitted_update(*given)
+        call.result = first_array(returned)
+    return returned
+
+
+@functools.lru_cache(maxsize=16)
+def same_updates(config: Config) -> SameCalls:
+    """Return what compares the updates of one configuration with those of the other processes."""
+    return SameCalls(config, "update")
 
 
 def check_context(config: Config) -> None:

@@ -3,33 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable, Hashable, Iterable
+from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
 
 from zerojax import compat
+from zerojax.comm.events import is_of_all
 from zerojax.comm.processes import require_same
 from zerojax.config import Config
 from zerojax.optim.plan import ShardingPlan, choose_update
+from zerojax.train.arguments import is_constant
+from zerojax.train.same_program import require_same_program
+from zerojax.train.same_values import checksums
+from zerojax.version import version
 
 OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # each host has its own folder
+# What changes numbers or programs, of JAX's options and of the environment; paths and names of hosts may differ.
+OF_JAX = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_disable_jit",
+    "jax_disable_most_optimizations",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_softmax_custom_jvp",
+    "jax_random_seed_offset",
+    "jax_use_shardy_partitioner",
+)
+OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # flags of XLA that may differ
 
 
 def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
-    """The plan of a run that begins: the same on every process, with where the update of what is offloaded runs.
+    """Return the plan of a run that begins, with where the update of what is offloaded runs.
 
     Raises:
-        ValueError: If the processes have other options, parameters or versions.
+        ValueError: If the processes have other options, parameters, versions or flags.
         TimeoutError: If one does not begin a run.
     """
-    if not compat.is_tracing():
-        require_same("begin", run_record(config, plan))
+    if not compat.is_tracing() and is_of_all(config.mesh):
+        require_same("begin", environment() | run_record(config, plan))
     return dataclasses.replace(plan, choice=choose_update(config, plan))
 
 
+def environment() -> dict[str, str]:
+    """Return versions, options of JAX and flags of XLA, by name."""
+    versions = {name: metadata.version(name) for name in ("jaxlib", "optax", "numpy")} | {"zerojax": version()}
+    options = {name: repr(jax.config.values[name]) for name in OF_JAX if name in jax.config.values}
+    flags = {}
+    for variable in OF_XLA:
+        kept = [flag for flag in os.environ.get(variable, "").split() if not any(word in flag for word in OF_ONE_HOST)]
+        flags[variable] = " ".join(sorted(kept)) or "empty"
+    return versions | options | flags
+
+
 def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
-    """Options, versions and leaves of a run, by name."""
+    """Return options, versions and leaves of a run, by name."""
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options |= {"user_mesh": dict(config.mesh.shape), "tx": None, "trainable": config.trainable is not None}
     options["overwrite"] = config.overwrite is not None
@@ -43,34 +80,104 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
 
 
 def in_words(value: Any) -> Any:
-    """An option as every process writes it: of a function only that it is there."""
+    """Return an option as every process writes it: of a function only that it is there."""
     if dataclasses.is_dataclass(value):
         return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [in_words(one) for one in value]
     return "a function" if callable(value) else value
 
 
-class SameSteps:
-    """The first step with arguments of some shapes is the same on every process."""
+def require_same_values(config: Config, topic: str, **trees: Any) -> None:
+    """Compare what all processes have of the same values: whole arrays, and shards that several of them hold.
 
-    def __init__(self, options: Any):
-        """Nothing is compared yet."""
-        self._options, self._seen = repr(options), set()
+    Args:
+        config: Of the run.
+        topic: What is done with the values, as a verb.
+        **trees: Arrays, by the name of the tree.
 
-    def check(self, step: jax.Array, batch: Any, args: tuple) -> bool:
-        """Compare with the others where the arguments have shapes that none had before; whether they have.
+    Raises:
+        ValueError: Naming the leaves whose values differ.
+        TimeoutError: If a process does nothing of the kind.
+    """
+    if is_of_all(config.mesh) and not compat.is_tracing():
+        require_same(topic, checksums(trees), partial=True)
+
+
+def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
+    """Compare programs with those of the other processes, in order.
+
+    Args:
+        config: Of the run.
+        what: What the programs do, as a verb.
+        lower: Each gives one as `jax.stages.Lowered`; called only where there is something to compare with.
+
+    Raises:
+        ValueError: Naming the first line that differs.
+        TimeoutError: If a process compiles nothing of the kind.
+    """
+    if is_of_all(config.mesh) and not compat.is_tracing():
+        for one in lower:
+            require_same_program(what, one().as_text)
+
+
+class SameCalls:
+    """The calls of one jitted function: the first with arguments of some shapes is the same on every process."""
+
+    def __init__(self, config: Config, what: str, options: Any = None):
+        """Compare nothing yet.
+
+        Args:
+            config: Its mesh says which processes take part.
+            what: The function, in words.
+            options: What else has to be the same.
+        """
+        self._config, self._what, self._options, self._seen = config, what, repr(options), set()
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether there is anything to compare with."""
+        return is_of_all(self._config.mesh) and not compat.is_tracing()
+
+    def is_first(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
+        """Compare the arguments where none were like them before, and return whether that is so.
+
+        A new value of what is not traced, such as a flag, counts as new: the function is compiled for it.
+
+        Args:
+            known: Stands for the types of what else the function takes.
+            batch: Compared by shape and type.
+            args: Compared by value, too.
+            step: The count of a training state.
 
         Raises:
-            ValueError: If they differ in shapes, options or the step that they are at.
-            TimeoutError: If a process takes no step.
+            ValueError: If the processes differ in shapes, values, options or the step that they are at.
+            TimeoutError: If a process does not call the function.
         """
-        leaves = jax.tree_util.tree_leaves_with_path({"batch": batch, "args": args})
-        type_of = lambda x: getattr(x, "dtype", type(x).__name__)
-        record = {jax.tree_util.keystr(path): f"{type_of(x)}{list(np.shape(x))}" for path, x in leaves}
-        key = tuple(record.items())
+        leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
+        record = {jax.tree_util.keystr(path): type_of(x) for path, x in leaves}
+        key = (known, structure, *record.values(), *(getattr(x, "weak_type", False) for _, x in leaves))
         if key in self._seen:
             return False
         self._seen.add(key)
-        if jax.process_count() > 1:
-            at = str(np.asarray(step.addressable_data(0)))
-            require_same("step", {"options": self._options, "step": at} | record)
+        if self.is_needed:
+            at = {} if step is None else {"step": str(np.asarray(step.addressable_data(0)))}
+            flags = [x.value for x in jax.tree.leaves(args, is_leaf=is_constant) if is_constant(x)]
+            constant = {"constant arguments": str(in_words(flags))} if flags else {}
+            require_same(self._what, {"options": self._options} | at | record | constant | checksums({"args": args}))
         return True
+
+    def require_same_program(self, lower: Callable[[], Any]) -> None:
+        """Compare the program that such a call runs; `lower()` gives it."""
+        require_same_programs(self._config, self._what, [lower])
+
+
+def type_of(x: Any) -> str:
+    """Return an array's type and shape, in words."""
+    return f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+
+
+def types_of(tree: Any) -> Hashable:
+    """Return what stands for the types and the structure of a tree of arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)

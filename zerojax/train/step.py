@@ -12,6 +12,7 @@ import jax.core
 import numpy as np
 
 from zerojax.comm.collectives import LABEL
+from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings, wait_if_simulated
 from zerojax.config import Config
@@ -27,10 +28,10 @@ from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.metrics import Metrics
 from zerojax.train.refs import refs_named
-from zerojax.train.same_run import SameSteps
+from zerojax.train.same_run import SameCalls
 from zerojax.train.state import ZeroState, ready_state
 from zerojax.train.step_program import StepOptions, StepProgram
-from zerojax.train.watchdog import Watchdog
+from zerojax.train.watchdog import Watchdog, limit_of
 
 
 def resident_state(state: ZeroState) -> list:
@@ -76,10 +77,12 @@ class Step:
         self._jitted = jax.jit(step, donate_argnums=0)
         self._before_streaming = jax.jit(step_before_streaming, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
-        self._calls, self._same, self._placed = itertools.count(), SameSteps(options), PlacementCheck()
+        self._name = getattr(loss.fn, "__name__", "a loss")
+        self._calls, self._placed = itertools.count(), PlacementCheck()
+        self._same = SameCalls(config, f"step with {self._name}", options)
         self._shapes: Any = None
-        timeout = options.timeout
-        self._watchdog = None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
+        timeout, labels = limit_of(options.timeout, config.mesh), functools.partial(labels_of, weakref.ref(self))
+        self._watchdog = None if timeout is None else Watchdog(timeout, labels)
 
     def __reduce__(self):
         """Pickle what the step was made of; another process compiles its own programs."""
@@ -101,8 +104,7 @@ class Step:
 
     def __repr__(self) -> str:
         """The loss, the stage and the mesh."""
-        name, mesh = getattr(self.program.loss.fn, "__name__", "a loss"), dict(self.config.mesh.shape)
-        return f"<training step of {name}: stage={self.config.stage}, mesh={mesh}>"
+        return f"<training step of {self._name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
 
     def __call__(
         self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
@@ -139,23 +141,30 @@ class Step:
         if isinstance(state.step, jax.core.Tracer):
             with refs_named(self.config.view):
                 return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
-        is_new = self._same.check(state.step, batch, args)
         plan = state.plan
+        is_new = self._same.is_first(plan, batch, args, state.step)
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
         self._placed.first(parts, self.config.data.batch, stacklevel=2)
         number = next(self._calls)  # the state's own count is on the device, and to read it would be to wait
-        if self._watchdog is None:
-            return self._run(number, state, batch, args)
-        if is_new:
+        if is_new and self._watchdog is not None:
             self._shapes = jax.tree.map(shape_of, (state, batch, args))
-        with self._watchdog.watching(number, compiles=is_new) as watched:
-            state, metrics = self._run(number, state, batch, args)
-            watched.result = metrics["loss"]
+        with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
+            if self._watchdog is None:
+                state, metrics = self._run(number, state, batch, args, is_new=is_new)
+            else:
+                with self._watchdog.watching(number, compiles=is_new) as watched:
+                    state, metrics = self._run(number, state, batch, args, is_new=is_new)
+                    watched.result = metrics["loss"]
+            call.result = metrics["loss"]
         return state, metrics
 
-    def _run(self, number: int, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, Metrics]:
+    def _run(
+        self, number: int, state: ZeroState, batch: Any, args: tuple, *, is_new: bool
+    ) -> tuple[ZeroState, Metrics]:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
+        if is_new:
+            self._same.require_same_program(lambda: self._lowered(state, rows, args))
         with jax.profiler.StepTraceAnnotation("train", step_num=number), refs_named(self.config.view):
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
@@ -187,7 +196,12 @@ class Step:
         """
         self._check(state)
         _, batch, args = separated((batch, *args), keywords)
-        rows = place_batch(self.config, batch, self.options.accumulate)
+        return self._traced(state, place_batch(self.config, batch, self.options.accumulate), args)
+
+    def _lowered(self, state: ZeroState, rows: Any, args: tuple) -> Any:
+        return self._traced(state, rows, args).lower()
+
+    def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         with refs_named(self.config.view):
             if not state.plan.offloaded:
                 return self._jitted.trace(state, rows, *args)

@@ -34,7 +34,7 @@ class StepOptions:
             implied by `max_skips`.
         max_skips: How many such steps in a row are tolerated; None is any number.
         leaf_norms: Whether metrics have the norm of each parameter's gradient.
-        timeout: Seconds after which a step that has not ended ends the process; None waits for ever.
+        timeout: Seconds after which a step that has not ended ends the process; None is `watchdog.limit_of`.
 
     Raises:
         TypeError: If a count is no integer, or the timeout no number.
@@ -55,7 +55,7 @@ class StepOptions:
         if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float)):
             raise TypeError(f"timeout is a number of seconds, such as 600, not {self.timeout!r}.")
         if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0 seconds; None waits for ever.")
+            raise ValueError(f"timeout={self.timeout} must be above 0 seconds; float('inf') waits for ever.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.events import EVENTS, first_array
 from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config
@@ -48,6 +49,7 @@ from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.refs import refs_named
+from zerojax.train.same_run import SameCalls, types_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -70,15 +72,26 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     refuse_error_feedback(config)
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
-    placed = PlacementCheck()
+    placed, what = PlacementCheck(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
+    same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, accumulate))
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
+        is_new = same.is_needed and same.is_first(types_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
+        forms = padded_forms(params)
         with refs_named(config.view), unusable_named(config.mesh, params=params, state=state, batch=rows):
-            return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
+            if is_new:
+                lower = functools.partial(jitted.lower, params, state, rows, *rest, layout=layout, forms=forms)
+                same.require_same_program(lower)
+            if not same.is_needed:
+                return jitted(params, state, rows, *rest, layout=layout, forms=forms)
+            with EVENTS.calling(what, config.mesh) as call:
+                returned = jitted(params, state, rows, *rest, layout=layout, forms=forms)
+                call.result = first_array(returned)
+            return returned
 
     return value_and_grad
 

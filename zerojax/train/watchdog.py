@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import math
 import os
 import queue
 import sys
@@ -15,35 +16,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from zerojax.compat import coordination_client
+from zerojax.comm.events import AGAIN, EVENTS, Call, gap_since, is_of_all, say
 
-EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
-PUBLISHED_EVERY_S = 1.0
+EXIT_STATUS = AGAIN
+DEFAULT_S = 1800.0  # of a run on several processes, where one that died would leave the others waiting for ever
 LABELS_WITHIN_S = 120.0
 
 
-@dataclasses.dataclass
-class WatchedStep:
-    """A step that has begun.
-
-    Attributes:
-        number: Which call this is, from 0.
-        result: Something that it computes; None until it is dispatched.
-        failed: Whether it raised.
-    """
-
-    number: int
-    result: Any = None
-    failed: bool = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the step is done, well or not."""
-        return self.failed or (self.result is not None and (self.result.is_deleted() or self.result.is_ready()))
+def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
+    """Return the seconds that a step may take; None for any time."""
+    if timeout is None:
+        return DEFAULT_S if is_of_all(mesh) else None
+    return None if math.isinf(timeout) else timeout
 
 
 class Watchdog:
@@ -54,15 +42,15 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float, collectives: Callable[[], list[str]]):
-        """Nothing is watched yet; `collectives()` gives the labels of a step's collectives, in order."""
+        """Watch nothing yet; `collectives()` gives the labels of a step's collectives, in order."""
         self.timeout, self._collectives = timeout, collectives
-        self._steps: queue.SimpleQueue[WatchedStep | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watching(self, number: int, *, compiles: bool) -> Iterator[WatchedStep]:
+    def watching(self, number: int, *, compiles: bool) -> Iterator[Call]:
         """Watch what is done inside, and the `result` that it leaves; while it `compiles`, that does not count."""
-        step = WatchedStep(number)
+        step = Call(number, f"step {number}")
         if not compiles:
             self._watch(step)
         try:
@@ -73,7 +61,7 @@ class Watchdog:
         if compiles:
             self._watch(step)
 
-    def _watch(self, step: WatchedStep) -> None:
+    def _watch(self, step: Call) -> None:
         if self._thread is None:
             work = _Waiting(self._steps, self.timeout, self._collectives)
             self._thread = threading.Thread(target=work.run, name="zerojax watchdog", daemon=True)
@@ -82,70 +70,75 @@ class Watchdog:
         self._steps.put(step)
 
 
+@dataclasses.dataclass
 class _Waiting:
-    """The thread's work; it holds no reference to the `Watchdog`, whose end ends it."""
+    """The thread's work; it holds no reference to the `Watchdog`, whose end ends it.
 
-    def __init__(self, steps: queue.SimpleQueue, timeout: float, collectives: Callable[[], list[str]]):
-        self._steps, self._timeout, self._collectives = steps, timeout, collectives
-        self._number, self._published, self._published_at = -1, -1, 0.0
+    Attributes:
+        steps: Those to wait for, in order; None is the end.
+        timeout: Seconds that a step may take.
+        collectives: Gives the labels of a step's collectives.
+        frozen: For how long other processes are known to have been stopped, in seconds.
+    """
+
+    steps: queue.SimpleQueue[Call | None]
+    timeout: float
+    collectives: Callable[[], list[str]]
+    frozen: float = 0.0
 
     def run(self) -> None:
         """Wait for step after step."""
-        while True:
-            try:
-                step = self._steps.get(timeout=PUBLISHED_EVERY_S)
-            except queue.Empty:
-                self._publish()
-                continue
-            if step is None:
-                return
-            self._number, begun = step.number, time.monotonic()
+        while (step := self.steps.get()) is not None:
+            begun = time.monotonic()
             while not step.has_ended:
-                if time.monotonic() - begun > self._timeout:
-                    self._end(step)
-                self._publish()
-                time.sleep(min(0.05, self._timeout / 20))
+                if time.monotonic() - begun > self.timeout:
+                    begun += self._newly_frozen()
+                    if time.monotonic() - begun > self.timeout:
+                        self._end(step)
+                before, nap = time.monotonic(), min(0.05, self.timeout / 20)
+                time.sleep(nap)
+                begun += gap_since(before, nap)  # a debugger stopped this process, or its machine was frozen
 
-    def _publish(self) -> None:
-        """Tell the others which step this process is in; no more often than they need to know."""
-        now = time.monotonic()
-        if jax.process_count() > 1 and self._number > self._published and now > self._published_at + PUBLISHED_EVERY_S:
-            with suppress(Exception):  # the process that keeps it may be gone, which the timeout tells
-                coordination_client().key_value_set(f"{_KEY}/{jax.process_index()}", str(self._number), True)
-            self._published, self._published_at = self._number, now
+    def _newly_frozen(self) -> float:
+        """Return for how long another process was stopped, as far as that was not known before."""
+        before = self.frozen
+        with suppress(Exception):  # the process that keeps it may be gone
+            self.frozen = max(one["frozen"] for one in EVENTS.others().values())
+        return max(0.0, self.frozen - before)
 
-    def _end(self, step: WatchedStep) -> None:
+    def _end(self, step: Call) -> None:
         """Say what is known, and end the process."""
-        say = lambda text: print(text, file=sys.stderr, flush=True)
         index, count = jax.process_index(), jax.process_count()
-        say(
-            f"zerojax: step {step.number} did not end within timeout={self._timeout:g} s on process {index} of {count}."
-        )
-        for other, number in _numbers(count).items():
-            if other != index and number < step.number:
-                at = "no step" if number < 0 else f"step {number}"
-                say(f"zerojax: process {other} was last seen in {at}: process {index} waits for it in a collective.")
+        late = f"step {step.number} did not end within timeout={self.timeout:g} s on process {index} of {count}."
+        say(f"zerojax: {late}")
+        behind = self._behind(index, count)
+        for line in behind:
+            say(f"zerojax: {line}")
         faulthandler.dump_traceback(sys.stderr)
         # The program is compiled once more, for its text: that may hang as the step does.
-        thread = threading.Thread(target=self._say_collectives, args=(say,), daemon=True)
+        thread = threading.Thread(target=self._say_collectives, daemon=True)
         thread.start()
         thread.join(LABELS_WITHIN_S)
+        EVENTS.last_words(EXIT_STATUS, " ".join([late, *behind]))
         os._exit(EXIT_STATUS)
 
-    def _say_collectives(self, say: Callable[[str], None]) -> None:
+    def _behind(self, index: int, count: int) -> list[str]:
+        """Return what the processes do that have not begun this process's last call."""
+        if count == 1:
+            return []
+        found, last = [], EVENTS.last_number()
         with suppress(Exception):
-            first, *rest = self._collectives()
+            others = EVENTS.others()
+            for other in sorted(set(range(count)) - {index}):
+                calls = others.get(other, {"calls": {}})["calls"]
+                if max(calls, default=-1) < last:
+                    at = calls[max(calls)] if calls else "no call"
+                    found.append(
+                        f"process {other} was last seen in {at}: process {index} waits for it in a collective."
+                    )
+        return found
+
+    def _say_collectives(self) -> None:
+        with suppress(Exception):
+            first, *rest = self.collectives()
             say(f"zerojax: the first collective of a step is {first}; {len(rest)} follow.")
-
-
-_KEY = "zerojax/watchdog"  # no purpose of `comm.processes`
-
-
-def _numbers(count: int) -> dict[int, int]:
-    """The step that each process was last seen in; -1 for none."""
-    found = dict.fromkeys(range(count), -1)
-    if count > 1:
-        with suppress(Exception):
-            seen = coordination_client().key_value_dir_get(f"{_KEY}/")
-            found |= {int(name.rsplit("/", 1)[-1]): int(number) for name, number in seen}
-    return found

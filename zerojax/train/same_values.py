@@ -1,0 +1,76 @@
+"""Checksums of arrays, computed where they are: processes compare them without sending the arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.layout.chunked import is_chunked
+from zerojax.offload.host import to_device
+
+FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # odd numbers with many bits, of xxHash
+
+
+def checksums(tree: Any) -> dict[str, str]:
+    """Return the checksum of each leaf, by path: of a whole array, or of each part of one over several processes.
+
+    What is offloaded in chunks is left out: each process makes its own, of parameters that are compared.
+    """
+    found, pending = {}, []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_chunked):
+        name = jax.tree_util.keystr(path).replace("']", "", 1).removeprefix("['")
+        if is_chunked(x) or not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            continue
+        pending += [(f"the checksum of {name}{part}", checksum(array)) for part, array in parts(x)]
+    for name, value in pending:
+        found[name] = f"{int(value):08x}"
+    return found
+
+
+def parts(x: Any) -> list[tuple[str, Any]]:
+    """Return a whole array, or the parts that this process holds of one that other processes have, too."""
+    if not isinstance(x, jax.Array):
+        return [("", jnp.asarray(x))]
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.is_fully_addressable:
+        return [("", x)]
+    if x.is_fully_replicated:
+        return [("", x.addressable_data(0))]
+    by_index = {in_words(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+    return list(by_index.items())
+
+
+def in_words(index: tuple, shape: tuple[int, ...]) -> str:
+    """Return the place of a shard, as an index is written."""
+    bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
+
+
+def checksum(x: Any) -> jax.Array:
+    """Return 32 bits that depend on every bit of an array and on its place."""
+    return _checksum(to_device(x))
+
+
+@jax.jit
+def _checksum(x: jax.Array) -> jax.Array:
+    bits = jnp.ravel(as_bits(x)).astype(jnp.uint32)
+    place = jax.lax.iota(jnp.uint32, bits.size)
+    mixed = (bits ^ (place * jnp.uint32(FACTORS[0]))) * jnp.uint32(FACTORS[1])
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(FACTORS[2])
+    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Return an array of unsigned integers of at most 32 bits with the bits of another one."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == bool:
+        return x.astype(jnp.uint8)
+    width = jnp.dtype(x.dtype).itemsize
+    if jnp.issubdtype(x.dtype, jnp.integer) and width < 4:  # those of less than a byte are no bytes to JAX
+        return x.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32))
