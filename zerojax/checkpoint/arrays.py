@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -172,7 +173,8 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
     """The PRNG keys whose data was read."""
     try:
-        return jax.device_put(jax.random.wrap_key_data(x, impl=one.saved.key), one.sharding)
+        wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
+        return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put takes no array of several processes
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{one.saved.name} is said to be PRNG keys of {one.saved.key}, and is not: {in_one_line(error)}"
