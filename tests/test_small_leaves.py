@@ -40,7 +40,7 @@ def filled(tx, shapes, step=0):
 
 
 def contents(state):
-    """The bytes of all leaves in logical shape, by name."""
+    """Type and bytes of all leaves in logical shape, by name."""
     found = {}
     for name, one in state_leaves(state).items():
         key = jnp.issubdtype(one.array.dtype, jax.dtypes.prng_key)
@@ -49,7 +49,7 @@ def contents(state):
             host = host[: one.leaf.size].reshape(one.leaf.shape)
         elif one.leaf.dim is not None:
             host = host.take(range(one.leaf.shape[one.leaf.dim]), axis=one.leaf.dim)
-        found[name] = host.tobytes()
+        found[name] = one.dtype, host.tobytes()
     return found
 
 
@@ -216,11 +216,11 @@ def test_a_packed_leaf_is_read_with_numpy_and_exported(two_steps, tmp_path):
     (leaf,) = [leaf for leaf in manifest["leaves"] if leaf["name"] == "params['w']"]
     (piece,) = leaf["pieces"]
     values = np.fromfile(folder / piece["file"], leaf["dtype"], np.prod(piece["shape"]), offset=piece["offset"])
-    assert values.tobytes() == contents(state)["params['w']"]
+    assert ("float32", values.tobytes()) == contents(state)["params['w']"]
     from safetensors.numpy import load_file
 
     (file,) = export_checkpoint(two_steps, tmp_path / "out")
-    found = {f"params['{name}']": x.tobytes() for name, x in load_file(file).items()}
+    found = {f"params['{name}']": (x.dtype.name, x.tobytes()) for name, x in load_file(file).items()}
     assert found == {name: text for name, text in contents(state).items() if name.startswith("params")}
 
 
