@@ -19,7 +19,7 @@ import pytest
 from conftest import fraction, mesh_of, mounted, quick_or_slow
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, directory
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, directory, saving
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import Save
 
@@ -36,6 +36,14 @@ FILES = {
     "manifest.json": "",
     "manifest.sha256": "",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaf_is_packed():
+    """All leaves here are small, and the tests are of files of large ones; test_small_leaves.py is of packed ones."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "SMALL_BYTES", 0)
+        yield
 
 
 def flip(path):

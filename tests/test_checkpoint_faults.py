@@ -34,6 +34,7 @@ from zerojax.checkpoint import (
     export_checkpoint,
     import_params,
     restoring,
+    saving,
     verifying,
 )
 from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
@@ -42,6 +43,14 @@ from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
 LEFT = ".tmp-step_00000007-0123abcd"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaf_is_packed():
+    """All leaves here are small, and the tests are of files of large ones; test_small_leaves.py is of packed ones."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "SMALL_BYTES", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -499,7 +508,7 @@ def test_keys_of_another_implementation_are_named(tmp_path):
         for one in read_manifest(tmp_path / "step_00000002").leaves
     ]
     rewrite(tmp_path, 2, leaves=tuple(leaves))
-    with pytest.raises(CheckpointError, match=r"mutable.rng is said to be PRNG keys of rbg, and is not"):
+    with pytest.raises(CheckpointError, match=r"mutable\['rng'\] is said to be PRNG keys of rbg, and is not"):
         Checkpointer(tmp_path, read_only=True).restore(state)
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, saving
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 
@@ -119,6 +119,7 @@ def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     def torn(node):
         raise OSError("torn")
 
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
     monkeypatch.setattr(arrays, "wait_for", lambda futures: (waited.append(futures), wait_for(futures)))
     monkeypatch.setattr(arrays, "joined", torn)
     with Checkpointer(tmp_path) as checkpoints:

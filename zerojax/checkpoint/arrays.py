@@ -1,7 +1,7 @@
-"""Arrays on disk, through orbax: one folder a leaf, one file a shard, each process its own shards.
+"""Arrays on disk, through orbax: one folder per leaf, one file per shard, each process its own shards.
 
 The folder is an ordinary orbax checkpoint, which stock orbax reads too: zarr without OCDBT, so that
-every file belongs to one leaf.
+every file belongs to one leaf. Small leaves are packed instead (`packing.py`); reading takes both.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,9 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
+from zerojax.checkpoint import packing
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
+from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
@@ -38,16 +41,14 @@ class ReadRequest(NamedTuple):
     """An array to read.
 
     Attributes:
-        folder: Its folder within the checkpoint's arrays.
+        saved: The leaf; of PRNG keys their data are read, and made keys.
         shape: The shape to read it in: longer dims are trimmed, shorter ones padded with zeros.
         sharding: The sharding to read it into.
-        key: The implementation of a PRNG key; None for other arrays.
     """
 
-    folder: str
+    saved: SavedLeaf
     shape: tuple[int, ...]
     sharding: Sharding
-    key: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +99,13 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
 
     Args:
         directory: The same on all processes.
-        arrays: By folder; none without elements.
+        arrays: By folder; none without elements. If there are none, nothing is written.
 
     Returns:
         A function that blocks until this process' shards are on disk.
     """
+    if not arrays:
+        return lambda: None
     handler = ArrayHandler()
     registry = type_handlers.create_type_handler_registry((jax.Array, handler), (ChunkedSource, handler))
     tree = {folder: ChunkedSource(x) if isinstance(x, Chunked) else x for folder, x in arrays.items()}
@@ -128,14 +131,35 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read arrays straight into their shardings, one for each request.
+    """Read leaves of a checkpoint straight into their shardings, one for each request.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+    """
+    large = iter(read_folders(directory / ARRAYS, [one for one in requests if not one.saved.pieces]))
+    with packing.Files(directory) as files:
+        arrays = [read_packed(files, one) if one.saved.pieces else next(large) for one in requests]
+    return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
+
+
+def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
+    """Read a leaf that was packed; each process reads all of it, since it is small."""
+    stored = files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype)
+    fitted = np.zeros(one.shape, stored.dtype)
+    common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))
+    fitted[common] = stored[common]
+    return jax.make_array_from_callback(one.shape, one.sharding, lambda index: fitted[index if index else ...])
+
+
+def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.Array]:
+    """Read leaves that have a folder each.
 
     Raises:
         CheckpointError: If one cannot be read; orbax' and tensorstore's own errors are of no type.
     """
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
-        infos = [param_info(directory, one.folder) for one in group]
+        infos = [param_info(directory, one.saved.folder) for one in group]
         args = [ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False) for one in group]
         try:
             arrays += run(handler.deserialize(infos, args))
@@ -143,32 +167,36 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
             raise
         except Exception as error:
             raise CheckpointError(f"An array in {directory} cannot be read: {in_one_line(error)}") from error
-    return [x if one.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
+    return arrays
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
     """The PRNG keys whose data was read."""
     try:
-        return jax.device_put(jax.random.wrap_key_data(x, impl=one.key), one.sharding)
+        wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
+        return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put takes no array of several processes
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{one.folder} is said to be PRNG keys of {one.key}, and is not: {in_one_line(error)}"
+            f"{one.saved.name} is said to be PRNG keys of {one.saved.key}, and is not: {in_one_line(error)}"
         ) from error
 
 
-def read_slice(directory: Path, folder: str, index: tuple[int | slice, ...]) -> np.ndarray:
-    """A slice of one array, in host memory; the rest is not read.
+def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
+    """Read a slice of one leaf's storage into host memory; the rest is not read unless it is packed.
 
     Raises:
         CheckpointError: If it cannot be read; tensorstore's own errors are of no type.
     """
-    store = {"driver": "file", "path": f"{directory / folder}/"}
+    if saved.pieces:
+        with packing.Files(directory) as files:
+            return files.read(saved.name, saved.pieces, saved.storage_dtype)[index]
+    store = {"driver": "file", "path": f"{directory / ARRAYS / saved.folder}/"}
     try:
         return tensorstore.open({"driver": "zarr", "kvstore": store}).result()[index].read().result()
     except MemoryError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{folder} in {directory} cannot be read: {in_one_line(error)}") from error
+        raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
 
 
 def param_info(directory: Path, folder: str) -> type_handlers.ParamInfo:

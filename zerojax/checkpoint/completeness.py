@@ -11,12 +11,11 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from zerojax.checkpoint.manifest import ARRAYS, ZARRAY_BYTES, Damage, Manifest, SavedLeaf, data_file, read_limited
+from zerojax.checkpoint.soundness import is_storage_of
 
 ZARRAY = ".zarray"
 # What `arrays.write` makes: the files of such an array are known by name and size.
 WRITTEN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
-# At most so many words has a PRNG key; those of JAX have 2 or 4.
-KEY_WORDS = 64
 
 
 def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf]) -> list[Damage]:
@@ -33,6 +32,8 @@ def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf])
     data = [data_file(i) for i in range(manifest.made_by["processes"])]
     damage = [("", name, "is missing") for name in data if name not in manifest.files]
     for leaf in leaves:
+        missing = [(leaf.name, one.file, "is missing") for one in leaf.pieces if one.file not in manifest.files]
+        damage += missing[:1]
         if leaf.folder:
             damage += itertools.islice(damage_of(directory, leaf, manifest.files), 1)
     return damage
@@ -73,15 +74,3 @@ def damage_of(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, s
             yield leaf.name, name, "is missing"
         elif files[name][0] != size:
             yield leaf.name, name, f"has {files[name][0]} bytes instead of {size}"
-
-
-def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bool:
-    """Whether an array of this shape may be the storage of a leaf: padded, flat, or the data of PRNG keys."""
-    if leaf.key is not None:
-        keys, words = shape[: len(leaf.shape)], shape[len(leaf.shape) :]
-        return list(leaf.shape) == keys and math.prod(words) <= KEY_WORDS and dtype == jnp.uint32
-    if leaf.kind == "flat":
-        fits = len(shape) == 1 and shape[0] >= math.prod(leaf.shape)
-    else:
-        fits = len(shape) == len(leaf.shape) and all(n >= m for n, m in zip(shape, leaf.shape, strict=True))
-    return fits and dtype == jnp.dtype(leaf.dtype)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
+from zerojax.checkpoint.manifest import SavedLeaf
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
@@ -116,16 +116,16 @@ def export_checkpoint(
     check_dtype(dtype)
     directory = Path(directory).expanduser()
     manifest = verified(directory, existing_step(directory, step))
-    folder = directory / step_name(manifest.step) / ARRAYS
+    folder = directory / step_name(manifest.step)
 
     def read(saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
         shape = saved.shape[len(index) :]
-        if not saved.folder:
+        if saved.is_empty:
             return np.zeros(shape, jnp.dtype(saved.dtype))
         if saved.kind == "flat":
             start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
-            return arrays.read_slice(folder, saved.folder, (slice(start, start + math.prod(shape)),)).reshape(shape)
-        return arrays.read_slice(folder, saved.folder, (*index, *(slice(0, n) for n in shape)))
+            return arrays.read_slice(folder, saved, (slice(start, start + math.prod(shape)),)).reshape(shape)
+        return arrays.read_slice(folder, saved, (*index, *(slice(0, n) for n in shape)))
 
     sources = [
         Source(saved.path[1:], tuple(saved.shape), saved.dtype, i, functools.partial(read, saved))

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -17,20 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
+from zerojax.checkpoint.packing import Extent, Piece, damaged_leaves
 from zerojax.checkpoint.soundness import is_count, is_text, require_sound, unique_keys
 from zerojax.optim.description import Description
 from zerojax.version import version
 
-VERSION = 1
+VERSION = 2
 ARRAYS = "arrays"
 # Far beyond what a model needs, so that a file which is mostly a hole does not fill the memory.
 MANIFEST_BYTES, ZARRAY_BYTES = 1 << 30, 1 << 20
 DIGESTS = ".digests."
 NAMED = 5
+OTHER = "has other contents than were written"
 Damage = tuple[str, str, str]
 
 
@@ -44,8 +48,9 @@ class SavedLeaf:
         shape: Logical shape.
         dtype: Element type, by name.
         kind: Whether its storage is replicated, sharded or flat.
-        folder: Its folder under `arrays/`; empty if it has no elements.
+        folder: Its folder under `arrays/`; empty if it has no elements, or is packed.
         key: The implementation of a PRNG key, or None.
+        pieces: Where its storage is in files of packed leaves; empty unless it is packed.
     """
 
     name: str
@@ -55,6 +60,17 @@ class SavedLeaf:
     kind: str
     folder: str
     key: str | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements, and so no files."""
+        return not math.prod(self.shape)
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        """Element type of what is stored; of PRNG keys, of their data."""
+        return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
 
     @property
     def described(self) -> str:
@@ -93,6 +109,15 @@ class Manifest:
         folder, separator, _ = rest.partition("/")
         names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
         return names[0] if arrays == ARRAYS and separator and names else ""
+
+    def packed(self) -> dict[str, list[Extent]]:
+        """Return what is in each file of packed leaves, in order."""
+        files: dict[str, list[Extent]] = {}
+        for leaf in self.leaves:
+            for one in leaf.pieces:
+                size = math.prod(one.shape) * leaf.storage_dtype.itemsize
+                files.setdefault(one.file, []).append(Extent(leaf.name, one.offset, size, one.sha256))
+        return {name: sorted(extents, key=lambda one: one.offset) for name, extents in files.items()}
 
 
 def made_by(processes: int) -> dict[str, Any]:
@@ -138,9 +163,7 @@ def manifest_of(body: dict[str, Any]) -> Manifest:
     """A manifest from its JSON; whatever is raised, it is none."""
     if not isinstance(body["leaves"], list):
         raise TypeError(f"the leaves are a {type(body['leaves']).__name__}")
-    leaves = tuple(
-        SavedLeaf(**{**leaf, "path": tuple(leaf["path"]), "shape": tuple(leaf["shape"])}) for leaf in body["leaves"]
-    )
+    leaves = tuple(leaf_of(leaf) for leaf in body["leaves"])
     files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
     manifest = Manifest(body["step"], leaves, files, body["made_by"], described(body.get("transformation")))
     require_sound(manifest)
@@ -155,6 +178,15 @@ def described(body: dict[str, Any] | None) -> Description | None:
     if not all(map(is_text, (found.structure, found.program, *found.operations))):
         raise ValueError("the transformation is described by something else than text")
     return found
+
+
+def leaf_of(body: dict[str, Any]) -> SavedLeaf:
+    """A leaf from its JSON; checkpoints of format 1 have no pieces."""
+    pieces = body.get("pieces", [])
+    if not isinstance(pieces, list):
+        raise TypeError(f"the pieces of a leaf are a {type(pieces).__name__}")
+    pieces = tuple(Piece(**{**one, "start": tuple(one["start"]), "shape": tuple(one["shape"])}) for one in pieces)
+    return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
 
 
 def plain_file(directory: Path, name: str) -> Path:
@@ -216,29 +248,32 @@ def damage_in(directory: Path, manifest: Manifest, names: Iterable[str]) -> list
         names: The files to look at, relative to `directory`.
 
     Returns:
-        `(leaf, file, what)` for each damaged file; empty if there is none.
+        `(leaf, file, what)` for each damaged file, of packed leaves for each damaged leaf; empty if there is none.
     """
+    packed = manifest.packed()
 
-    def problem(name: str) -> str:
+    def damage_of(name: str) -> list[Damage]:
+        extents = packed.get(name, [])
         try:
             path, expected = plain_file(directory, name), manifest.files[name][0]
             # before it is read: a file that is mostly a hole takes no room, and hours
             size, sha256 = (path.stat().st_size, "") if path.stat().st_size != expected else digest(path)
+            what = "" if sha256 == manifest.files[name][1] else OTHER
+            what = what if size == expected else f"has {size} bytes instead of {expected}"
+            leaves = damaged_leaves(path, extents)
         except FileNotFoundError:
-            return "is missing"
+            what, leaves = "is missing", [one.leaf for one in extents]
         except (OSError, ValueError) as error:
-            return f"cannot be read: {getattr(error, 'strerror', error)}"
-        if size != expected:
-            return f"has {size} bytes instead of {expected}"
-        return "" if sha256 == manifest.files[name][1] else "has other contents than were written"
+            what, leaves = f"cannot be read: {getattr(error, 'strerror', error)}", []
+        # leaves may be damaged in a file that is as its digest says: then a stranger wrote their digests
+        what = what or (OTHER if leaves else "")
+        return [(leaf, name, what) for leaf in dict.fromkeys(leaves) or [manifest.leaf_of(name)] if what]
 
-    names = list(names)
     with ThreadPoolExecutor(8) as pool:
-        problems = zip(names, pool.map(problem, names), strict=True)
-        return [(manifest.leaf_of(name), name, what) for name, what in problems if what]
+        return [one for found in pool.map(damage_of, names) for one in found]
 
 
 def in_words(damage: Sequence[Damage]) -> str:
-    """The first damaged files, for an error."""
+    """The first damages, for an error."""
     named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {what}" for leaf, file, what in damage[:NAMED])
-    return f"{named}; and {len(damage) - NAMED} more files" if len(damage) > NAMED else named
+    return f"{named}; and {len(damage) - NAMED} more" if len(damage) > NAMED else named

@@ -50,14 +50,14 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
     shape = tuple(array.shape)
     if saved.key is not None:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype))
-        return ReadRequest(saved.folder, tuple(data.shape), array.sharding, saved.key), None
+        return ReadRequest(saved, tuple(data.shape), array.sharding), None
     source, sharding = dataclasses.replace(leaf, dtype=jnp.dtype(saved.dtype)), array.sharding
     if (saved.kind == "flat") != (leaf.kind == "flat"):
         source, sharding = sharded_by_dim(source, sharding)
         if saved.kind == "flat":
             source, sharding = flat(source, sharding, array.sharding)
         shape = source.storage_shape
-    request = ReadRequest(saved.folder, shape, sharding)
+    request = ReadRequest(saved, shape, sharding)
     return request, None if source == leaf else Conversion(source, leaf, array.sharding)
 
 

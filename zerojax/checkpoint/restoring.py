@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import DamagedError, no_zero_state
-from zerojax.checkpoint.manifest import ARRAYS, Manifest, SavedLeaf, data_file
+from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.matching import Match, match, target_layout, unfit_errors
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.resharding import convert, read_plan
@@ -99,12 +99,14 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
     """Leaves in device memory, by name; storage shape."""
-    names = [wanted.name for saved, wanted in pairs if saved.folder]
-    plans = [read_plan(saved, target_layout(saved, wanted), wanted.array) for saved, wanted in pairs if saved.folder]
-    loaded = dict(zip(names, arrays.read(folder / ARRAYS, [request for request, _ in plans]), strict=True))
+    names = [wanted.name for saved, wanted in pairs if not saved.is_empty]
+    plans = [
+        read_plan(saved, target_layout(saved, wanted), wanted.array) for saved, wanted in pairs if not saved.is_empty
+    ]
+    loaded = dict(zip(names, arrays.read(folder, [request for request, _ in plans]), strict=True))
     conversions = {name: one for name, (_, one) in zip(names, plans, strict=True) if one is not None}
     converted = convert([loaded[name] for name in conversions], list(conversions.values()))
-    empty = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if not saved.folder}
+    empty = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
     return loaded | dict(zip(conversions, converted, strict=True)) | empty
 
 

@@ -14,11 +14,22 @@ from urllib.parse import quote
 
 import jax
 
-from zerojax.checkpoint import arrays, directory
+from zerojax.checkpoint import arrays, directory, packing
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
-from zerojax.checkpoint.manifest import ARRAYS, DIGESTS, Manifest, SavedLeaf, data_file, digests, in_words, made_by
+from zerojax.checkpoint.manifest import (
+    ARRAYS,
+    DIGESTS,
+    Manifest,
+    SavedLeaf,
+    damage_in,
+    data_file,
+    digests,
+    in_words,
+    leaf_of,
+    made_by,
+)
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
 from zerojax.checkpoint.soundness import require_sound
@@ -28,6 +39,8 @@ from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
 
+# A leaf whose storage has at most so many bytes is packed with others. Its copy to host memory delays the loop.
+SMALL_BYTES = 64 << 10
 MAX_FOLDER_NAME = 200
 BLOCK = 4096
 # Types of JAX that TensorStore cannot write; it writes int4 and all types of float.
@@ -50,6 +63,7 @@ class Save:
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
         self._quiet: QuietLoops | None = None
+        self._pieces: dict[str, list[packing.Piece]] = {}  # of this process
         self._done = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended: CPython gh-90882
 
     def begin(self, state: ZeroState, data: str) -> None:
@@ -75,12 +89,14 @@ class Save:
         name = self._processes.agree("begin", failure, self._temporary.name)
         self._temporary = self._temporary.with_name(name)
         by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
-        failure, finish = "", None
+        small = {one.name: leaves[one.name].array for one in manifest.leaves if not one.folder and not one.is_empty}
+        failure, finish, blocks = "", None, []
         try:
+            blocks = packing.copied(small)
             finish = arrays.write(self._temporary / ARRAYS, by_folder)
         except Exception as error:  # the other processes hear of it in the thread, as of any error there
             failure = in_one_line(error)
-        work = (failure, finish, manifest, data)
+        work = (failure, finish, blocks, manifest, data)
         self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
         self.thread.start()
 
@@ -95,10 +111,12 @@ class Save:
         if self.error is not None:
             raise self.error
 
-    def _finish(self, failure: str, finish: Callable[[], None], manifest: Manifest, data: str) -> None:
+    def _finish(
+        self, failure: str, finish: Callable[[], None], blocks: list[packing.Block], manifest: Manifest, data: str
+    ) -> None:
         """Write, digest, commit; in the thread."""
         try:
-            self._processes.agree("written", failure or attempt(self._write, finish, data))
+            self._processes.agree("written", failure or attempt(self._write, finish, blocks, data))
             self._processes.agree("digested", attempt(self._digest))
             failure = attempt(self._commit, manifest) if self._processes.is_first else ""
             self._processes.agree("committed", failure)
@@ -121,7 +139,8 @@ class Save:
         if mark is not None:
             mark.release()
 
-    def _write(self, finish: Callable[[], None], data: str) -> None:
+    def _write(self, finish: Callable[[], None], blocks: list[packing.Block], data: str) -> None:
+        self._pieces = packing.write(self._temporary / packing.packed_file(self._processes.index), blocks)
         finish()
         directory.write_synced(self._temporary / data_file(self._processes.index), data)
 
@@ -131,21 +150,31 @@ class Save:
         share = written[self._processes.index :: self._processes.count]
         sums = digests(self._temporary, share)
         directory.sync(self._temporary / name for name in share)
-        directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", json.dumps(sums))
+        pieces = {name: list(map(dataclasses.asdict, ours)) for name, ours in self._pieces.items()}
+        text = json.dumps({"files": sums, "pieces": pieces})
+        directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", text)
 
     def _commit(self, manifest: Manifest) -> None:
         """Write the manifest, with the digests of all processes, and give the folder its name."""
         if self.error is not None:  # `begin` was interrupted
             raise self.error
         files: dict[str, tuple[int, str]] = {}
+        leaves = [dataclasses.asdict(leaf) | {"pieces": []} for leaf in manifest.leaves]
+        by_name = {leaf["name"]: leaf for leaf in leaves}
         for i in range(self._processes.count):
             path = self._temporary / f"{DIGESTS}{i}.json"
-            files |= json.loads(path.read_text())
+            digested = json.loads(path.read_text())
+            files |= digested["files"]
+            for name, pieces in digested["pieces"].items():
+                by_name[name]["pieces"] += pieces
             path.unlink()
         made = made_by(self._processes.count)  # which reads files, and may fail
-        manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())), made_by=made)
+        saved = tuple(map(leaf_of, leaves))
+        manifest = dataclasses.replace(manifest, leaves=saved, files=dict(sorted(files.items())), made_by=made)
         require_sound(manifest)  # what could not be read again is not committed
-        if lacking := incomplete(self._temporary, manifest, manifest.leaves):
+        lacking = incomplete(self._temporary, manifest, manifest.leaves)
+        # digests of packed leaves are of memory, and the files may have been written by other hosts
+        if lacking := lacking or damage_in(self._temporary, manifest, manifest.packed()):
             raise CheckpointError(in_words(lacking))
         manifest.write(self._temporary)
         directory.sync(directory.folders_in(self._temporary))
@@ -172,18 +201,30 @@ class Save:
 
 def disk_bytes(one: StateLeaf) -> int:
     """About what a leaf takes on disk: its bytes, and a block for each file."""
+    if is_small(one):
+        return storage_bytes(one)
     files = 1 if one.leaf.kind == "replicated" else one.leaf.shards
-    return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize + (files + 1) * BLOCK
+    return storage_bytes(one) + (files + 1) * BLOCK
+
+
+def storage_bytes(one: StateLeaf) -> int:
+    """The bytes of a leaf, padding included."""
+    return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize
+
+
+def is_small(one: StateLeaf) -> bool:
+    """Whether a leaf is packed with others instead of having a folder."""
+    return storage_bytes(one) <= SMALL_BYTES
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
-    """What is saved of the leaves of a state, each in its own folder; those without elements in none."""
+    """What is saved of the leaves of a state: large ones in a folder each, small ones and empty ones in none."""
     taken: set[str] = set()
     saved = []
     for one in leaves.values():
         check_type(one)
         folder = ""
-        if one.leaf.size:
+        if one.leaf.size and not is_small(one):
             folder = plain = folder_name(one.path)
             while folder.lower() in taken:
                 folder = f"{plain}~{len(taken)}"

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
+
+from zerojax.checkpoint.packing import PACKED, storage_shape
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.manifest import Manifest, SavedLeaf
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 KINDS = ("replicated", "sharded", "flat")
 MAX_DIMS, MAX_DIM = 64, 2**63
 SCALARS = (jnp.number, jnp.bool_)
+# At most so many words has a PRNG key; those of JAX have 2 or 4.
+KEY_WORDS = 64
+# At most so many bytes has a packed leaf, whatever the limit it was saved with: it is read to memory whole.
+MAX_PACKED_BYTES = 1 << 20
 
 
 def require_sound(manifest: Manifest) -> None:
@@ -35,11 +42,28 @@ def require_sound(manifest: Manifest) -> None:
             raise ValueError(f"the leaf {str(leaf.name)[:200]!r} {problem}")
     require_unique("leaves have the name", (leaf.name for leaf in manifest.leaves))
     require_unique("leaves have the path", (leaf.path for leaf in manifest.leaves))
+    require_packed(manifest)
     # file systems may not tell upper from lower case
     require_unique("leaves have the folder", (leaf.folder.lower() for leaf in manifest.leaves if leaf.folder))
     processes = manifest.made_by["processes"]
     if not is_count(processes) or not 0 < processes <= len(manifest.files):
         raise ValueError(f"{processes!r} is no number of processes that wrote {len(manifest.files)} files")
+
+
+def require_packed(manifest: Manifest) -> None:
+    """Refuse packed leaves that share bytes, or leave bytes out: a small file could make large arrays.
+
+    Raises:
+        ValueError: Naming the leaf or the file.
+    """
+    for file, extents in manifest.packed().items():
+        end = 0
+        for one in extents:
+            if one.offset != end:
+                raise ValueError(f"the leaf {one.leaf!r} begins at byte {one.offset} of {file}, not at {end}")
+            end += one.bytes
+        if file in manifest.files and manifest.files[file][0] != end:
+            raise ValueError(f"the file {file!r} has {manifest.files[file][0]} bytes, and its leaves have {end}")
 
 
 def require_unique(what: str, names: Iterable[Any]) -> None:
@@ -81,13 +105,52 @@ def problem_of_leaf(leaf: SavedLeaf) -> str:
         return f"is of the kind {leaf.kind!r}, not one of {', '.join(KINDS)}"
     if problem := problem_of_dtype(leaf.dtype, leaf.key):
         return problem
-    if math.prod(leaf.shape) and not leaf.folder:
+    if not leaf.is_empty and not leaf.folder and not leaf.pieces:
         return f"is {leaf.described} and has no files"
-    if leaf.folder and not math.prod(leaf.shape):
+    if leaf.is_empty and (leaf.folder or leaf.pieces):
         return f"is {leaf.described}, without elements, and has files"
+    if leaf.folder and leaf.pieces:
+        return "is packed, and has a folder"
+    if leaf.pieces and (problem := problem_of_pieces(leaf)):
+        return problem
     if leaf.folder and (not is_text(leaf.folder) or "/" in leaf.folder or leaf.folder.strip(".") == ""):
         return f"has the folder {leaf.folder!r}, which is no name of a folder"
     return ""
+
+
+def problem_of_pieces(leaf: SavedLeaf) -> str:
+    """Why these are no pieces of a leaf, in words; empty if together they are its storage, each element once."""
+    dims = len(leaf.pieces[0].shape)
+    for one in leaf.pieces:
+        if not isinstance(one.file, str) or not PACKED.fullmatch(one.file):
+            return f"has a piece in {one.file!r}, which is no file of packed leaves"
+        if not is_count(one.offset) or not isinstance(one.sha256, str):
+            return f"has a piece at {one.offset!r} with {one.sha256!r} for a digest"
+        counts = all(is_count(n) and n < MAX_DIM for n in (*one.start, *one.shape))
+        if not len(one.start) == len(one.shape) == dims <= MAX_DIMS or not counts or not math.prod(one.shape):
+            return "has a piece that is no box of elements"
+    shape = storage_shape(leaf.pieces)
+    if math.prod(shape) * leaf.storage_dtype.itemsize > MAX_PACKED_BYTES:
+        return f"is packed, and has more than {MAX_PACKED_BYTES} bytes"
+    if not is_storage_of(leaf, shape, leaf.storage_dtype):
+        return f"is {leaf.described}, and has pieces of another array"
+    covered = np.zeros(shape, bool)
+    if sum(math.prod(one.shape) for one in leaf.pieces) == covered.size:  # first, as it bounds the work
+        for one in leaf.pieces:
+            covered[one.index] = True
+    return "" if covered.all() else "has pieces that overlap, or leave elements out"
+
+
+def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bool:
+    """Whether an array of this shape may be the storage of a leaf: padded, flat, or the data of PRNG keys."""
+    if leaf.key is not None:
+        keys, words = shape[: len(leaf.shape)], shape[len(leaf.shape) :]
+        return tuple(leaf.shape) == tuple(keys) and math.prod(words) <= KEY_WORDS and dtype == leaf.storage_dtype
+    if leaf.kind == "flat":
+        fits = len(shape) == 1 and shape[0] >= math.prod(leaf.shape)
+    else:
+        fits = len(shape) == len(leaf.shape) and all(n >= m for n, m in zip(shape, leaf.shape, strict=True))
+    return fits and dtype == leaf.storage_dtype
 
 
 def problem_of_dtype(dtype: str, key: str | None) -> str:

@@ -1,0 +1,212 @@
+"""Small leaves on disk: the bytes of all of them in one file per process, in which the manifest locates each leaf.
+
+A folder per leaf and a file per shard cost milliseconds each, however small they are. The alternative, OCDBT, also
+packs leaves into few files, but a damaged byte of those belongs to no leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zerojax.checkpoint.errors import CheckpointError, in_one_line
+from zerojax.layout.chunked import Chunked
+from zerojax.placement.chunking import joined
+
+PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box of a leaf's storage, and where its bytes are: row after row, little-endian.
+
+    Attributes:
+        file: The file, within the checkpoint.
+        offset: Where the bytes begin in the file.
+        start: Index of the box's first element in the storage.
+        shape: Shape of the box.
+        sha256: Digest of the bytes.
+    """
+
+    file: str
+    offset: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sha256: str
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Index after the box's last element."""
+        return tuple(i + n for i, n in zip(self.start, self.shape, strict=True))
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box as an index of the storage."""
+        return tuple(map(slice, self.start, self.end))
+
+
+class Extent(NamedTuple):
+    """The bytes of a file that belong to a leaf.
+
+    Attributes:
+        leaf: The leaf's name.
+        offset: Where they begin.
+        bytes: Their number.
+        sha256: Their digest.
+    """
+
+    leaf: str
+    offset: int
+    bytes: int
+    sha256: str
+
+
+class Block(NamedTuple):
+    """A box of a leaf's storage that this process writes.
+
+    Attributes:
+        leaf: The leaf's name.
+        start: Index of its first element in the storage.
+        values: Its elements.
+    """
+
+    leaf: str
+    start: tuple[int, ...]
+    values: np.ndarray
+
+
+def packed_file(process: int) -> str:
+    """Return the name of the file that a process packs its small leaves into."""
+    return f"packed.{process}.bin"
+
+
+def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
+    """Copy this process' shards of leaves to host memory.
+
+    Args:
+        leaves: By name. An offloaded leaf is joined on the devices first, one at a time.
+
+    Returns:
+        One block per leaf where the shards form a box; otherwise one per shard.
+    """
+    arrays = {name: x if isinstance(x, Chunked) else values_of(x) for name, x in leaves.items()}
+    shards = {name: written_shards(x) for name, x in arrays.items() if not isinstance(x, Chunked)}
+    jax.copy_to_host_async([shard.data for ours in shards.values() for shard in ours])
+    blocks = []
+    for name, x in arrays.items():
+        blocks += blocks_of(name, written_shards(joined(x)) if isinstance(x, Chunked) else shards[name])
+    return blocks
+
+
+def values_of(x: jax.Array) -> jax.Array:
+    """Return an array, of PRNG keys their data."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def written_shards(x: jax.Array) -> list[jax.Shard]:
+    """Return the shards that this process writes: each part of an array is written once."""
+    return [shard for shard in x.addressable_shards if shard.replica_id == 0]
+
+
+def blocks_of(name: str, shards: Sequence[jax.Shard]) -> list[Block]:
+    """Copy shards of a leaf into one block, or, if together they are no box, into one block each."""
+    starts = [tuple(i.start or 0 for i in shard.index) for shard in shards]
+    boxes = [Block(name, start, np.array(shard.data)) for start, shard in zip(starts, shards, strict=True)]
+    if len(boxes) < 2:
+        return boxes
+    low = tuple(map(min, zip(*starts, strict=True)))
+    high = tuple(max(box.start[d] + box.values.shape[d] for box in boxes) for d in range(len(low)))
+    extents = [h - n for h, n in zip(high, low, strict=True)]
+    if math.prod(extents) != sum(box.values.size for box in boxes):
+        return boxes
+    whole = np.empty(extents, boxes[0].values.dtype)
+    for box in boxes:
+        spans = zip(box.start, low, box.values.shape, strict=True)
+        whole[tuple(slice(i - n, i - n + m) for i, n, m in spans)] = box.values
+    return [Block(name, low, whole)]
+
+
+def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
+    """Write blocks one after the other into a file; none is made where there are no blocks.
+
+    Returns:
+        Where they are, by the name of their leaf.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    if not blocks:
+        return pieces
+    with path.open("wb") as file:
+        for leaf, start, values in blocks:
+            raw = values.reshape(-1).view(np.uint8).data
+            piece = Piece(path.name, file.tell(), start, values.shape, hashlib.sha256(raw).hexdigest())
+            pieces.setdefault(leaf, []).append(piece)
+            file.write(raw)
+    return pieces
+
+
+def damaged_leaves(path: Path, extents: Sequence[Extent]) -> list[str]:
+    """Return the names of the leaves whose bytes in a file are not what was written."""
+    with path.open("rb") as file:
+        return [one.leaf for one in extents if read_verified(file, one.offset, one.bytes, one.sha256) is None]
+
+
+def read_verified(file: IO[bytes], offset: int, size: int, sha256: str) -> bytes | None:
+    """Return bytes of a file; None if they are not what was written."""
+    file.seek(offset)
+    content = file.read(size)
+    return content if hashlib.sha256(content).hexdigest() == sha256 else None
+
+
+class Files:
+    """Open files of packed leaves in one checkpoint; a context."""
+
+    def __init__(self, directory: Path):
+        """Open files of this folder, each when it is first read."""
+        self._directory, self._files, self._stack = directory, {}, contextlib.ExitStack()
+
+    def __enter__(self) -> Files:
+        """Return the object itself."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
+        """Read the storage of a leaf, whose pieces cover it as `soundness.py` checks.
+
+        Raises:
+            CheckpointError: If it cannot be read, or is not what was written.
+        """
+        storage = np.empty(storage_shape(pieces), dtype)
+        for piece in pieces:
+            where, size = f"{leaf} in {self._directory / piece.file}", math.prod(piece.shape) * dtype.itemsize
+            try:
+                content = read_verified(self._open(piece.file), piece.offset, size, piece.sha256)
+            except OSError as error:
+                raise CheckpointError(f"{where} cannot be read: {in_one_line(error)}") from error
+            if content is None:
+                raise CheckpointError(f"{where} has other contents than were written.")
+            if dtype.kind == "b" and max(content) > 1:
+                raise CheckpointError(f"{where} has the bool {max(content)}, which is none.")
+            storage[piece.index] = np.frombuffer(content, dtype).reshape(piece.shape)
+        return storage
+
+    def _open(self, name: str) -> IO[bytes]:
+        if name not in self._files:
+            self._files[name] = self._stack.enter_context((self._directory / name).open("rb"))
+        return self._files[name]
+
+
+def storage_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Return the shape of the storage that pieces cover."""
+    return tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))
