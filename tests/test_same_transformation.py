@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -115,6 +116,15 @@ def test_rates_in_the_state_and_arguments_that_are_not_given(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             restored(tmp_path / str(i), state_of(after))
+
+
+def test_constants_are_compared_as_they_were_written_not_as_a_type_rounds_them(tmp_path):
+    tx = zero_shard(optax.adam(1e-2, b1=0.8), stage=1, mesh=mesh_of(2))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(tx.create(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored(tmp_path, tx.create(PARAMS))
 
 
 def rewritten(folder, change):

@@ -41,7 +41,7 @@ class Describe:
 
     Attributes:
         tx: The transformation.
-        params: The trained parameters; logical shapes in the types that are updated.
+        params: The trained parameters, in logical shapes.
     """
 
     tx: optax.GradientTransformation
@@ -49,8 +49,10 @@ class Describe:
 
     @functools.cached_property
     def description(self) -> Description:
-        """The description; independent of stage, mesh and number of devices."""
-        tx, params = with_extra_args(self.tx), self.params
+        """The description; independent of stage, mesh, number of devices and type, which rounds constants."""
+        wide = lambda x: jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide(x)), self.params)
+        tx = with_extra_args(self.tx)
         state = jax.eval_shape(tx.init, params)
         try:
             update = lambda grads, state, params, value: tx.update(grads, state, params, value=value)
