@@ -19,6 +19,8 @@ from zerojax.layout.overwritten import REASON, overwritten_leaves
 from zerojax.layout.padded import is_padded
 from zerojax.layout.undivided import keep_whole
 
+UNSAFE = frozenset({"int1", "uint1", "int2", "uint2"})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout(CachedHash):
@@ -112,7 +114,7 @@ def lay_out(
         The layout of parameters, gradients and parameter-shaped optimizer state.
 
     Raises:
-        TypeError: If a leaf is no array and no shape.
+        TypeError: If a leaf is no array and no shape, or of a type that is not safe to use.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:
@@ -122,6 +124,11 @@ def lay_out(
                 "Make arrays of numbers: jax.tree.map(jnp.asarray, params). Of a model that holds functions or flags "
                 "beside its arrays, give the arrays alone: params, static = eqx.partition(model, eqx.is_array), and "
                 "in the loss model = eqx.combine(params, static)."
+            )
+        if str(x.dtype) in UNSAFE:
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
+                f"memory of the process. Keep it as int4, uint4 or wider."
             )
     paths = [path_of(path) for path, _ in found]
     if isinstance(trainable, LeafMask):
