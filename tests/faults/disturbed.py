@@ -15,6 +15,7 @@ import random
 import resource
 import shutil  # before its functions are watched  # noqa: F401
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ import numpy as np
 import optax
 
 from zerojax import Offload, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption
+from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption, saving
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload import close
@@ -37,8 +38,10 @@ STEPS = 40
 WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".split()
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EMFILE", "EACCES")}
 LIMITS = ["RLIMIT_FSIZE", "permission"]  # of the system: of the libraries' own calls, too
-OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "second writer", "lock lost"]  # processes, whose saves fail
-FAULTS = [*OF_SEVERAL, "RLIMIT_NOFILE", "reader", "SIGINT", "SIGTERM"]  # without handles gloo ends the process
+OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "second writer", "lock lost", "stopped"]  # processes
+OF_ONE = ["RLIMIT_NOFILE", "reader", "foreign lock", "forked", "SIGINT", "SIGTERM"]  # without handles gloo ends it
+FAULTS = [*OF_SEVERAL, *OF_ONE]
+SMALL = [0, 200, 1 << 16]  # bytes below which leaves are packed: none, some, all
 NOBODY, HANGS_S = 65534, 600
 PARENT = os.getpid()  # imports this, and forks
 FOREIGN = ["notes.txt", ".tmp-mywork/x", ".old-mine/x", "step_notes/x", "step_00000001.bak/x"]
@@ -113,6 +116,7 @@ class Run:
     def __init__(self, folder, way, seed):
         self.folder, self.rng, self.one = folder, random.Random(seed), jax.process_count() == 1
         self.index, self.epoch, self.calls, self.synced = jax.process_index(), newest_epoch(folder), 100, 0
+        saving.SMALL_BYTES = self.rng.choice(SMALL)
         self.preempted, self.devices = False, () if self.one else [device.id for device in jax.local_devices()]
         self.faults = FAULTS if self.one else OF_SEVERAL
         if way == "disk" and not self.one:  # a process whose state is lost ends alone
@@ -233,6 +237,13 @@ class Run:
                 stack.callback(self.path.chmod, 0o755)
             if fault in ("second writer", "lock lost"):
                 between = lambda: self.write_beside(fault == "lock lost")
+            if fault == "foreign lock":
+                stack.enter_context(self.foreign_lock())
+            if fault == "forked":
+                stack.enter_context(self.forked())
+            if here and fault == "stopped":  # as by a debugger, or a frozen machine
+                pauses = f"sleep {delay:.2f}; kill -STOP {os.getpid()}; sleep {2 * delay:.2f}; kill -CONT {os.getpid()}"
+                stack.callback(subprocess.Popen(["sh", "-c", pauses]).wait)
             if fault == "reader":
                 stack.enter_context(self.read_beside())
             preemption = stack.enter_context(on_preemption([signal.SIGTERM]))
@@ -271,6 +282,38 @@ class Run:
         raise AssertionError("two writers")
 
     @contextlib.contextmanager
+    def foreign_lock(self):
+        """`.lock` is a link to a file of someone else's, or one of theirs, which nobody may write to."""
+        lock, notes = self.path / ".lock", self.path / FOREIGN[0]
+        lock.unlink(missing_ok=True)
+        linked = self.rng.random() < 0.5
+        lock.symlink_to(notes) if linked else lock.write_text("theirs")
+        yield
+        refused = raised(lambda: Checkpointer(self.path))
+        assert "so no run of zerojax wrote it" in str(refused), refused
+        assert notes.read_text() == FOREIGN[0]
+        assert linked or lock.read_text() == "theirs"
+        lock.unlink()
+
+    @contextlib.contextmanager
+    def forked(self):
+        """A worker of a data loader lives on while the run closes its folder and opens it again."""
+        run = os.getpid()
+        if not (child := os.fork()):
+            while os.getppid() == run:
+                time.sleep(0.1)
+            time.sleep(3)  # the run was killed, and the next one begins meanwhile
+            os._exit(0)
+        try:
+            yield
+            raised(self.checkpoints.wait)
+            self.checkpoints.close()
+            self.checkpoints = Checkpointer(self.path, keep=2, timeout=HANGS_S)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    @contextlib.contextmanager
     def read_beside(self):
         done, wrong = threading.Event(), []
 
@@ -295,7 +338,7 @@ class Run:
             self.epoch += 1
             self.open()
         fault, lost = self.rng.choice(self.faults), True
-        reopened = fault == "lock lost" or self.rng.random() < 0.3
+        reopened = fault in ("lock lost", "foreign lock") or self.rng.random() < 0.3
         print(f"round {number}: {fault} after step {self.i}", flush=True)
         with contextlib.suppress(KeyboardInterrupt) if fault == "SIGINT" else contextlib.nullcontext():
             lost = self.disturbed(fault)  # an interrupt may come as late as where the fault is disarmed
