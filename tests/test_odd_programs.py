@@ -1,5 +1,7 @@
 """Programs that plain JAX runs and that zerojax once failed in foreign words."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +135,19 @@ def test_adafactor_of_an_empty_leaf_with_offloaded_state(mesh):
     state, found = tx.train_step(loss)(tx.create(PARAMS | {"empty": np.zeros((0, 8), np.float32)}), BATCH)
     assert_equal(found["loss"] if isinstance(found, dict) else found.loss, loss_fn(PARAMS, BATCH))
     assert state.params["empty"].shape == (0, 8)
+
+
+def entries_of_jit():
+    gc.collect()
+    found = sum(type(x).__name__ == "PjitInfo" for x in gc.get_objects())
+    assert found  # else JAX has renamed it, and this test tells nothing
+    return found
+
+
+def test_a_step_that_is_made_again_leaves_no_entry_in_the_caches_of_jit(mesh):
+    tx = zero_shard(optax.adam(0.1), stage=3, mesh=mesh)
+    state, counts = tx.create(PARAMS), []
+    for _ in range(4):
+        state, _ = tx.train_step(loss_fn)(state, BATCH)
+        counts.append(entries_of_jit())
+    assert counts[-1] <= counts[1]

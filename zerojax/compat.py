@@ -168,6 +168,11 @@ def in_force(eqn):
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
+def eval_shape(fn: Callable, *args: Any) -> Any:
+    """As `jax.eval_shape`, which keeps an entry of each call for as long as the function lives."""
+    return jax.eval_shape(lambda *args: fn(*args), *args)
+
+
 def mesh_of_calls() -> Any:
     """What `jax.jit` would note as its mesh, traced here; None where it notes none."""
     (call,) = opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns

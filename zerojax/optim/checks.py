@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from zerojax import compat
 from zerojax.config import Config, LayoutPolicy
 from zerojax.config.precision import common_dtype
 from zerojax.layout.chunked import is_chunked
@@ -88,7 +89,7 @@ def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
             )
     trained = plan.trained
     init = wrapped_tx(config, trained).init
-    state = jax.eval_shape(init, jax.tree.unflatten(trained.treedef, shapes(trained.grads)))
+    state = compat.eval_shape(init, jax.tree.unflatten(trained.treedef, shapes(trained.grads)))
     if jax.tree.structure(state) != plan.state_def:
         found = jax.tree_util.tree_flatten_with_path(state)[0]
         raise ValueError(

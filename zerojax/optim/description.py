@@ -53,7 +53,7 @@ class Describe:
         wide = lambda x: jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide(x)), self.params)
         tx = with_extra_args(self.tx)
-        state = jax.eval_shape(tx.init, params)
+        state = compat.eval_shape(tx.init, params)
         try:
             update = lambda grads, state, params, value: tx.update(grads, state, params, value=value)
             traced = jax.make_jaxpr(update)(params, state, params, jax.ShapeDtypeStruct((), np.float32))

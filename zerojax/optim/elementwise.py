@@ -115,7 +115,7 @@ def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) 
     leaves, tree = jax.tree.flatten(params)
     shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
-    state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(tx.init, params))
+    state_leaves, state_tree = jax.tree.flatten(compat.eval_shape(tx.init, params))
     # a state leaf is followed element by element only if it has its parameter's shape
     owners = [
         owner if owner is not None and x.shape == parts[owner].shape else None

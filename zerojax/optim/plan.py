@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from zerojax import compat
 from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.cached_hash import CachedHash
@@ -121,7 +122,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
-    state = jax.eval_shape(tx.init, params)
+    state = compat.eval_shape(tx.init, params)
     owners = owners_of(state, trained)
     flat = elementwise_leaves(tx, params, trained.grads, owners)
     grads = tuple(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zerojax import compat
 from zerojax.comm.explicit import mesh_of, on_auto_mesh
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
@@ -44,7 +45,7 @@ def of_leaf(x: Any) -> Any:
     if not is_padded(x):
         return x
     if isinstance(x.storage, jax.ShapeDtypeStruct):
-        return jax.eval_shape(Padded.logical, x)
+        return compat.eval_shape(Padded.logical, x)
     return on_auto_mesh(mesh_of(x.storage), unpadded_array, x) if is_number_array(x.storage) else x.storage
 
 
