@@ -84,8 +84,8 @@ def of_everyday():
 
 @pytest.mark.slow
 def test_on_two_processes():
-    """All loops whose library is here, on four devices of each."""
-    names = [name for name in PORTS if is_here(name)]
+    """Every third loop whose library is here, and that of every day, on four devices of each."""
+    names = [name for name in PORTS if is_here(name)][::3]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -75,6 +75,12 @@ def is_of_all(mesh: Mesh) -> bool:
     return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
 
 
+@functools.cache
+def rank() -> tuple[int, int]:
+    """Return the index of this process and the number of all; kept, since at exit JAX would begin anew to tell."""
+    return jax.process_index(), jax.process_count()
+
+
 def first_array(tree: Any) -> jax.Array:
     """Return an array of a tree, whose being ready tells that the program has ended."""
     return next((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), jnp.zeros(()))
@@ -133,7 +139,7 @@ class Events:
         self._beat += 1
         calls = {call.number: call.name for call in list(self._calls)}
         state = json.dumps({"beat": self._beat, "frozen": self.frozen, "calls": calls})
-        coordination_client().key_value_set(f"{STATE}/{jax.process_index()}", state, True)
+        coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
 
     def others(self) -> dict[int, dict[str, Any]]:
         """Return what the other processes published last: `beat`, `frozen` (seconds), and `calls` by number."""
@@ -152,7 +158,7 @@ class Events:
         number, index, name = min(found)
         return (
             f"The processes do not make the same calls. Call {number} of the run is {name} on process {index}, and "
-            f"{mine[number]} on process {jax.process_index()}. Let every process create, train, evaluate and save in "
+            f"{mine[number]} on process {rank()[0]}. Let every process create, train, evaluate and save in "
             f"the same order, as often."
         )
 
@@ -168,11 +174,11 @@ class Events:
 
     def last_words(self, status: int, text: str) -> None:
         """Tell the other processes why this one leaves, and let them read it if it keeps the coordination service."""
-        if jax.process_count() == 1 or coordination_client() is None:
+        if rank()[1] == 1 or coordination_client() is None:
             return
         with suppress(Exception):
             give_notice(status, text, leaves=True)
-            if jax.process_index() == 0:
+            if rank()[0] == 0:
                 time.sleep(3 * period())  # JAX aborts the others as soon as the service is gone
 
     def _watch(self) -> None:
@@ -190,7 +196,7 @@ class Events:
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
         """Say which processes ended; leave if this one waits for them, or for others that do something else."""
-        index, count = jax.process_index(), jax.process_count()
+        index, count = rank()
         for other in [i for i in notices if notices[i]["status"] and i not in self._said]:
             self._said.add(other)
             service = ", and JAX's coordination service with it," if other == 0 else ""
@@ -230,11 +236,11 @@ class Events:
         while time.monotonic() - begun < END_S:
             notices = _read(NOTICE)
             for other in [i for i in notices if notices[i]["status"]]:
-                text = f"process {jax.process_index()} came to its end, but process {other}: {notices[other]['text']}"
+                text = f"process {rank()[0]} came to its end, but process {other}: {notices[other]['text']}"
                 say(f"zerojax: {text}")
                 self.last_words(notices[other]["status"], text)
                 _exit(notices[other]["status"])
-            if len(notices) == jax.process_count() - 1:
+            if len(notices) == rank()[1] - 1:
                 return
             time.sleep(0.1)
 
@@ -243,7 +249,7 @@ class Events:
         text, begun = one_line(error), time.monotonic()
         first = {index: state["beat"] for index, state in self.others().items()}
         give_notice(1, text)
-        left, silent = set(range(jax.process_count())) - {jax.process_index()}, []
+        left, silent = set(range(rank()[1])) - {rank()[0]}, []
         while left and time.monotonic() - begun < LAST_WORDS_S * max(1.0, period()):
             notices = _read(NOTICE)
             left -= set(notices)
@@ -254,7 +260,7 @@ class Events:
             if len(silent) == len(left) and time.monotonic() - begun > SILENT_S * max(1.0, period()):
                 break
             time.sleep(0.2)
-        index, count = jax.process_index(), jax.process_count()
+        index, count = rank()
         if difference := self.difference():
             text, silent = difference, []
             say(f"zerojax: {difference}")
@@ -275,12 +281,12 @@ def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
         leaves: Whether it ends at once, so that the others must not wait for it in JAX's shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
-    coordination_client().key_value_set(f"{NOTICE}/{jax.process_index()}", notice, True)
+    coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)
 
 
 def period() -> float:
     """Return how often a process publishes its calls, in seconds: less often where there are many processes."""
-    return PERIOD_S * max(1.0, jax.process_count() / MOST_PER_SECOND)
+    return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
 
 
 def gap_since(before: float, slept: float) -> float:
@@ -303,7 +309,7 @@ def _read(folder: str) -> dict[int, dict[str, Any]]:
     """Return the messages of the other processes in a folder of the coordination service."""
     found = coordination_client().key_value_dir_get(f"{folder}/")
     messages = {int(name.rsplit("/", 1)[-1]): json.loads(text) for name, text in found}
-    messages.pop(jax.process_index(), None)
+    messages.pop(rank()[0], None)
     return messages
 
 
