@@ -67,6 +67,13 @@ def test_a_run_whose_processes_are_killed_goes_on_with_those_that_are_left(tmp_p
 
 
 SLEEPS = "import pathlib, sys, time; pathlib.Path(sys.argv[1], str(time.monotonic_ns())).touch(); time.sleep(300)"
+# A job that a shell started in the background ignores Ctrl-C, and its children do.
+HEARS = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -76,7 +83,7 @@ def test_the_processes_end_with_the_launcher(tmp_path, number):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     begun = tmp_path / "begun"
     begun.mkdir()
-    command = [sys.executable, LAUNCH / "local.py", "--program", tmp_path / "sleeps.py", "--", str(begun)]
+    command = [sys.executable, "-c", HEARS, LAUNCH / "local.py", "--program", tmp_path / "sleeps.py", "--", str(begun)]
     run = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
     processes = [int(pid) for pid in re.findall(r"\d+", run.stdout.readline())]
     assert len(processes) == 2

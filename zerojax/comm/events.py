@@ -94,7 +94,13 @@ class Events:
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
         self._thread: int | None = None  # whose calls are counted
+        self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
+        self._at_end = threading.Event()
         self._said: set[int] = set()
+
+    def __reduce__(self):
+        """Pickle the name: another process has its own calls."""
+        return "EVENTS"
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh | None = None) -> Iterator[Call]:
@@ -121,7 +127,7 @@ class Events:
         """
         if self._thread is None:
             self._thread = threading.get_ident()
-            threading.Thread(target=self._watch, name="zerojax processes", daemon=True).start()
+            self._watcher.start()
             atexit.register(self._at_exit)  # runs before JAX's, which was registered when JAX was imported
         if self._thread != threading.get_ident():
             return Call(-1, name)
@@ -182,10 +188,9 @@ class Events:
                 time.sleep(3 * period())  # JAX aborts the others as soon as the service is gone
 
     def _watch(self) -> None:
-        """Publish and read, in the thread, for as long as the process lives."""
-        while True:
-            before = time.monotonic()
-            time.sleep(period())
+        """Publish and read, in the thread, until the process has ended together with the others."""
+        before = time.monotonic()
+        while not self._at_end.wait(period()):
             self.frozen += gap_since(before, period())
             try:
                 self.publish()
@@ -193,6 +198,7 @@ class Events:
             except Exception:
                 if coordination_client() is None:  # jax.distributed.shutdown was called
                     return
+            before = time.monotonic()
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
         """Say which processes ended; leave if this one waits for them, or for others that do something else."""
@@ -214,9 +220,9 @@ class Events:
     def _at_exit(self) -> None:
         """End together with the others, or alone if they cannot; JAX would wait for those that died."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        if coordination_client() is None:
-            return
         try:
+            if coordination_client() is None:
+                return
             if error is None:
                 self._end_well()
             else:
@@ -225,6 +231,10 @@ class Events:
             if error is not None:
                 say(f"zerojax: JAX's coordination service, of process 0, does not answer: {one_line(failure)}")
                 _exit(AGAIN)
+        finally:
+            # Python ends a daemon thread that returns from C++ to a finished interpreter, and C++ aborts the process.
+            self._at_end.set()
+            self._watcher.join(STUCK_S)
 
     def _end_well(self) -> None:
         """Wait for the others to come to their end, so that one that never will can say so."""

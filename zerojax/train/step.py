@@ -81,8 +81,6 @@ class Step:
         self._calls, self._placed = itertools.count(), PlacementCheck()
         self._same = SameCalls(config, f"step with {self._name}", options)
         self._shapes: Any = None
-        timeout, labels = limit_of(options.timeout, config.mesh), functools.partial(labels_of, weakref.ref(self))
-        self._watchdog = None if timeout is None else Watchdog(timeout, labels)
 
     def __reduce__(self):
         """Pickle what the step was made of; another process compiles its own programs."""
@@ -97,6 +95,12 @@ class Step:
     def options(self) -> StepOptions:
         """How the step goes about it."""
         return self.program.options
+
+    @functools.cached_property
+    def _watchdog(self) -> Watchdog | None:
+        # At the first step: before it, in a process that unpickles this one, the devices are not known.
+        timeout = limit_of(self.options.timeout, self.config.mesh)
+        return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
         """The same step under another configuration: another mesh, stage or precision."""
