@@ -44,6 +44,7 @@ FAULTS = [*OF_SEVERAL, *OF_ONE]
 SMALL = [0, 200, 1 << 16]  # bytes below which leaves are packed: none, some, all
 NOBODY, HANGS_S = 65534, 600
 PARENT = os.getpid()  # imports this, and forks
+THEIRS = "theirs"
 FOREIGN = ["notes.txt", ".tmp-mywork/x", ".old-mine/x", "step_notes/x", "step_00000001.bak/x"]
 
 
@@ -156,6 +157,8 @@ class Run:
             for name in FOREIGN:
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).write_text(name)
+        if self.index == 0 and is_foreign(self.path / ".lock"):  # the life before was ended while it was there
+            (self.path / ".lock").unlink()
         self.checkpoints = Checkpointer(self.path, keep=2, timeout=HANGS_S)
         if self.checkpoints.latest() is None:
             self.state, self.i = self.tx.create(parameters()), 0
@@ -287,12 +290,12 @@ class Run:
         lock, notes = self.path / ".lock", self.path / FOREIGN[0]
         lock.unlink(missing_ok=True)
         linked = self.rng.random() < 0.5
-        lock.symlink_to(notes) if linked else lock.write_text("theirs")
+        lock.symlink_to(notes) if linked else lock.write_text(THEIRS)
         yield
         refused = raised(lambda: Checkpointer(self.path))
         assert "so no run of zerojax wrote it" in str(refused), refused
         assert notes.read_text() == FOREIGN[0]
-        assert linked or lock.read_text() == "theirs"
+        assert linked or lock.read_text() == THEIRS
         lock.unlink()
 
     @contextlib.contextmanager
@@ -370,6 +373,11 @@ class Run:
 
     def end(self, number, frame):
         self.preempted = True
+
+
+def is_foreign(lock):
+    """Whether a lock is of the fault `foreign lock`."""
+    return lock.is_symlink() or (lock.exists() and lock.read_bytes() == THEIRS.encode())
 
 
 def raised(work):

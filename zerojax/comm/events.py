@@ -94,7 +94,7 @@ class Events:
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
         self._thread: int | None = None  # whose calls are counted
-        self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
+        self._watcher: threading.Thread | None = None  # made by the process that starts it: a fork ends those it finds
         self._at_end = threading.Event()
         self._said: set[int] = set()
 
@@ -127,6 +127,7 @@ class Events:
         """
         if self._thread is None:
             self._thread = threading.get_ident()
+            self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
             self._watcher.start()
             atexit.register(self._at_exit)  # runs before JAX's, which was registered when JAX was imported
         if self._thread != threading.get_ident():
@@ -234,7 +235,8 @@ class Events:
         finally:
             # Python ends a daemon thread that returns from C++ to a finished interpreter, and C++ aborts the process.
             self._at_end.set()
-            self._watcher.join(STUCK_S)
+            if self._watcher is not None:
+                self._watcher.join(STUCK_S)
 
     def _end_well(self) -> None:
         """Wait for the others to come to their end, so that one that never will can say so."""
