@@ -15,6 +15,7 @@ import optax
 
 from zerojax import compat
 from zerojax.optim.extra_args import with_extra_args
+from zerojax.optim.guarded import TransformationError, guarded
 
 PARAMS, LEAF = "params", "*"
 
@@ -55,9 +56,9 @@ class Describe:
         tx = with_extra_args(self.tx)
         state = compat.eval_shape(tx.init, params)
         try:
-            update = lambda grads, state, params, value: tx.update(grads, state, params, value=value)
+            update = lambda grads, state, params, value: guarded(tx.update)(grads, state, params, value=value)
             traced = jax.make_jaxpr(update)(params, state, params, jax.ShapeDtypeStruct((), np.float32))
-        except Exception:  # whatever a transformation raises that needs more arguments
+        except TransformationError:  # it needs more arguments
             found: list[tuple[str, tuple]] = []
         else:
             jaxpr, consts = compat.opened(traced)

@@ -21,6 +21,7 @@ import optax
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
+from zerojax.optim.guarded import TransformationError, guarded
 
 ELEMENTWISE = frozenset(
     """
@@ -82,7 +83,7 @@ def elementwise_leaves(
         if wanted:
             try:
                 return wanted - refused_leaves(tx, params, parts, owners, {i: parts[i].storage_shape for i in wanted})
-            except Exception:  # it needs more arguments, or takes no flat leaves: the report says they are replicated
+            except TransformationError:  # it needs more arguments, or takes no flat leaves: the report says so
                 continue
     return frozenset()
 
@@ -125,8 +126,10 @@ def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) 
         x if owner is None else jax.ShapeDtypeStruct(shapes[owner], x.dtype)
         for x, owner in zip(state_leaves, owners, strict=True)
     ]
-    closed = jax.make_jaxpr(optax.with_extra_args_support(tx).update)(seen, jax.tree.unflatten(state_tree, state), seen)
-    jaxpr, consts = compat.opened(closed)
+    update = guarded(optax.with_extra_args_support(tx).update)
+    jaxpr, consts = compat.opened(jax.make_jaxpr(update)(seen, jax.tree.unflatten(state_tree, state), seen))
+    if len(jaxpr.outvars) != len(leaves) + len(state):
+        raise TransformationError("update returns another tree than the gradients' and the state's")
 
     def of_state(i, owner):
         token = hash(("state", i))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
+from zerojax.optim.guarded import TransformationError, guarded
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.new_state import check_new_state
 from zerojax.optim.owned import UpdatedLeaves, owned_update
@@ -118,7 +119,7 @@ class FlatUpdate:
         def update(grads, state, moved, arrays):
             rest = iter(arrays)
             filled = [next(rest) if value is None else value for value in fixed]
-            return self(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
+            return guarded(self)(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
 
         def trace(stacks: frozenset[int] = frozenset(), size: int = 0) -> TracedUpdate:
             _, leaves, owners = self.leaves
@@ -158,7 +159,7 @@ def matrix_updates(
     trace = FlatUpdate(config, trained, leaves, state_def).tracer(grads, state, grads, extra)
     try:
         traced = trace()
-    except Exception:  # whatever a transformation raises that needs more arguments
+    except TransformationError:  # it needs more arguments
         return None
     found = owned_update(config, leaves, traced, trace)
     paths = leaves.grads

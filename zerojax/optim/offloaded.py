@@ -15,6 +15,7 @@ from zerojax.layout.chunked import Chunking, chunking_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
+from zerojax.optim.guarded import TransformationError
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.partition import Owner, Partition, partition
 from zerojax.optim.traced import TracedUpdate, trace_update
@@ -150,7 +151,7 @@ class StateOffload:
         try:
             for changed in [first] if first == last else [first, last]:
                 refused |= refused_leaves(tx, params, self.grads, self.param_of, changed)
-        except Exception:  # it needs more arguments, or does not take chunks: the leaves are updated as full arrays
+        except TransformationError:  # it needs more arguments, or takes no chunks: leaves are updated as full arrays
             return {}
         return {i: chunking for i, chunking in chunkings.items() if i not in refused}
 

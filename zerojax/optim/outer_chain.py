@@ -22,6 +22,7 @@ from zerojax.layout.opt_state import owners_of
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
+from zerojax.optim.guarded import TransformationError
 from zerojax.placement.storage import Form, shapes
 
 
@@ -72,7 +73,7 @@ def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tupl
     try:
         tx = optax.GradientTransformationExtraArgs(init, fn)
         refused = refused_leaves(tx, params, layout.params, owners_of(state, layout), changed)
-    except Exception:  # the user's function needs more arguments, or is written for the padded tree: nothing is known
+    except TransformationError:  # it needs more arguments, or is written for the padded tree: nothing is known
         return
     if seen := sorted(refused.intersection(changed)):
         leaf = layout.params[seen[0]]

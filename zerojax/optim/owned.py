@@ -21,6 +21,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.cores import Core, CoreFinder
 from zerojax.optim.dims import LostError, Work, follow
+from zerojax.optim.guarded import TransformationError
 from zerojax.optim.traced import TracedUpdate
 
 # An H200's TF32 products and NVLink, and what a collective takes at least. Their ratios decide, and differ little
@@ -146,7 +147,7 @@ def _sliced(traced: TracedUpdate, retrace: Callable, stacks: dict[int, int]) -> 
     for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
         try:
             sliced = retrace(frozenset(stacks), size)
-        except Exception:  # a transformation may take no stack as short as this
+        except TransformationError:  # a transformation may take no stack as short as this
             continue
         if sliced.structure == traced.structure:
             return sliced, size

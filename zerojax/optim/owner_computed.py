@@ -13,6 +13,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
+from zerojax.optim.guarded import TransformationError
 from zerojax.optim.matrix_updates import FlatUpdate, is_traced
 from zerojax.optim.owned import OwnedGroup, OwnedUpdate, UpdatedLeaves, owned_update
 from zerojax.optim.plan import ShardingPlan
@@ -39,7 +40,7 @@ def owner_computed(
     trace = update.tracer(*values, extra)
     try:
         traced = trace()
-    except Exception:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
+    except TransformationError:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
         return update(*values, extra)
     found = owned_update(config, leaves, traced, trace)
     if not found.groups:

@@ -1,0 +1,84 @@
+"""An analysis of an update passes by what a transformation refuses, and raises its own errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+from zerojax import Offload, jaxprs, zero_shard
+from zerojax.optim import elementwise, matrix_updates
+
+MUON = {"matrix_updates": "owner"}
+
+
+def matrices(params):
+    """Muon's dimension numbers with the stack as one of matrices."""
+    numbers = {2: MuonDimensionNumbers(0, 1), 3: MuonDimensionNumbers(1, 2)}
+    return jax.tree.map(lambda x: numbers.get(x.ndim), params)
+
+
+muon = functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=matrices)
+
+
+def broken(*_args, **_keywords):
+    raise KeyError("a bug of ours")
+
+
+def second_call_broken(fn):
+    calls = iter([fn, broken])
+    return lambda *args, **keywords: next(calls)(*args, **keywords)
+
+
+# analysis: what is broken, how, the transformation and its options
+BUGS = {
+    "elementwise leaves": (elementwise, "interpret", lambda _: broken, optax.adam, {}),
+    "chunks": (elementwise, "walk", lambda _: broken, optax.adam, {"offload": Offload(optimizer="host")}),
+    "owners": (jaxprs, "inline_calls", lambda _: broken, muon, MUON),
+    "one matrix of a stack": (matrix_updates, "trace_update", second_call_broken, muon, MUON),
+}
+
+
+def params():
+    return {"w": jnp.ones((16, 24)), "stack": jnp.ones((4, 16, 24)), "b": jnp.ones(8)}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_an_analysis_is_raised(monkeypatch, mesh, name):
+    module, attribute, how, optimizer, options = BUGS[name]
+    tx = zero_shard(optimizer(1e-3), stage=3, mesh=mesh, persist_below=50, **options)
+    monkeypatch.setattr(module, attribute, how(getattr(module, attribute)))
+    with pytest.raises(KeyError, match="a bug of ours"):
+        tx.create(params())
+
+
+def test_a_bug_in_the_update_by_owners_is_raised(monkeypatch, mesh):
+    tx = zero_shard(muon(1e-3), stage=3, mesh=mesh, persist_below=50, **MUON)
+    state = tx.create(params())
+    monkeypatch.setattr(jaxprs, "inline_calls", broken)
+    with pytest.raises(KeyError, match="a bug of ours"):
+        tx.update(state.params, state.opt_state, state.params)
+
+
+def needs_more(optimizer):
+    """The optimizer, whose update raises an error of a type that no analysis expects."""
+
+    def update(updates, state, params=None, *, temperature=None, **extra):
+        if temperature is None:
+            raise ZeroDivisionError("give a temperature")
+        return optimizer.update(jax.tree.map(lambda x: x * temperature, updates), state, params)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+@pytest.mark.parametrize("options", [{}, MUON], ids=["", "owner"])
+def test_what_a_transformation_refuses_is_no_error_until_it_runs(mesh, options):
+    tx = zero_shard(needs_more(optax.adam(1e-3)), stage=3, mesh=mesh, persist_below=50, **options)
+    state = tx.create(params())
+    assert "give a temperature" not in str(state.plan)
+    assert state.plan.describe.description.operations == ()
+    with pytest.raises(ZeroDivisionError, match="give a temperature"):
+        tx.update(state.params, state.opt_state, state.params)
