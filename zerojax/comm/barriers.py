@@ -19,7 +19,7 @@ def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[
 
 
 def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
-    """An int32 zero that is data-dependent on `anchor`.
+    """Return an int32 zero that is data-dependent on `anchor`.
 
     XLA:CPU removes barriers before it schedules, and then computes first what reads nothing.
     No simplification sees through this dependence.

@@ -48,7 +48,7 @@ def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list
 
 
 def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shards elements"]:
-    """A logical array as rows, zeros in the padding."""
+    """Return a logical array as one row per shard, with zeros in the padding."""
     if leaf.dim is None:
         return flatten(value, leaf).reshape(leaf.shards, -1)
     local, dim = leaf.local_shape, leaf.dim
@@ -57,7 +57,7 @@ def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shar
 
 
 def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """The logical array, padding trimmed; the inverse of `to_rows`."""
+    """Undo `to_rows`: return the logical array, without the padding."""
     if leaf.dim is None:
         return unflatten(rows.reshape(-1), leaf)
     divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
@@ -79,10 +79,10 @@ def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> li
 
 
 def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " storage"]:
-    """A logical array as its flat storage: flattened, zeros at the end."""
+    """Flatten a logical array to its flat storage, with zeros at the end."""
     return pad(value.reshape(-1), 0, leaf.storage_shape[0])
 
 
 def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """A flat storage array in its logical shape."""
+    """Return a flat storage array in its logical shape."""
     return trim(storage, 0, leaf.size).reshape(leaf.shape)

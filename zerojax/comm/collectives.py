@@ -48,7 +48,7 @@ class Collectives(Protocol):
 
     @property
     def wire(self) -> Encoding:
-        """How values are encoded and decoded."""
+        """Return the object that encodes and decodes values."""
         ...
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
@@ -57,24 +57,24 @@ class Collectives(Protocol):
 
     @property
     def losses(self) -> int:
-        """How many losses are computed at once; their mean is taken."""
+        """Return how many losses are computed at once. Their mean is taken."""
         ...
 
     @property
     def defers(self) -> bool:
-        """Whether the backward pass leaves gradients to its caller to `reduce_across`."""
+        """Return whether the backward pass leaves `reduce_across` to its caller."""
         ...
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The shape of a shard."""
+        """Return the shape of a shard."""
         ...
 
     def psum(self, tree: PyTree) -> PyTree:
-        """The sum over these losses."""
+        """Return the sum over these losses."""
         ...
 
     def pmean(self, tree: PyTree) -> PyTree:
-        """The mean over these losses."""
+        """Return the mean over these losses."""
         ...
 
     def pmax(self, tree: PyTree) -> PyTree:
@@ -82,7 +82,7 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Full arrays, logical shape.
+        """Gather shards into full arrays, in logical shape.
 
         Args:
             shards: One a leaf, as `Encoding.encode_param` gave it.
@@ -92,7 +92,7 @@ class Collectives(Protocol):
         ...
 
     def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Shards of the sums over the devices that hold different shards of a leaf, zeros in the padding.
+        """Return shards of the sums over the devices that hold different shards of a leaf, with zeros in the padding.
 
         Those are all data-parallel workers, unless `across` says otherwise.
 
@@ -107,22 +107,22 @@ class Collectives(Protocol):
         ...
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """Axes over which a leaf is not sharded (hybrid sharding); `reduce_across` sums over them."""
+        """Return the axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
         ...
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The shape of what the backward pass leaves of a leaf's gradient."""
+        """Return the shape of a leaf's gradient after the backward pass."""
         ...
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """The sums over all data-parallel workers of what `reduce_scatter` returned.
+        """Return the sums over all data-parallel workers, given the results of `reduce_scatter`.
 
         Where a leaf's gradient is divided further than the leaf, its parts.
         """
         ...
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """What `reduce_across` loses of each of these, which it quantises; float32."""
+        """Return what quantisation in `reduce_across` loses of each shard, in float32."""
         ...
 
     def backward(
@@ -156,28 +156,28 @@ class Collectives(Protocol):
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """The gradient to add gradients of a shape to, before they are reduced."""
+        """Return a zero gradient, to which unreduced gradients of a shape can be added."""
         ...
 
     def add(self, a: Array, b: Array) -> Array:
-        """The sum of two gradients that are not reduced yet; with summands, if one has them."""
+        """Return the sum of two unreduced gradients, as partial sums if one of them has partial sums."""
         ...
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """A gradient with summands, if another has them."""
+        """Return a gradient as partial sums, if another one has partial sums."""
         ...
 
     @property
     def follower(self) -> Follower | None:
-        """What follows the rows of the batch through a program; None where every array is one worker's own."""
+        """Return the analysis that follows the rows of the batch, or None where every array belongs to one worker."""
         ...
 
     def element(self, x: Array, rows: State) -> Array:
-        """Some element of an array; costs no communication if it is known where the array holds rows."""
+        """Return some element of an array, without communication if the dim of its rows is known."""
         ...
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """See `barriers.zero_after`; costs no communication if it is known where `anchor` holds rows."""
+        """Return `barriers.zero_after`, without communication if the dim of `anchor`'s rows is known."""
         ...
 
 
@@ -209,11 +209,11 @@ class ManualCollectives:
 
     @property
     def losses(self) -> int:
-        """How many losses are computed at once, one a worker; their mean is taken."""
+        """Return how many losses are computed at once, one per worker. Their mean is taken."""
         return lax.axis_size(self.axes)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Local shape."""
+        """Return the local shape."""
         return leaf.local_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
@@ -234,7 +234,7 @@ class ManualCollectives:
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
-        """See `Collectives`; local shape in, one collective a bucket."""
+        """Gather shards in local shape, with one collective per bucket; see `Collectives`."""
         full = list(shards)
         for bucket in buckets(shards, leaves, self._limit(exposed)):
             members = [leaves[i] for i in bucket]
@@ -248,7 +248,7 @@ class ManualCollectives:
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*local"]]:
-        """See `Collectives`; local shape out, one collective a bucket.
+        """Reduce-scatter gradients to shards in local shape, with one collective per bucket; see `Collectives`.
 
         Exposed buckets are reduced one after the other, that of the last leaves first, whose gradients
         are computed first: else XLA combines them into one, which waits for the last gradient.
@@ -267,15 +267,15 @@ class ManualCollectives:
         return values
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """See `Collectives`."""
+        """Return the axes over which a leaf is not sharded; see `Collectives`."""
         return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in leaf.axes)
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """See `Collectives`."""
+        """Return the shape of a leaf's gradient after the backward pass; see `Collectives`."""
         return leaf.local_shape if self.defers else leaf.part_shape
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """See `Collectives`."""
+        """Reduce shards over the axes of `across`; see `Collectives`."""
         sums = list(shards)
         for i, leaf in enumerate(leaves):
             if (axes := self.across(leaf)) and leaf.further == 1:
@@ -292,7 +292,7 @@ class ManualCollectives:
         return sums
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """See `Collectives`; no communication."""
+        """Return what quantisation loses, without communication; see `Collectives`."""
 
         def one(shard: Array, leaf: Leaf) -> Array:
             part = leaf.divided(self.axes)
@@ -305,47 +305,47 @@ class ManualCollectives:
     def backward(
         self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
     ) -> list:
-        """See `Collectives`; gradients are this worker's own."""
+        """Compute this worker's gradients; see `Collectives`."""
         if rule is None:
             return jax.tree.leaves(fn(values))
         closed = jax.make_jaxpr(fn)(values)
         return jaxprs.evaluate(*compat.opened(closed), values, rule)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """See `Collectives`."""
+        """Call `fn` once, because these collectives belong to one worker; see `Collectives`."""
         return fn(self, cotangents)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """See `Collectives`."""
+        """Return a zero gradient; see `Collectives`."""
         return jnp.zeros(shape, dtype)
 
     def add(self, a: Array, b: Array) -> Array:
-        """See `Collectives`."""
+        """Add two unreduced gradients; see `Collectives`."""
         return compat.add_cotangents(a, b)
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """See `Collectives`."""
+        """Return the gradient unchanged; see `Collectives`."""
         return grad
 
     @property
     def follower(self) -> None:
-        """See `Collectives`."""
+        """Return None: every array belongs to one worker; see `Collectives`."""
         return None
 
     def element(self, x: Array, rows: State) -> Array:
-        """See `Collectives`."""
+        """Return some element of an array; see `Collectives`."""
         return x.ravel()[0]
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """See `barriers.zero_after`."""
+        """Return a zero that depends on the anchor; see `barriers.zero_after`."""
         return zero_after(anchor)
 
     def psum(self, tree: PyTree) -> PyTree:
-        """The sum over all data-parallel workers."""
+        """Return the sum over all data-parallel workers."""
         return lax.psum(tree, self.axes)
 
     def pmean(self, tree: PyTree) -> PyTree:
-        """The mean over all data-parallel workers."""
+        """Return the mean over all data-parallel workers."""
         return lax.pmean(tree, self.axes)
 
     def pmax(self, tree: PyTree) -> PyTree:
@@ -353,7 +353,10 @@ class ManualCollectives:
         return lax.pmax(tree, self.axes)
 
     def _limit(self, exposed: bool) -> int:
-        """Exposed collectives can only hide behind the block they belong to, which begins on its first leaves."""
+        """Return the bytes of a bucket.
+
+        Exposed collectives hide only behind their own block, which begins on its first leaves.
+        """
         return self.bucket_bytes // 4 if exposed else self.bucket_bytes
 
     def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
@@ -389,5 +392,5 @@ def _all_gather(shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
 
 
 def _label(leaves: Sequence[Leaf]) -> str:
-    """The first leaf's path, and how many more: names a collective in the compiled program."""
+    """Return the first leaf's path and the number of others, to name a collective in the compiled program."""
     return leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")

@@ -41,12 +41,12 @@ class Typed:
 
 
 def is_typed(x: Any) -> bool:
-    """Whether a node is `Typed`."""
+    """Return whether a node is `Typed`."""
     return isinstance(x, Typed)
 
 
 def with_types(tree: PyTree) -> Any:
-    """The tree with the arrays that Explicit axes divide as `Typed`, so that they keep their types on the Auto mesh."""
+    """Wrap the arrays that Explicit axes divide as `Typed`, so that they keep their types on the Auto mesh."""
 
     def one(x):
         mesh = mesh_of(x)
@@ -59,7 +59,7 @@ def with_types(tree: PyTree) -> Any:
 
 
 def without_types(tree: PyTree) -> Any:
-    """The tree with its `Typed` leaves as arrays."""
+    """Return the tree with its `Typed` leaves as arrays."""
     return jax.tree.map(lambda x: x.value if is_typed(x) else x, tree, is_leaf=is_typed)
 
 
@@ -89,7 +89,7 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """A context without Explicit axes, whatever `jax.set_mesh` says; also a decorator.
+    """Enter a context without Explicit axes, whatever `jax.set_mesh` says. Also usable as a decorator.
 
     Args:
         mesh: The caller's, for code that may be traced.
@@ -106,7 +106,7 @@ def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
 
 
 def to_auto(tree: PyTree) -> Any:
-    """What is on meshes with Explicit axes (arrays, shapes, shardings), on the same devices with Auto axes."""
+    """Move arrays, shapes and shardings on Explicit axes to the same devices with Auto axes."""
 
     def one(x):
         mesh = mesh_of(x)
@@ -116,7 +116,7 @@ def to_auto(tree: PyTree) -> Any:
 
 
 def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()) -> Any:
-    """What is on the Auto mesh, on the caller's `mesh`; arguments as for `on_auto_mesh`."""
+    """Move values on the Auto mesh to the caller's `mesh`. The arguments are those of `on_auto_mesh`."""
     if not mesh.explicit_axes:
         return tree
 
@@ -136,7 +136,7 @@ def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = l
 
 
 def mesh_of(x: Any) -> Any:
-    """The mesh, abstract for a traced array, that a leaf is on; None where it is on none."""
+    """Return the mesh that a leaf is on, abstract for a traced array, or None."""
     if isinstance(x, jax.core.Tracer):
         x = jax.typeof(x)
     sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
@@ -144,7 +144,7 @@ def mesh_of(x: Any) -> Any:
 
 
 def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """A leaf on another mesh of the same devices; `spec` is the sharding of a traced array there."""
+    """Move a leaf to another mesh of the same devices. `spec` is the sharding of a traced array there."""
     if isinstance(x, jax.core.Tracer):
         return jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, spec))
     old = x if isinstance(x, NamedSharding) else x.sharding
@@ -158,6 +158,6 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The axes of a spec that a type may name."""
+    """Return the axes of a spec that a type may name."""
     named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return PartitionSpec(*(tuple(axis for axis in axes if axis in mesh.explicit_axes) or None for axes in named))

@@ -51,7 +51,7 @@ class GlobalCollectives:
 
     @property
     def wire(self) -> Encoding:
-        """How values are encoded and decoded."""
+        """Return the object that encodes and decodes values."""
         return self.manual.wire
 
     @property
@@ -60,16 +60,16 @@ class GlobalCollectives:
 
     @property
     def _divided(self) -> PartitionSpec:
-        """Dim 0 over the workers."""
+        """Return the spec of dim 0 divided over the workers."""
         return PartitionSpec(spec_entry(self.manual.axes))
 
     @property
     def losses(self) -> int:
-        """One loss is computed, of all rows."""
+        """Return 1: one loss is computed, from all rows."""
         return 1
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Storage shape."""
+        """Return the storage shape."""
         return leaf.storage_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
@@ -84,7 +84,7 @@ class GlobalCollectives:
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
-        """See `Collectives`."""
+        """Gather shards; see `Collectives`."""
 
         def gather(*shards):
             return self.manual.all_gather(shards, self._along_others(leaves), exposed=exposed)
@@ -94,7 +94,7 @@ class GlobalCollectives:
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """See `Collectives`; of a gradient that is summed already, the compiler keeps each device's shard."""
+        """Reduce-scatter gradients; see `Collectives`. If a gradient is summed already, each device keeps its shard."""
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
@@ -110,12 +110,12 @@ class GlobalCollectives:
         return [reduced[i] for i in range(len(leaves))]
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """See `Collectives`."""
+        """Return the axes over which a leaf is not sharded; see `Collectives`."""
         return self.manual.across(leaf)
 
     @property
     def defers(self) -> bool:
-        """See `Collectives`."""
+        """Return whether the caller must `reduce_across`; see `Collectives`."""
         return self.manual.defers
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -124,18 +124,18 @@ class GlobalCollectives:
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 
     def _reduced_spec(self, leaf: Leaf) -> PartitionSpec:
-        """How what `reduce_scatter` returns is sharded."""
+        """Return the spec of a result of `reduce_scatter`."""
         axes = self.across(leaf)
         return PartitionSpec(spec_entry(axes), *leaf.spec) if axes else leaf.spec
 
     def _summed_spec(self, leaf: Leaf) -> PartitionSpec:
-        """How what `reduce_across` returns is sharded."""
+        """Return the spec of a result of `reduce_across`."""
         if leaf.further == 1 or leaf.dim is None:
             return leaf.spec
         return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """See `Collectives`; what the compiler has summed already stays."""
+        """Reduce shards across groups, except those that the compiler has summed already; see `Collectives`."""
         pairs = enumerate(zip(shards, leaves, strict=True))
         partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
         chosen = [leaves[i] for i in partial]
@@ -150,7 +150,7 @@ class GlobalCollectives:
         return sums
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """See `Collectives`; one summand a group."""
+        """Return what quantisation loses, one partial sum per group; see `Collectives`."""
 
         def lost(*rows):
             errors = self.manual.rounding_errors([row[0] for row in rows], self._along_others(leaves))
@@ -162,13 +162,13 @@ class GlobalCollectives:
     def backward(
         self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
     ) -> list:
-        """See `Collectives`; gradients are left as one summand a worker where they can be."""
+        """Compute gradients, as one partial sum per worker where possible; see `Collectives`."""
         closed = jax.make_jaxpr(fn)(values)
         how = {"rows": rows, "workers": self._workers, "island": self._summands, "alike": self._alike, "rule": rule}
         return partial_sums.evaluate(*compat.opened(closed), values, grads=grads, **how)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """See `Collectives`."""
+        """Call `fn` for each worker's partial sums, or once if all cotangents are summed; see `Collectives`."""
         if all(x.ndim == len(shape) for x, shape in zip(cotangents, shapes, strict=True)):
             return fn(self, cotangents)
         rows = [
@@ -178,40 +178,40 @@ class GlobalCollectives:
         return jax.vmap(lambda row: fn(self.manual, row))(rows)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """See `Collectives`; one summand a worker."""
+        """Return zeros, one partial sum per worker; see `Collectives`."""
         rows = jnp.zeros((self._workers, *shape), dtype)
         return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, self._divided))
 
     def add(self, a: Array, b: Array) -> Array:
-        """See `Collectives`."""
+        """Add two unreduced gradients; see `Collectives`."""
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """See `Collectives`."""
+        """Return a gradient as partial sums if `other` has partial sums; see `Collectives`."""
         return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
     @property
     def follower(self) -> Follower:
-        """See `Collectives`."""
+        """Return the analysis that follows the rows; see `Collectives`."""
         return Follower(self._workers)
 
     def element(self, x: Array, rows: State) -> Array:
-        """See `Collectives`; each device reads its own."""
+        """Return an element of each device's own rows; see `Collectives`."""
         return self._on_rows(lambda x: x.ravel()[0], x, rows)
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """See `barriers.zero_after`."""
+        """Return a zero that depends on the anchor; see `barriers.zero_after`."""
         place = barriers.first_float(anchor)
         if place is None:
             return barriers.zero_after([])
         return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
     def psum(self, tree: PyTree) -> PyTree:
-        """The sum over all workers: what is computed of all rows has no other."""
+        """Return the tree unchanged: a value computed from all rows is already a global sum."""
         return tree
 
     def pmean(self, tree: PyTree) -> PyTree:
-        """The mean over all workers; see `psum`."""
+        """Return the tree unchanged: a value computed from all rows is already a global mean."""
         return tree
 
     def pmax(self, tree: PyTree) -> PyTree:
@@ -240,7 +240,7 @@ class GlobalCollectives:
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
-        """A scalar of each device's rows, of the one device it is read on."""
+        """Compute a scalar from each device's own rows. The result is one device's."""
         place = None if rows is None else next((p for p in sorted(rows.of) if p.outer == 1), None)
         if place is None:  # the compiler knows where one element is
             return fn(x[(slice(1),) * x.ndim])
@@ -248,7 +248,7 @@ class GlobalCollectives:
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Leaves as they are inside of `_mapped`."""
+        """Return the leaves as they are inside `_mapped`."""
         return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:

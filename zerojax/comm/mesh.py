@@ -13,7 +13,7 @@ from zerojax.layout.padded import pad
 
 
 def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
-    """The axes the caller named in an argument, one or several, as a tuple; none for None, where that is a choice.
+    """Return the axes that the caller named in an argument as a tuple; empty for None, where that is allowed.
 
     Raises:
         TypeError: If they are no names.
@@ -30,7 +30,7 @@ def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> 
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
-    """The mesh to use: the one given, checked, or all devices on one axis.
+    """Return the mesh to use: the given one, checked, or all devices on one axis.
 
     Args:
         mesh: A mesh of real or absent devices; None for all devices.
@@ -85,17 +85,17 @@ def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Replicated on every device."""
+    """Return the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
-    """Dim 0 divided over the batch axes."""
+    """Return the sharding of dim 0 over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(spec_entry(data.batch)))
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Arrays with as many rows on dim 0 as the batch are divided as it is, others replicated."""
+    """Return shardings: arrays with as many rows on dim 0 as the batch are divided like it, others are replicated."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)

@@ -47,7 +47,10 @@ class Owners:
 
     @classmethod
     def of(cls, mesh: Mesh, axes: tuple[str, ...], within: int) -> Owners:
-        """Owners of `within` devices each along some axes of a mesh; several devices need a single axis."""
+        """Return owners of `within` devices each along some axes of a mesh.
+
+        More than one device needs a single axis.
+        """
         if within == 1:
             return cls(mesh, axes)
         (axis,) = axes
@@ -58,12 +61,12 @@ class Owners:
 
     @property
     def count(self) -> int:
-        """How many owners there are."""
+        """Return the number of owners."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def each(self) -> int:
-        """How many devices an owner is."""
+        """Return the number of devices per owner."""
         return math.prod(self.mesh.shape[axis] for axis in self.within)
 
     def compute(
@@ -117,7 +120,7 @@ class Owners:
         return self._return(results[: len(outs)], outs, items), small_outs
 
     def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
-        """From stacks of which each device has a slice of every item to those whose items are divided."""
+        """Exchange stacks in which each device has a slice of every item for stacks whose items are divided."""
 
         def local(arrays):
             rows = [_repeated(jnp.concatenate(stacks), slots) for stacks in arrays]
@@ -129,7 +132,7 @@ class Owners:
         )([list(stacks) for stacks in arrays])
 
     def _return(self, results: Sequence[Array], leaves: Sequence[Leaf], items: int) -> list[Array]:
-        """The inverse of `_bring`."""
+        """Undo `_bring`."""
 
         def local(results):
             split = [_split(x, at(leaf), self.count) for x, leaf in zip(results, leaves, strict=True)]
@@ -138,7 +141,7 @@ class Owners:
         return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
 
     def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
-        """One all-to-all for all arrays of a type: of `(owners, slots, ...)` each row goes to its owner.
+        """Send each row of `(owners, slots, ...)` to its owner, with one all-to-all per element type.
 
         An owner's devices want slices that follow each other, and are next to each other: slice s of the
         storage moves to the device that has it afterwards, of which the s-th is not the s-th.
@@ -180,7 +183,7 @@ class Owners:
 
 
 def at(leaf: Leaf) -> int:
-    """The dim of a sharded leaf that is sharded."""
+    """Return the sharded dim of a leaf."""
     assert leaf.dim is not None
     return leaf.dim
 
@@ -192,12 +195,12 @@ def _repeated(stack: Array, slots: int) -> Array:
 
 
 def _merged(x: Array, dim: int) -> Array:
-    """`(sources, slots, *slice)` as `(slots, *item)`: the slices along a dim of the item."""
+    """Convert `(sources, slots, *slice)` to `(slots, *item)`: join the slices along a dim of the item."""
     x = jnp.moveaxis(x, 0, dim + 1)
     return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
 
 
 def _split(x: Array, dim: int, parts: int) -> Array:
-    """The inverse of `_merged`."""
+    """Undo `_merged`."""
     x = x.reshape(*x.shape[: dim + 1], parts, -1, *x.shape[dim + 2 :])
     return jnp.moveaxis(x, dim + 1, 0)

@@ -64,7 +64,7 @@ class PartialSum:
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
-        """Shape and type of the sum."""
+        """Return shape and type of the sum."""
         return jax.ShapeDtypeStruct(self.rows.shape[1:], self.rows.dtype)
 
 
@@ -181,7 +181,10 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable, workers: int) -> list:
-    """A scan whose results `grads` are of gradients alone; those that it adds up, or stacks, are left as rows."""
+    """Evaluate a scan whose results `grads` depend on gradients alone.
+
+    Those that it adds up or stacks stay partial sums.
+    """
     scan = compat.scan_params(eqn)
     jaxpr, closed_over = compat.opened(scan.body)
     summed = _added_up(jaxpr, scan, grads)
@@ -205,7 +208,7 @@ def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable, worke
 
 
 def _added_up(jaxpr: Any, scan: compat.ScanParams, grads: Sequence[int]) -> list[int]:
-    """Which of the gradients among a loop's carries it only adds to: of what all of its iterations use."""
+    """Return the gradients among a loop's carries that the loop only adds to."""
     carries, stacked = [i for i in grads if i < scan.carry], [i for i in grads if i >= scan.carry]
     while carries:
         found = _only_of(jaxpr, [*carries, *stacked])
@@ -217,7 +220,7 @@ def _added_up(jaxpr: Any, scan: compat.ScanParams, grads: Sequence[int]) -> list
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
-    """Variables of which nothing but the results `grads` is made, linearly."""
+    """Return the variables from which only the results `grads` are computed, linearly."""
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
@@ -232,7 +235,7 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 
 
 def _is_linear(eqn) -> bool:
-    """Whether an equation is linear in sums; a cast to float8 is not: each summand would lose what the sum keeps."""
+    """Return whether an equation is linear in sums. A cast to float8 is not: each partial sum would be rounded."""
     if eqn.primitive.name == "convert_element_type":
         dtype = np.dtype(eqn.params["new_dtype"])
         return not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2)
@@ -240,7 +243,7 @@ def _is_linear(eqn) -> bool:
 
 
 def _linear(eqn, values: Sequence, workers: int) -> list:
-    """One equation on values some of which are partial sums."""
+    """Evaluate one equation on values of which some are partial sums."""
     rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
     partial = [isinstance(x, PartialSum) for x in values]
 
@@ -266,13 +269,13 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
 
 
 def as_rows(value: jax.Array, workers: int) -> jax.Array:
-    """A value that is summed already, as rows: the first worker has it."""
+    """Return a value that is summed already as partial sums, all of it on the first worker."""
     first = lax.broadcasted_iota(jnp.int32, (workers, *value.shape), 0) == 0
     return jnp.where(first, value[None], 0)
 
 
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """How an equation's sum over rows is divided over the workers, or None if it has none.
+    """Return how an equation's sum over rows is divided over the workers, or None if it has no such sum.
 
     The result must have no rows left: a product of rows with rows, batched, is summed by a later equation.
     """
@@ -303,7 +306,7 @@ def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
 
 
 def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """The rows of the updates that are added into zeros, and of their indices."""
+    """Return the rows of the updates that are added into zeros, and of their indices."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.of} or {*updates.of}), None)

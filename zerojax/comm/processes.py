@@ -44,7 +44,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what is done once."""
+        """Return whether this process does the work that is done once."""
         return self.index == 0
 
     def exchange(self, topic: str, message: str) -> list[str]:

@@ -48,11 +48,11 @@ class Codec:
     stochastic: bool = False
 
     def bytes(self, size: int) -> int:
-        """Bytes of `size` elements, padding and scales included."""
+        """Return the bytes of `size` elements, including padding and scales."""
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
 
     def encode(self, x: Float[Array, "*rows elements"]) -> UInt8[Array, "*rows bytes"]:
-        """The bytes of each row: all elements, then all scales."""
+        """Return the bytes of each row: all elements, then all scales."""
         size = -(-x.shape[-1] // self.block) * self.block
         blocks = pad(x, x.ndim - 1, size).astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / self._limit
@@ -61,7 +61,7 @@ class Codec:
         return jnp.concatenate([elements, _as_bytes(scales[..., 0])], axis=-1)
 
     def decode(self, payload: UInt8[Array, "*rows bytes"], size: int) -> Float[Array, "*rows elements"]:
-        """`size` elements of each row, in float32."""
+        """Return `size` elements of each row, in float32."""
         blocks = -(-size // self.block)
         split = payload.shape[-1] - blocks * SCALE_BYTES
         rows = payload.shape[:-1]
@@ -72,7 +72,7 @@ class Codec:
 
     @property
     def _limit(self) -> float:
-        """The format's largest magnitude."""
+        """Return the format's largest magnitude."""
         return INTEGER_LIMITS.get(self.format) or float(jnp.finfo(self.format).max)
 
     def _narrow(self, x: Float[Array, "*rows block"]) -> UInt8[Array, "*rows bytes"]:
@@ -96,7 +96,7 @@ class Codec:
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
-    """Numbers from 0 to below 1, drawn from the bits of each number and its position.
+    """Return numbers in [0, 1) that are drawn from the bits of each number and its position.
 
     References:
         The finaliser of MurmurHash3 (Appleby 2011), which mixes 32 bits.
@@ -128,7 +128,7 @@ def all_gather(
 def reduce_scatter(
     values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
 ) -> list[Float[Array, "*local"]]:
-    """Reduce-scatter one bucket, quantised over some axes and as it is over the others; float32."""
+    """Reduce-scatter one bucket, quantised over some axes and exact over the others, in float32."""
     axes = leaves[0].axes
     counts = [lax.axis_size(axis) for axis in axes]
     rows = [to_rows(*pair).reshape(*counts, -1) for pair in zip(values, leaves, strict=True)]

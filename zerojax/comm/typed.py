@@ -34,7 +34,7 @@ _SHARDINGS = ("out_sharding", "sharding")
 
 
 def typed_mesh(mesh: Mesh) -> AbstractMesh:
-    """The caller's mesh as the types of arrays name it here: its axes that are Manual here stay so."""
+    """Return the caller's mesh as array types name it here. Axes that are Manual here stay Manual."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return mesh.abstract_mesh.update(axis_types=tuple(AxisType.Manual if a in manual else kind for a, kind in kinds))
@@ -77,7 +77,7 @@ class TypedFunction:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """How each result is sharded."""
+        """Return how each result is sharded."""
         return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
 
     def __call__(self, *values: Array) -> list[Array]:
@@ -125,11 +125,11 @@ class _Evaluation:
         ]
 
     def _is_news(self, aval: Any, given: set) -> bool:
-        """Whether a type says how rows are divided, and the operands have not said so."""
+        """Return whether a type says how rows are divided, and no operand has said so."""
         return self.constrains and not self.axes.isdisjoint(axes_of([spec_of(aval)])) and _type(aval) not in given
 
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
-        """A value sharded as a type says, as far as the mesh in force has its axes.
+        """Constrain a value to be sharded as its type says, as far as the mesh in force has its axes.
 
         Args:
             x: The value; None where it is dropped.
@@ -149,7 +149,7 @@ class _Evaluation:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def _entry(self, typed: Any, other: Any, mesh: AbstractMesh) -> Any:
-        """What a type and a constraint say of one dim, together."""
+        """Return what a type and a constraint say about one dim, together."""
         named = () if other is PartitionSpec.UNCONSTRAINED else entry_names(other)
         axes = tuple(axis for axis in dict.fromkeys((*entry_names(typed), *named)) if axis in mesh.auto_axes)
         return axes or (other if other is PartitionSpec.UNCONSTRAINED else None)
@@ -158,7 +158,7 @@ class _Evaluation:
         return compat.evaluate_one(self.untyped(eqn), values)
 
     def untyped(self, eqn: Any) -> Any:
-        """An equation without the shardings among its parameters."""
+        """Return an equation without the shardings among its parameters."""
         params = {name: self._untyped_param(value) for name, value in eqn.params.items()}
         params |= {name: None for name in _SHARDINGS if isinstance(params.get(name), NamedSharding)}
         if "ctx_mesh" in params:
@@ -181,7 +181,7 @@ class _Evaluation:
         return value
 
     def _untyped_jaxpr(self, closed: Any) -> Any:
-        """An inner jaxpr, traced again where its values are."""
+        """Trace an inner jaxpr again where its values are."""
         jaxpr, consts = compat.opened(closed)
         mesh = jax.sharding.get_abstract_mesh()
         key = (id(closed), mesh)
@@ -192,7 +192,7 @@ class _Evaluation:
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
-        """`jax.shard_map`, over the mesh in force."""
+        """Evaluate `jax.shard_map` over the mesh in force."""
         params, manual = eqn.params, eqn.params["newly_manual_axes"]
         jaxpr, consts = compat.opened(params["jaxpr"])
         inner = dataclasses.replace(self, mesh=_with_manual(self.mesh, manual), known={})
@@ -206,7 +206,7 @@ class _Evaluation:
         )(*values)
 
     def _custom_rule(self, eqn: Any, values: Sequence) -> Sequence:
-        """A function with derivatives of its own: these are traced on the caller's mesh too, when they are asked for.
+        """Evaluate a function with its own derivatives. They are traced on the caller's mesh too, when they are needed.
 
         What the function closes over has no derivative, as in JAX.
         """
@@ -249,7 +249,7 @@ class _Rule:
     consts: Sequence
 
     def forward(self, value: Callable) -> Callable:
-        """A `jax.custom_jvp` of the values that the function does not close over."""
+        """Call a `jax.custom_jvp` of the values that the function does not close over."""
         closed_over = len(self.consts)
         inexact = [i for i, aval in enumerate(self.avals) if i >= closed_over and _has_tangent(aval)]
         tangents_out = [i for i, aval in enumerate(self.outs) if _has_tangent(aval)]
@@ -274,7 +274,7 @@ class _Rule:
         return made
 
     def backward(self, value: Callable) -> Callable:
-        """A `jax.custom_vjp` of the values that the function does not close over."""
+        """Call a `jax.custom_vjp` of the values that the function does not close over."""
         closed_over = len(self.consts)
         inexact = [i for i, aval in enumerate(self.avals) if i >= closed_over and _has_tangent(aval)]
         kept: list = []  # the structure of what the forward pass keeps, and its types
@@ -322,18 +322,18 @@ class _Rule:
         return self.evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
     def _on_auto(self, fn: Callable, types: Sequence, values: Sequence) -> list:
-        """A function, traced with these types on the caller's mesh, evaluated on values where the axes are Auto."""
+        """Evaluate a function, traced with these types on the caller's mesh, on values on Auto axes."""
         return self._run(self._traced(fn, types), values)
 
 
 def spec_of(aval: Any) -> PartitionSpec:
-    """How a type says that a value is sharded; replicated where it does not say."""
+    """Return how a type says that a value is sharded; replicated if it says nothing."""
     sharding = getattr(aval, "sharding", None)
     return _divided(sharding.spec) if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _divided(spec: PartitionSpec) -> PartitionSpec:
-    """What a spec says of each dim, without axes over which a sum is still to be taken (`unreduced`)."""
+    """Return what a spec says about each dim, without axes over which a sum is still pending (`unreduced`)."""
     return PartitionSpec(*spec.partitions)
 
 
@@ -342,7 +342,7 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """A type on a mesh."""
+    """Return a type on a mesh."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))
@@ -359,13 +359,13 @@ def _has_tangent(aval: Any) -> bool:
 
 
 def _merged(values: Sequence, places: Sequence[int], others: Sequence) -> list:
-    """Values, with others in some places."""
+    """Return the values, with other values in some places."""
     merged = dict(enumerate(values)) | dict(zip(places, others, strict=True))
     return [merged[i] for i in range(len(values))]
 
 
 def _names_sharding(eqn: Any) -> bool:
-    """Whether an equation says itself how its result is sharded."""
+    """Return whether an equation names the sharding of its result."""
     if eqn.primitive.name in _RESHARDS:
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
@@ -377,7 +377,7 @@ def _names_shardings(jaxpr: Any) -> bool:
 
 
 def _nested(jaxpr: Any) -> Iterator[Any]:
-    """A jaxpr and those in it."""
+    """Return a jaxpr and the jaxprs inside it."""
     yield jaxpr
     for eqn in jaxpr.eqns:
         for inner in compat.inner_jaxprs(eqn):

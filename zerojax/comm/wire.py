@@ -28,29 +28,29 @@ class Encoding:
     wire: Wire | None = None
 
     def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
-        """A parameter's shard as it is all-gathered, for uses that read `dtype`."""
+        """Return a parameter's shard as it is all-gathered, for uses that read `dtype`."""
         return lax.convert_element_type(shard, dtype)
 
     def encode_grad(self, grad: jax.Array) -> jax.Array:
-        """A device's gradient as it is reduced."""
+        """Return a device's gradient as it is reduced."""
         return grad.astype(self.reduce_dtype(grad.dtype))
 
     def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
-        """A reduced gradient in its parameter's type."""
+        """Return a reduced gradient in its parameter's type."""
         return lax.convert_element_type(grad, dtype)
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:
-        """How a leaf's shards are quantised for a gather; None: they are sent as they are."""
+        """Return how a leaf's shards are quantised for a gather, or None if they are sent unchanged."""
         return self._codec(leaf, None if self.wire is None else self.wire.gather)
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:
-        """How a leaf's gradients are quantised for a reduction; None: they are sent as they are."""
+        """Return how a leaf's gradients are quantised for a reduction, or None if they are sent unchanged."""
         codec = self._codec(leaf, None if self.wire is None else self.wire.reduce)
         stochastic = self.wire is not None and self.wire.rounding == "stochastic"
         return dataclasses.replace(codec, stochastic=True) if codec and stochastic else codec
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
-        """The axes of a leaf that carry what is quantised."""
+        """Return the axes of a leaf on which payloads are quantised."""
         over = None if self.wire is None else self.wire.over
         return tuple(axis for axis in leaf.axes if over is None or axis in over)
 
@@ -60,13 +60,13 @@ class Encoding:
         return Codec(fmt, self.wire.block)
 
     def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which gradients of a type are summed over the devices; bfloat16 at least."""
+        """Return the type in which gradients are summed over the devices: at least bfloat16."""
         if not jnp.issubdtype(dtype, jnp.floating):
             return dtype
         return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce
 
     def sum_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The type in which one device sums the gradients of several uses; bfloat16 at least."""
+        """Return the type in which one device sums the gradients of several uses: at least bfloat16."""
         wide = _at_least_bfloat16(dtype)
         return wide if self.reduce is None else common_dtype(wide, self.reduce)
 

@@ -118,7 +118,7 @@ class Follower:
         return [*inside[scan.consts : scan.consts + scan.carry], *map(stacked, outs[scan.carry :])]
 
     def _through_while(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        """A carry has the dim in the same place throughout, and the number of iterations is the same for all."""
+        """Follow a while loop. A carry keeps the dim in one place, and all rows have one number of iterations."""
         first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
         carry = list(states[first + consts :])
@@ -154,7 +154,7 @@ def follow(jaxpr: Any, given: Sequence[State], *, count: int) -> list[State]:
 
 
 def _body(eqn: Any) -> Any:
-    """The jaxpr that an equation evaluates on its operands, or None."""
+    """Return the jaxpr that an equation evaluates on its operands, or None."""
     if eqn.primitive.name in _CUSTOM:
         inner = next((eqn.params[name] for name in _BODIES if compat.is_jaxpr(eqn.params.get(name))), None)
         return None if inner is None else compat.opened(inner)[0]
@@ -162,6 +162,6 @@ def _body(eqn: Any) -> Any:
 
 
 def _is_nowhere(var: Any) -> bool:
-    """Whether a value cannot have an entry per row, whatever it was computed from: it is a scalar, or empty."""
+    """Return whether a value cannot have an entry per row, because it is a scalar or empty."""
     shape = getattr(var.aval, "shape", None)
     return shape == () or 0 in (shape or ())

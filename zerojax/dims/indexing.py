@@ -17,7 +17,7 @@ _MOST_EVALUATED = 1 << 20  # elements of constant indices that are computed to s
 
 
 def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`slice`; with strides if they are not along the followed dim."""
+    """Follow `slice`. Strides are allowed except along the followed dim."""
     params, state = eqn.params, states[0]
     old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
     if state is not None and strides and any(strides[place.dim] != 1 for place in state.of):
@@ -26,7 +26,7 @@ def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`dynamic_slice`; the followed dim whole."""
+    """Follow `dynamic_slice`, which must take the followed dim whole."""
     operand, *starts = states
     if any(start is None or start.of for start in starts):
         return UNKNOWN
@@ -35,7 +35,7 @@ def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`dynamic_update_slice`; the followed dim whole."""
+    """Follow `dynamic_update_slice`, which must take the followed dim whole."""
     operand, update, *starts = states
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.of for start in starts):
@@ -47,7 +47,7 @@ def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) ->
 
 
 def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`gather`: rows of indices give rows of results, and dims that are taken whole keep their place."""
+    """Follow `gather`: rows of indices give rows of results, and dims that are taken whole keep their place."""
     operand, indices = states
     if operand is None or indices is None:
         return UNKNOWN
@@ -78,7 +78,7 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Scatters: a sum over rows of updates does not have them; windows that are whole keep their place."""
+    """Follow scatters. A sum over rows of updates loses the rows; windows that are whole keep their place."""
     operand, indices, updates = states
     if operand is None or indices is None or updates is None:
         return UNKNOWN
@@ -112,7 +112,7 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
-    """The dim of the operand that a dim of the indices counts through, or None."""
+    """Return the dim of the operand that a dim of the indices counts through, or None."""
     to_operand = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
     for operand_dim in map(int, to_operand):
         found = _counting(eqn.invars[1], operand_dim, to_operand, shape, context)
@@ -122,7 +122,7 @@ def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int 
 
 
 def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> Place | None:
-    """The dim of some indices along which they count through one dim of the operand, as `arange` does; or None."""
+    """Return the dim of some indices along which they count through one dim of the operand, like `arange`, or None."""
     if dim not in map(int, index_map) or compat.is_literal(indices):
         return None
     part = list(map(int, index_map)).index(dim)
@@ -143,7 +143,7 @@ def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[
 
 
 def _constant(atom: Any, context: Context) -> np.ndarray | None:
-    """The value of integers that are computed from no argument, as `jax.numpy` computes indices; or None."""
+    """Return the value of integers that depend on no argument, as `jax.numpy` computes indices, or None."""
     if compat.is_literal(atom):
         return np.asarray(atom.val)
     eqn = context.made.get(atom)
@@ -181,7 +181,7 @@ _EVALUATED: dict[str, Callable[..., Any]] = {
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`iota` has one number per entry of its dim, and is uniform along the others."""
+    """Follow `iota`, which has one number per entry of its dim and is uniform along the others."""
     dims = set(range(len(eqn.outvars[0].aval.shape))) - {int(eqn.params["dimension"])}
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 

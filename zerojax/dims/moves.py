@@ -62,7 +62,7 @@ def passed(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`broadcast_in_dim`: the result is uniform along the dims that it adds."""
+    """Follow `broadcast_in_dim`. The result is uniform along the dims that it adds."""
     to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
     old = getattr(eqn.invars[0].aval, "shape", ())
     kept = {int(new) for dim, new in enumerate(to) if old[dim] == shape[new]}
@@ -70,7 +70,7 @@ def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`reshape`, perhaps of the dims in another order; see `reshaped`."""
+    """Follow `reshape`, also with the dims in another order; see `reshaped`."""
     state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
     if order is not None:
         order = list(map(int, order))
@@ -79,18 +79,18 @@ def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`transpose`."""
+    """Follow `transpose`."""
     order = list(map(int, eqn.params["permutation"]))
     return moved(states[0], [order.index(dim) for dim in range(len(order))])
 
 
 def squeeze(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`squeeze`."""
+    """Follow `squeeze`."""
     return moved(states[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
-    """Where each dim goes if some are taken away."""
+    """Return where each dim goes if some are removed."""
     gone = {int(dim) for dim in dims}
     return [None if dim in gone else dim - sum(other < dim for other in gone) for dim in range(ndim)]
 
@@ -115,12 +115,12 @@ def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def _ragged(state: State, dims: Sequence[int]) -> State:
-    """The state of a value that is not uniform along some dims."""
+    """Return the state of a value that is not uniform along some dims."""
     return state if state is None else Places(state.of, state.uniform.difference(map(int, dims)))
 
 
 def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`concatenate`; along the followed dim if the operands are alike, one behind the other."""
+    """Follow `concatenate`, along the followed dim too if consecutive operands are alike."""
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
     states = [state for state, size in zip(states, sizes, strict=True) if size] or [NOWHERE]
@@ -133,7 +133,7 @@ def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`pad`; along the followed dim by whole blocks of entries."""
+    """Follow `pad`, along the followed dim too if whole blocks of entries are added."""
     state = _ragged(states[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
         place = None if state is None else state.along(dim)
@@ -180,7 +180,7 @@ def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[
 
 
 def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """`split`: a slice for each result."""
+    """Follow `split`, which makes a slice for each result."""
     axis, start, found = int(eqn.params["axis"]), 0, []
     old = eqn.invars[0].aval.shape
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
@@ -192,13 +192,13 @@ def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`stack`: operands side by side along a new dim."""
+    """Follow `stack`, which puts operands side by side along a new dim."""
     axis, ndim = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape)
     return moved(together(states), [dim + (dim >= axis) for dim in range(ndim)])
 
 
 def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """`unstack`: the operand's slices along one dim, which must not be the followed one."""
+    """Follow `unstack`, which slices the operand along one dim. It must not be the followed dim."""
     axis, ndim, state = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape), states[0]
     if state is not None and state.along(axis):
         state = UNKNOWN
@@ -206,7 +206,7 @@ def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`tile`; not along the followed dim."""
+    """Follow `tile`, except along the followed dim."""
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
     state = states[0]
     if len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape) or (state and any(map(state.along, repeated))):
@@ -215,18 +215,18 @@ def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def attention(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Fused attention: dim 0 of every operand and result is a batch."""
+    """Follow fused attention. Dim 0 of every operand and result is a batch dim."""
     full = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
     return [batched(full, 1)] * len(eqn.outvars)
 
 
 def transform(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`fft`: the last dims are mixed."""
+    """Follow `fft`, which mixes the last dims."""
     return batched(states[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
 
 
 def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """`top_k`, along its axis; the last one where it names none."""
+    """Follow `top_k` along its axis, which is the last one by default."""
     ndim = len(eqn.invars[0].aval.shape)
     axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
     state = states[0]
@@ -236,12 +236,12 @@ def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`bitcast_convert_type`, which may add or take a last dim."""
+    """Follow `bitcast_convert_type`, which may add or remove a last dim."""
     return batched(states[0], min(len(eqn.invars[0].aval.shape), len(eqn.outvars[0].aval.shape)))
 
 
 def batched(state: State, ndim: int) -> State:
-    """The state of a result whose first `ndim` dims are the operand's, and whose others are mixed."""
+    """Return the state of a result whose first `ndim` dims are the operand's, and whose other dims are mixed."""
     if state is None or any(place.dim >= ndim for place in state.of):
         return UNKNOWN
     return Places(state.of)

@@ -36,7 +36,7 @@ class Place:
 
     @property
     def is_split(self) -> bool:
-        """Whether the devices' parts are not contiguous in the dim."""
+        """Return whether the devices' parts are not contiguous in the dim."""
         return self.outer > 1 and not self.joined
 
 
@@ -55,15 +55,15 @@ class Places:
 
     @property
     def only(self) -> Place | None:
-        """The place if there is just one, else None."""
+        """Return the place if there is exactly one, else None."""
         return next(iter(self.of)) if len(self.of) == 1 else None
 
     def along(self, dim: int) -> Place | None:
-        """The place in one dim of the value, or None."""
+        """Return the place in one dim of the value, or None."""
         return next((place for place in self.of if place.dim == dim), None)
 
     def allows(self, places: Iterable[Place]) -> bool:
-        """Whether the value is also permuted along further places: it has none of its own, or is uniform there."""
+        """Return whether the value may also be permuted along further places: it has none, or is uniform there."""
         return not self.of or all(place in self.of or place.dim in self.uniform for place in places)
 
 
@@ -153,7 +153,7 @@ def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -
 
 
 def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
-    """The dim of a shape that has a factor: the product of sizes before it is `start`, and with it `end`."""
+    """Return the dim of a shape that has a factor: the product of earlier sizes is `start`, and `end` with it."""
     before = 1
     for dim, size in enumerate(shape):
         after = before * size
@@ -164,7 +164,7 @@ def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """The last part of a dim of entries that is split, if it holds all of them again: the rows of microbatches."""
+    """Return the last part of a dim of entries that is split, if it holds all of them: the rows of microbatches."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):

@@ -15,7 +15,7 @@ DECOMPOSITIONS = frozenset(
 
 
 def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`dot_general`: the place is a batch dim, a free one, or is summed over, after which the result has none."""
+    """Follow `dot_general`: the place is in a batch or a free dim, or it is contracted and the result has none."""
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -37,7 +37,7 @@ def _of(lhs: Places, rhs: Places, i: int, j: int) -> Place | None:
 
 
 def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
-    """Whether a pair of dims that are multiplied entry by entry hold the same."""
+    """Return whether two dims that are multiplied entry by entry hold the same rows."""
     a, b = lhs.along(i), rhs.along(j)
     if a is not None and b is not None:
         return a.outer == b.outer
@@ -47,7 +47,7 @@ def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
 
 
 def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """`conv_general_dilated`: the place is the batch dim, one of features out, one of groups, or summed over."""
+    """Follow `conv_general_dilated`: the place is the batch, output features, groups, or it is contracted."""
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -76,7 +76,7 @@ def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> bool:
-    """Whether the groups of features are whole entries: as many, or a multiple of them."""
+    """Return whether the groups of features are whole entries: as many as the entries, or a multiple."""
     return lhs.outer == 1 and (rhs is None or rhs.outer == 1) and params["feature_group_count"] % context.count == 0
 
 

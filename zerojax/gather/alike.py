@@ -19,7 +19,7 @@ class Alike:
     """The passes of a program's segments. Lives as long as one trace."""
 
     def __init__(self, segments: Sequence["Segment"]):
-        """See which of the segments that gather parameters are alike."""
+        """Find out which of the segments that gather parameters are alike."""
         self._signatures = {id(segment): _signature(segment) for segment in segments if segment.params}
         self._counts = Counter(filter(None, self._signatures.values()))
         self._traced: dict[Hashable, Passes] = {}
@@ -27,7 +27,7 @@ class Alike:
     def passes(
         self, segment: "Segment", params: Sequence, others: Sequence, *, follower: Follower | None, **given: Sequence
     ) -> Passes:
-        """See `vjp.passes`, of the segment; those of segments that are alike are one, and each traced once."""
+        """Return `vjp.passes` of a segment. Segments that are alike share one result, which is traced once."""
         signature = self._signatures[id(segment)]
         if self._counts[signature] < 2:
             return passes(segment.run, params, others, follower=follower, **given)

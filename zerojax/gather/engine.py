@@ -173,7 +173,7 @@ def block(fn: Callable) -> Callable:
 
 
 def _leaves_of(layout, tree) -> list[Leaf]:
-    """The layout's leaves, in the order of the parameters, whose structure is `tree`."""
+    """Return the layout's leaves in the order of the parameters, whose structure is `tree`."""
     leaves, found = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     if tree != found:
         raise TypeError(
@@ -184,7 +184,7 @@ def _leaves_of(layout, tree) -> list[Leaf]:
 
 
 def split_arrays(args: Sequence) -> tuple[list, Callable]:
-    """The arrays among `args`, without what is no array (flags, names), which `fn` may branch on."""
+    """Separate the arrays among `args` from flags, names and other values that `fn` may branch on."""
     leaves, tree = jax.tree.flatten(args)
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
 

@@ -33,12 +33,12 @@ class Narrow:
 
 
 def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
-    """A gathered parameter as `evaluate` takes it."""
+    """Return a gathered parameter in the form that `evaluate` takes."""
     return value if param.leaf.dtype == param.wide else Narrow(value, param.wide)
 
 
 def widen(value):
-    """The array a jaxpr expects; only values that went through a `Narrow` cost a cast."""
+    """Return the array that a jaxpr expects. Only values that went through a `Narrow` cost a cast."""
     return lax.convert_element_type(value.value, value.dtype) if isinstance(value, Narrow) else value
 
 
@@ -67,7 +67,7 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
 
 
 def _remat(eqn, values: Sequence) -> list:
-    """The user's own `jax.checkpoint`, with the user's policy, on `values`."""
+    """Evaluate the user's own `jax.checkpoint`, with the user's policy, on `values`."""
     dtypes = [value.dtype if isinstance(value, Narrow) else None for value in values]
     arrays = [value.value if isinstance(value, Narrow) else value for value in values]
 
@@ -80,14 +80,14 @@ def _remat(eqn, values: Sequence) -> list:
 
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
-    """The narrower type that every use of a variable casts it to, or None, for each of `variables`."""
+    """Return, for each of `variables`, the narrower type that every use of it casts it to, or None."""
     uses, results = jaxprs.uses_of(jaxpr)
     found = [_demands(var, uses, results) for var in variables]
     return [next(iter(types)) if len(types) == 1 and None not in types else None for types in found]
 
 
 def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
-    """Types that `var` is cast to; None for a use that does not cast to a narrower one."""
+    """Return the types that `var` is cast to, with None for each use that does not cast to a narrower type."""
     found: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = eqn.primitive.name
@@ -103,7 +103,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 
 def _body(eqn, index: int):
-    """The jaxpr whose argument `index` is the equation's operand, or None."""
+    """Return the inner jaxpr whose argument `index` is the equation's operand, or None."""
     if eqn.primitive.name == "scan":
         scan = compat.scan_params(eqn)
         carried = scan.consts <= index < scan.consts + scan.carry

@@ -12,14 +12,14 @@ from zerojax.jaxprs import uses_of
 
 
 def orders(jaxpr, variables: Sequence) -> list[tuple[int, ...]]:
-    """For each of `variables`, its dims in the order of the gradient; `()` if it has their own order."""
+    """Return, for each of `variables`, its dims in the order of the gradient, or `()` if the order is its own."""
     uses, _ = uses_of(jaxpr)
     found = [_orders(var, uses) for var in variables]
     return [next(iter(some)) if len(some) == 1 else () for some in found]
 
 
 def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
-    """The orders in which the uses of `var` make its gradient."""
+    """Return the orders of dims in which the uses of `var` make its gradient."""
     found: set[tuple[int, ...]] = set()
     for eqn, index in uses.get(var, ()):
         if eqn.primitive.name == "dot_general":
@@ -34,7 +34,7 @@ def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
 
 
 def _of_product(eqn, index: int) -> tuple[int, ...]:
-    """Batch dims, free dims, and contracted ones in the order of the other operand's."""
+    """Return batch dims, free dims, and contracted dims in the order of the other operand's contracted dims."""
     contracted, batch = eqn.params["dimension_numbers"]
     pairs = sorted(zip(contracted[1 - index], contracted[index], strict=True))
     summed = [dim for _, dim in pairs]

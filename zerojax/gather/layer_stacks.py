@@ -51,7 +51,7 @@ class Derived:
 
     @functools.cached_property
     def leaves(self) -> "tuple[Derived, ...] | None":
-        """What to scan over so that an iteration can compute its row of this; None if it needs other rows."""
+        """Return what to scan over so that an iteration can compute its row, or None if a row needs other rows."""
         if self._is_leaf:
             return (self,)
         if not self._is_by_row:
@@ -61,7 +61,7 @@ class Derived:
 
     @functools.cached_property
     def _is_leaf(self) -> bool:
-        """Whether it can be scanned over while it is sharded, or is no parameter."""
+        """Return whether this can be scanned over while it is sharded, or is not a parameter."""
         if self.eqn is None or self.eqn.primitive.name in _OF_SHARDS:
             return True
         of, name = self.operands[0], self.eqn.primitive.name
@@ -74,7 +74,7 @@ class Derived:
 
     @functools.cached_property
     def _is_by_row(self) -> bool:
-        """Whether the equation leaves dim 0 alone."""
+        """Return whether the equation leaves dim 0 alone."""
         name, shape = self.eqn.primitive.name, self.value.shape
         shapes = [np.shape(x.value if isinstance(x, Derived) else x) for x in self.operands]
         if name == "transpose":
@@ -87,14 +87,14 @@ class Derived:
 
     @functools.cached_property
     def _by_row(self) -> "tuple[Derived, ...]":
-        """Operands of which a row of this needs the same row."""
+        """Return the operands of which a row of this value needs the same row."""
         if self.eqn.primitive.name == "broadcast_in_dim" and self.eqn.params["broadcast_dimensions"][:1] != (0,):
             return ()
         arrays = [x for x in self.operands if isinstance(x, Derived)]
         return tuple(x for x in arrays if x.value.shape[:1] == self.value.shape[:1])
 
     def row(self, rows: dict) -> Any:
-        """One row of this; `rows` has those of its leaves, and takes what is computed."""
+        """Compute one row of this value. `rows` has the rows of its leaves, and receives what is computed."""
         if self not in rows:
             rows[self] = self._computed(rows)
         return rows[self]
@@ -121,7 +121,7 @@ class Derived:
 
 
 def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
-    """The results of an equation on a parameter and on what is none, element by element, as `Derived`.
+    """Return the results of an elementwise equation on a parameter and another value, as `Derived`.
 
     Args:
         eqn: The equation.
@@ -160,7 +160,7 @@ class _Rows(NamedTuple):
     count: int
 
     def of(self, stack: Any) -> Any:
-        """These rows."""
+        """Return these rows of a stack."""
         last = self.start + self.step * (self.count - 1)
         if self == (0, 1, stack.shape[0]):
             return stack
@@ -222,7 +222,7 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
 
 
 def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
-    """The rows that are read, if all reads are of the same, and each as far from the one before.
+    """Return the rows that are read, if all reads are of one stack and at equal distances.
 
     An index that no iteration changes is a scalar.
     """
@@ -235,7 +235,7 @@ def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
 
 
 def evaluated(eqn: Any, known: Mapping) -> np.ndarray | None:
-    """What an equation computes of small integers, if these are known."""
+    """Return the results of an equation on small integers, if their values are known."""
     if len(eqn.outvars) != 1 or eqn.outvars[0].aval.size > _LONGEST_LOOP:
         return None
     compute, operands = _ARITHMETIC.get(eqn.primitive.name), _known_operands(eqn, known)
@@ -249,7 +249,10 @@ def _known_operands(eqn: Any, known: Mapping) -> list:
 
 
 def _counters(eqn, scan: compat.ScanParams, body, known: Mapping) -> dict:
-    """Variables of the body that depend on the iteration alone: for each its value where row 0, 1, 2, ... is read."""
+    """Return the body's variables that depend only on the iteration, each with its value where row 0, 1, 2, ...
+
+    is read.
+    """
     made = {var: inner for inner in body.eqns for var in inner.outvars}
     step, found = np.arange(scan.length), {}
     for k in range(scan.consts, len(body.invars)):

@@ -42,32 +42,32 @@ class Loop:
 
     @property
     def params(self) -> tuple[ShardedParam, ...]:
-        """All parameters, stacks as stacks."""
+        """Return all parameters, with stacks as stacks."""
         return *self.shared, *self.stacked
 
     @property
     def length(self) -> int:
-        """Number of iterations."""
+        """Return the number of iterations."""
         return self.scan.length
 
     def layer(self, iteration):
-        """Which layer an iteration works on."""
+        """Return the layer that an iteration works on."""
         return self.length - 1 - iteration if self.scan.reverse else iteration
 
     def params_of(self, iteration: int) -> list[ShardedParam]:
-        """All parameters of one iteration."""
+        """Return all parameters of one iteration."""
         return [*self.shared, *(p.at_layer(self.layer(iteration)) for p in self.stacked)]
 
     def row(self, stack: jax.Array, iteration) -> jax.Array:
-        """What one iteration reads of a stack."""
+        """Return the row that one iteration reads of a stack."""
         return lax.dynamic_index_in_dim(stack, self.layer(iteration), 0, keepdims=False)
 
     def write(self, stack: jax.Array, row: jax.Array, iteration) -> jax.Array:
-        """A stack with what one iteration writes."""
+        """Return a stack with the row that one iteration writes."""
         return lax.dynamic_update_index_in_dim(stack, row, self.layer(iteration), 0)
 
     def values(self, given: Sequence) -> tuple[list, list, list]:
-        """`(consts, carry, slices)` out of the segment's others."""
+        """Split the segment's other inputs into `(consts, carry, slices)`."""
         values = [
             jnp.asarray(literal) if index is None else given[index]
             for index, literal in zip(self.others, self.literals, strict=True)
@@ -75,7 +75,7 @@ class Loop:
         return values[: self.consts], values[self.consts :][: self.carry], values[self.consts + self.carry :]
 
     def run(self, params: Sequence, others: Sequence) -> list:
-        """The body, on `(gathered params, consts and carry and slices)`."""
+        """Run the body on `(gathered params, consts and carry and slices)`."""
         gathered = (as_gathered(*pair) for pair in zip(params, self.params, strict=True))
         rest = iter(others)
         return evaluate(*compat.opened(self.scan.body), [next(gathered if on else rest) for on in self.is_param])
@@ -120,7 +120,10 @@ class LayerGathers:
     used: Sequence[int]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Layers of one iteration, None for those not in `used`; started after `anchor`, which is returned too."""
+        """Start the gathers of one iteration's layers after `anchor`.
+
+        Returns the layers, None for those not in `used`, and the anchor.
+        """
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}
         layers = [stacked[i].at_layer(0) for i in unique.values()]

@@ -52,7 +52,7 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 
 
 def _first(eqn: Any, same: Mapping, found: dict) -> Any:
-    """The equation before that computes the same; None, and this one is added to those `found`, if there is none."""
+    """Return the earlier equation that computes the same, or add this one to `found` and return None."""
     before = found.setdefault(jaxprs.equation_key(eqn, same, functions=False), [])
     for one in before:
         pairs = zip(eqn.outvars, one.outvars, strict=True)
@@ -65,7 +65,7 @@ def _first(eqn: Any, same: Mapping, found: dict) -> Any:
 
 
 def _pulls_alike(*eqns: Any) -> bool:
-    """Whether the derivatives of two equations are the same, which but for the functions of their rules are the same.
+    """Return whether two equations have the same derivative, when only the functions of their rules differ.
 
     `jax.nn.relu` has a new rule wherever it is called.
     """
@@ -74,7 +74,7 @@ def _pulls_alike(*eqns: Any) -> bool:
 
 
 def _pulled(eqn: Any) -> Any:
-    """What an equation's derivative computes; None if it has none."""
+    """Return what an equation's derivative computes, or None if it has no derivative."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     reads = [v for v in eqn.invars if not compat.is_literal(v)]
     moving = [i for i, v in enumerate(reads) if is_float(v)]
@@ -104,12 +104,12 @@ def _pulled(eqn: Any) -> Any:
 
 
 def _is_apart(eqn: Any) -> bool:
-    """Whether an equation may give something else each time, or is there to be kept apart."""
+    """Return whether an equation may give another result each time, or exists to be kept apart."""
     return bool(eqn.effects) or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars))
 
 
 def _is_weight(eqn: Any, weights: Collection) -> bool:
-    """Whether an equation computes something of weights alone, or changes one element by element (a mask)."""
+    """Return whether an equation computes from weights alone, or changes a weight element by element (a mask)."""
     reads = jaxprs.variables_in(eqn.invars)
     if reads and all(v in weights for v in reads):
         return True

@@ -42,26 +42,26 @@ class NestedSegment(Segment):
 
     @property
     def iterations(self) -> int:
-        """How often the program runs."""
+        """Return how often the program runs."""
         return compat.scan_params(self.jaxpr.eqns[0]).length
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """Nothing: the iterations gather."""
+        """Return nothing, because the iterations gather."""
         return ()
 
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
-        """Nothing: the iterations gather."""
+        """Return nothing, because the iterations gather."""
         return ()
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Those of one iteration."""
+        """Return the gathered bytes of one iteration."""
         return [size for segment in self.program.segments for size in segment.gathered_bytes]
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """See `Segment`."""
+        """Return the stacks; see `Segment`."""
         stacks = {param.root for segment in self.program.segments for param in segment.stacks}
         by_var = dict(zip(self.jaxpr.invars, self.params, strict=False))
         pairs = zip(self.jaxpr.eqns[0].invars, self.program.invars, strict=False)
@@ -69,11 +69,11 @@ class NestedSegment(Segment):
 
     @property
     def operands(self) -> list:
-        """None that the backward pass reads again."""
+        """Return no variables: the backward pass reads none again."""
         return []
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, NestedResiduals | None]:
-        """See `Segment`."""
+        """Run the forward pass; see `Segment`."""
         _, others = self.start(gathers, ahead=False)
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
         given = {**roots, **dict(zip(self.others, others, strict=True))}
@@ -88,7 +88,7 @@ class NestedSegment(Segment):
         return self._differentiated(of_moving, [given[v] for v in wanted], wanted, moving)
 
     def backward(self, residuals: NestedResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """See `Segment`."""
+        """Run the backward pass; see `Segment`."""
         outputs, wanted = residuals.active.value
         cotangents = self.cotangents(outputs, grads)
         if cotangents is None:
@@ -111,7 +111,7 @@ class NestedSegment(Segment):
         return results, NestedResiduals(pull, Static((outputs, inputs)))
 
     def _loop(self, run: Callable, env: Mapping) -> list:
-        """The results, given `run(*arguments of the program)`."""
+        """Return the loop's results, given `run(*arguments of the program)`."""
         (eqn,) = self.jaxpr.eqns
         scan, by_var = compat.scan_params(eqn), dict(zip(self.jaxpr.invars, self.sources, strict=True))
         params = dict(zip(self.jaxpr.invars, self.params, strict=False))
@@ -145,7 +145,7 @@ def iterations_are_independent(scan: compat.ScanParams) -> bool:
 
 
 def _is_summed(before: Any, after: Any, uses: Mapping) -> bool:
-    """Whether a carry is counted, left alone, or added to."""
+    """Return whether a carry is counted, left alone, or added to."""
     if not jnp.issubdtype(before.aval.dtype, jnp.inexact) or before is after:
         return True
     var = before

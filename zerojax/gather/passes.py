@@ -62,7 +62,7 @@ def _nested(options: Options) -> Callable:
 
 
 def _env(program: Program, args: Sequence) -> dict:
-    """Values of the variables that a pass begins with."""
+    """Return the values of the variables that a pass begins with."""
     env = dict(zip(program.invars, args, strict=True))
     for var, params in program.joined.items():
         env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
@@ -70,7 +70,7 @@ def _env(program: Program, args: Sequence) -> dict:
 
 
 def _ends(program: Program) -> list[list]:
-    """For each segment, the results that no later segment needs which gathers."""
+    """Return, for each segment, the results that no later gathering segment needs."""
     needed: set = set()
     found = []
     for segment in reversed(program.segments):
@@ -80,7 +80,7 @@ def _ends(program: Program) -> list[list]:
 
 
 def _before_backward(results: Sequence, ends: Sequence[int], residuals) -> tuple:
-    """The results of a segment, and its residuals once those at `ends` are computed.
+    """Delay a segment's results at `ends` until its residuals are computed, and the residuals until these results are.
 
     The backward pass of a loss that is summed up reads none of the summands. Otherwise XLA computes them behind it,
     and keeps what they read, gathered parameters among it, until then.
@@ -92,7 +92,7 @@ def _before_backward(results: Sequence, ends: Sequence[int], residuals) -> tuple
 
 
 def _after_offload(results: Sequence, residuals) -> tuple:
-    """The results of a segment, once the residuals of the one before that are offloaded have left the device.
+    """Return a segment's results, delayed until the offloaded residuals of the segment before have left the device.
 
     Otherwise XLA delays the copy, and no memory is freed.
     """
@@ -153,7 +153,7 @@ def run_backward(
 
 
 def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
-    """The program as a function of its arguments, and of what stands in for some, with its own backward pass."""
+    """Return the program as a function of its arguments and stand-ins, with its own backward pass."""
     count = len(program.invars)
 
     @jax.custom_vjp

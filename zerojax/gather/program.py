@@ -129,7 +129,7 @@ def _bare(value):
 
 
 def _repeatable(eqn, from_params: Sequence[bool]) -> bool:
-    """Whether an equation reads parameters alone and may be repeated in each segment that needs it."""
+    """Return whether an equation reads parameters alone and may be repeated in each segment that needs it."""
     for atom, is_param in zip(eqn.invars, from_params, strict=True):
         if not is_param and not compat.is_literal(atom):
             return False
@@ -177,7 +177,7 @@ def plan(
 
 
 def _plan(jaxpr, leaves: Sequence[Leaf | None], held: frozenset, nest: Callable) -> tuple[Program, Mapping, Mapping]:
-    """The program, its parameters by variable, and the equations that segments repeat, by their results."""
+    """Return the program, its parameters by variable, and the equations that segments repeat, by their results."""
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
     joined: dict = {}
     repeated: dict = {}
@@ -260,7 +260,7 @@ def _nested(
 
 
 def _costly(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
-    """What to compute once: of what segments repeat, that which they read themselves and which needs a product."""
+    """Return which repeated equations to compute once: those that segments read directly and that need a product."""
     counts = Counter(id(eqn) for segment in program.segments for eqn in segment.jaxpr.eqns)
     again = {id(eqn): (counts[id(eqn)] - 1) * _flops(eqn) for eqn in repeated.values()}
     if sum(again.values()) <= REPEATED * sum(map(_flops, jaxpr.eqns)):
@@ -286,7 +286,7 @@ def _costly(jaxpr, program: Program, params: Collection, repeated: Mapping) -> f
 
 
 def _flops(eqn) -> int:
-    """Floating-point operations of an equation's matrix products."""
+    """Return the floating-point operations of an equation's matrix products."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape
@@ -307,7 +307,7 @@ def _changes_a_weight(eqn, params: Mapping, repeated: Mapping) -> bool:
 
 
 def _scales_a_weight(eqn, uses: Mapping) -> bool:
-    """Whether an equation sums a weight for nothing but to scale it (a norm)."""
+    """Return whether an equation sums a weight only in order to scale it (a norm)."""
     if eqn.primitive.name not in ("reduce_sum", "reduce_max"):
         return False
     readers, shape = uses.get(eqn.outvars[0], ()), eqn.invars[0].aval.shape
@@ -320,13 +320,13 @@ def _scales_a_weight(eqn, uses: Mapping) -> bool:
 
 
 def _has_one_reader(var, uses: Mapping, final: Collection) -> bool:
-    """Whether a variable is read once, and not by a loop: then it may be computed where it is read."""
+    """Return whether a variable is read once, and not by a loop, so that it may be computed where it is read."""
     readers = uses.get(var, ())
     return len(readers) == 1 and var not in final and readers[0][0].primitive.name not in _CONTROL
 
 
 def _joined(var, eqn, params: Mapping, repeated: Mapping) -> tuple[ShardedParam, ...]:
-    """The parameters that `jnp.stack` makes a variable of; none if the equation does something else, or cannot."""
+    """Return the parameters that `jnp.stack` joins into a variable, or none if the equation does something else."""
     if eqn is None:
         return ()
     if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
@@ -350,7 +350,7 @@ def _between_refs(jaxpr) -> range:
 
 
 def _by_iteration(eqn, index: int, params: Mapping) -> bool:
-    """Whether a scan's operand may stay sharded: a constant, or a stack not sharded over its layers."""
+    """Return whether a scan's operand may stay sharded: a constant, or a stack not sharded over its layers."""
     scan, var = compat.scan_params(eqn), eqn.invars[index]
     if var not in params or scan.length == 0:
         return False
@@ -360,7 +360,7 @@ def _by_iteration(eqn, index: int, params: Mapping) -> bool:
 def _assembled(
     jaxpr, drafts: Sequence[_Draft], params: Mapping[Any, ShardedParam], repeated: Mapping
 ) -> tuple[Segment, ...]:
-    """Segments with their inputs and outputs."""
+    """Return the segments with their inputs and outputs."""
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     closed = [_with_repeated(draft, params, repeated, order) for draft in drafts]
     readers: dict = {}
@@ -384,7 +384,7 @@ def _assembled(
 
 
 def _with_repeated(draft: _Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """`(equations, parameters used, others read)`, equations that are repeated put before the draft's own."""
+    """Return `(equations, parameters used, others read)`, with repeated equations put before the draft's own."""
     needed: dict = {}
     pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     pending = [v for v in pending if v not in draft.reads]

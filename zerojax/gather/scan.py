@@ -29,16 +29,16 @@ class ScanSegment(Segment):
 
     @functools.cached_property
     def loop(self) -> Loop:
-        """The scan's operands, sorted."""
+        """Return the scan's operands, sorted."""
         return loop_of(self.jaxpr, self.params)
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """What the first iteration uses."""
+        """Return the parameters that the first iteration uses."""
         return self.loop.params_of(0)
 
     def last_gather(self, residuals: BlockResiduals) -> Sequence[ShardedParam]:
-        """What the last iteration's backward pass reads."""
+        """Return the parameters that the last iteration's backward pass reads."""
         if residuals.gathered is not None:
             return []
         last = self.loop.params_of(self.loop.length - 1)
@@ -46,26 +46,26 @@ class ScanSegment(Segment):
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Two iterations, which stand for all: no more are gathered at once."""
+        """Return the bytes of two iterations: no more are gathered at once."""
         return [bytes_of(self.first_gather)] * min(self.loop.length, 2)
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """See `Segment`."""
+        """Return the stacks; see `Segment`."""
         return self.loop.stacked
 
     @property
     def waits_for_next(self) -> bool:
-        """Not where the iterations gather nothing: XLA then has the whole loop to hide the next gather behind.
+        """Return False where the iterations gather nothing: XLA then has the whole loop to hide the next gather behind.
 
         With a wait, XLA's scheduler ended half of these gathers before the loop.
         """
         return bool(self.loop.stacked)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """See `Segment`."""
+        """Run the forward pass; see `Segment`."""
         return scan_forward.forward(self, self.loop, gathers, moving)
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """See `Segment`."""
+        """Run the backward pass; see `Segment`."""
         scan_backward.backward(self, self.loop, residuals, gathers, grads)

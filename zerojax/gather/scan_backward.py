@@ -73,35 +73,35 @@ class Backward:
 
     @property
     def trained(self) -> dict:
-        """Key of each stack that has a gradient -> its index in `loop.stacked`."""
+        """Map the key of each stack that has a gradient to its index in `loop.stacked`."""
         first = len(self.loop.shared)
         return {self.loop.stacked[i - first].key: i - first for i in reversed(self.two.active_params) if i >= first}
 
     @property
     def cotangent_rows(self) -> list[State]:
-        """Where the cotangents hold the rows of the batch; those of what the iterations return are stacks."""
+        """Return where the cotangents hold the rows of the batch. Cotangents of returned values are stacks."""
         pairs = zip(self.two.active_results, self.two.result_rows, strict=True)
         return [rows if i < self.loop.carry else stacked(rows) for i, rows in pairs]
 
     @property
     def carry_rows(self) -> list[State]:
-        """Where the cotangents of the carry hold the rows of the batch."""
+        """Return where the cotangents of the carry hold the rows of the batch."""
         pairs = zip(self.two.active_results, self.two.result_rows, strict=True)
         return [rows for i, rows in pairs if i < self.loop.carry]
 
     def others_in(self, start: int, stop: int | None = None) -> list[int]:
-        """The active others from `start` to `stop`."""
+        """Return the active others from `start` to `stop`."""
         return [i for i in self.two.active_others if start <= i and (stop is None or i < stop)]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Gathered layers of one iteration, and the anchor behind the barrier."""
+        """Return the gathered layers of one iteration, and the anchor behind the barrier."""
         if self.residuals.gathered is None:
             return self.layers.gather(iteration, anchor)
         _, stacks = self.residuals.gathered
         return [None if s is None else self.loop.row(s, iteration) for s in stacks], list(anchor)
 
     def entry(self, gathered: Sequence) -> tuple[list, list]:
-        """Parameters of the first iteration of the pass, `(shared, layers)`; None where it does not read one."""
+        """Return the parameters of the pass's first iteration, `(shared, layers)`, with None where it reads none."""
         if self.residuals.gathered is not None:
             return list(self.residuals.gathered[0]), self.gather(self.loop.length - 1)[0]
         found = dict(zip(sorted(self.two.needed), gathered, strict=True))
@@ -109,7 +109,7 @@ class Backward:
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
     def start(self, cotangents: Sequence, gathered: Sequence) -> LoopState:
-        """The state before the first iteration."""
+        """Return the state before the first iteration."""
         loop, others = self.loop, self.two.other_shapes
         inner, comm = loop.consts + loop.carry, self.layers.options.comm
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
@@ -129,7 +129,7 @@ class Backward:
         return LoopState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
     def iterate(self, shared: Sequence, state: LoopState, iteration, *, fetch: bool, zero: Any = 0) -> LoopState:
-        """One iteration.
+        """Run one iteration.
 
         Args:
             shared: Gathered parameters that every iteration uses.
@@ -173,7 +173,7 @@ class Backward:
         )
 
     def _given(self, carry: Sequence, iteration) -> list:
-        """Cotangents of the body's active results in one iteration."""
+        """Return the cotangents of the body's active results in one iteration."""
         rest, results = iter(carry), []
         for index, stack in zip(self.two.active_results, self.cotangents, strict=True):
             if index < self.loop.carry:
@@ -186,7 +186,7 @@ class Backward:
         return results
 
     def _sorted(self, to_params: Sequence) -> tuple[list, list]:
-        """`(gradients of layers, of shared parameters)`, uses of one layer added up."""
+        """Return `(gradients of layers, gradients of shared parameters)`, with the uses of one layer added up."""
         first, totals = len(self.loop.shared), dict.fromkeys(self.trained)
         shared = []
         for index, grad in zip(self.two.active_params, to_params, strict=True):
@@ -199,23 +199,26 @@ class Backward:
 
     @property
     def is_across(self) -> bool:
-        """Whether what is reduce-scattered is still to be reduced across."""
+        """Return whether reduce-scattered gradients are still to be reduced across groups."""
         return any(map(self.layers.options.is_across, self._layers))
 
     @property
     def _layers(self) -> list:
-        """A layer of each stack that has a gradient."""
+        """Return a layer of each stack that has a gradient."""
         return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
 
     def _scattered_into(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
-        """`(stacks, scattered)`: one iteration's gradients reduce-scattered, in the stacks if that is all."""
+        """Reduce-scatter one iteration's gradients.
+
+        Returns `(stacks, scattered)`, with the gradients in the stacks if they are final.
+        """
         if not grads:
             return list(stacks), []
         shards = self.layers.options.reduce_scatter(grads, self._layers)
         return (list(stacks), shards) if self.is_across else (self._into(stacks, shards, iteration), [])
 
     def _reduced_into(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
-        """The stacks with one iteration's shards reduced across."""
+        """Return the stacks with one iteration's shards reduced across groups."""
         if not scattered:
             return list(stacks)
         return self._into(stacks, self.layers.options.reduce_across(scattered, self._layers), iteration)
@@ -262,7 +265,7 @@ def backward(
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
 ) -> LoopState:
-    """All iterations."""
+    """Run all iterations."""
     length = run.loop.length
     state = run.start(run.cotangents, gathered if run.ahead else [])
 
@@ -315,7 +318,7 @@ def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherSc
 
 
 def _cotangents(segment: Segment, loop: Loop, two: Passes, grads: GradScheduler) -> list | None:
-    """Cotangents of the body's active results; None for a result nobody reads, or if nobody reads any."""
+    """Return cotangents of the body's active results; None for a result that nobody reads, or if nobody reads any."""
     keys = dict(zip(loop.results, segment.results, strict=True))
     given = [grads.cotangents.get(keys[i]) if i in keys else None for i in two.active_results]
     if all(c is None for c in given):

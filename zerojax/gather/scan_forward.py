@@ -54,7 +54,7 @@ class Forward:
     ahead: bool
 
     def iterate(self, state: LoopState, iteration, *, fetch: bool, peeled: bool) -> LoopState:
-        """One iteration; `fetch` gathers for the next one."""
+        """Run one iteration. `fetch` gathers for the next one."""
         carry, gathered, stacks = state
         if not self.ahead:
             gathered, carry = self.layers.gather(iteration, carry)
@@ -67,7 +67,10 @@ class Forward:
         return LoopState(carry, following if self.ahead else [], stacks)
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
-        """`(carry, rows)`, rows being what one iteration writes: results, residuals, its carry, gathered layers."""
+        """Return `(carry, rows)`.
+
+        Rows are what one iteration writes: results, residuals, its carry, gathered layers.
+        """
         loop, two = self.loop, self.two
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
         if two is None:
@@ -80,7 +83,7 @@ class Forward:
         return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
 
     def start(self, carry: list, gathered: list) -> LoopState:
-        """The state before the first iteration."""
+        """Return the state before the first iteration."""
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
@@ -125,12 +128,12 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
 
 
 def carry_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[State]:
-    """Where what the loop carries holds the rows of the batch."""
+    """Return where the values that the loop carries hold the rows of the batch."""
     return _body_rows(segment, loop, gathers)[loop.consts :][: loop.carry]
 
 
 def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[State]:
-    """Where the body's arguments, but for parameters, hold the rows of the batch."""
+    """Return where the body's arguments, except parameters, hold the rows of the batch."""
     if (follower := gathers.options.comm.follower) is None:
         return [UNKNOWN] * len(loop.others)
     (eqn,) = segment.jaxpr.eqns
@@ -141,7 +144,7 @@ def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[S
 
 
 def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-    """The two passes of the body; a carry counts as active when anything is."""
+    """Return the two passes of the body. A carry counts as active when any input is."""
     active = [index is not None and segment.others[index] in moving for index in loop.others]
     active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
     trained = [p.root in moving for p in loop.params]
@@ -151,7 +154,7 @@ def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set, ga
 
 
 def _empty(row, length: int) -> jax.Array:
-    """A stack for the iterations to write, in the memory that the rows are in."""
+    """Return a stack for the iterations to write, in the memory kind of the rows."""
     if compat.in_host_memory(row):
         return compat.host_buffer((length, *row.shape), row.dtype)
     return jnp.zeros((length, *row.shape), row.dtype)

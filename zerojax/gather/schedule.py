@@ -42,34 +42,34 @@ class Options:
     reshard_after_forward: bool
 
     def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """Shards as `gather` takes them."""
+        """Return shards in the form that `gather` takes."""
         encode = self.comm.wire.encode_param
         return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
 
     def gather(
         self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """Gathered parameters of encoded shards."""
+        """Return the gathered parameters of encoded shards."""
         return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
 
     def reduce_scatter(
         self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """See `Collectives`; gradients come with their dims in their parameter's `order`."""
+        """Reduce-scatter gradients whose dims are in their parameter's `order`; see `Collectives`."""
         leaves = [param.grad_leaf for param in params]
         shards = self.comm.reduce_scatter(grads, leaves, exposed=exposed)
         return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
     def is_across(self, param: ShardedParam) -> bool:
-        """Whether the gradient that `reduce_scatter` returns is reduced across here, too."""
+        """Return whether this schedule reduces the results of `reduce_scatter` across groups, too."""
         return not self.comm.defers and bool(self.comm.across(param.leaf))
 
     def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """See `Collectives`."""
+        """Reduce shards across groups; see `Collectives`."""
         return self.comm.reduce_across(shards, [param.leaf for param in params])
 
     def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
-        """The sum of the gradients of several uses; a single one keeps its type."""
+        """Return the sum of the gradients of several uses. A single gradient keeps its type."""
         if total is None:
             return grad
         wide = self.comm.wire.sum_dtype(grad.dtype)
@@ -129,7 +129,7 @@ class GatherScheduler:
         ahead: bool = True,
         beside: MutableMapping | None = None,
     ) -> tuple[list, list[list[jax.Array]]]:
-        """Gathered parameters of this segment, and the `anchors`, behind the barrier.
+        """Return the gathered parameters of this segment and the `anchors`, behind the barrier.
 
         With `ahead`, gathers up to `prefetch` positions on are started too, no earlier than
         the anchors are computed; a loop starts them later, with `start`.
@@ -182,16 +182,16 @@ class GatherScheduler:
 
     @property
     def is_last(self) -> bool:
-        """Whether no segment after this one gathers."""
+        """Return whether no later segment gathers."""
         return self.position == len(self.order) - 1
 
     @property
     def is_hidden_after(self) -> bool:
-        """Whether a later segment of this pass has work to hide this one's communication behind."""
+        """Return whether a later segment of this pass has work to hide this segment's communication behind."""
         return any(self.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of this segment, once the next segment's gathers are done.
+        """Return this segment's results, delayed until the next segment's gathers are done.
 
         Otherwise XLA sinks the gather to its use.
         """
@@ -252,7 +252,7 @@ class GradScheduler:
 
     @property
     def due(self) -> list[jax.Array]:
-        """Values that must be computed before the next block's backward pass."""
+        """Return the values that must be computed before the next block's backward pass."""
         return [pending.value for pending in self._queue]
 
     def settle(self, due: Sequence[jax.Array]) -> None:
@@ -326,7 +326,7 @@ class GradScheduler:
             self.add(param.root, self.root_grad(param, stack))
 
     def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
-        """See `ShardedParam.root_grad`."""
+        """Return the gradient of the parameter's shard; see `ShardedParam.root_grad`."""
         shape = self.options.comm.grad_shape(param.stored)
         rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
         return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
@@ -363,7 +363,7 @@ class GradScheduler:
 
 
 def cotangents_of(keys: Sequence, variables: Sequence, cotangents: Mapping) -> list | None:
-    """Cotangents of the results `keys`, zeros where there is none; None if there is none at all."""
+    """Return the cotangents of the results `keys`, with zeros for missing ones, or None if all are missing."""
     if not any(key in cotangents for key in keys):
         return None
     return [

@@ -59,7 +59,10 @@ class Segment(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, Any]:
-        """`(results, residuals)`; `moving` are the `sources` that want cotangents, without them residuals are None."""
+        """Return `(results, residuals)`.
+
+        `moving` are the `sources` that want cotangents; without them residuals are None.
+        """
 
     @abc.abstractmethod
     def backward(self, residuals: Any, gathers: GatherScheduler, grads: GradScheduler) -> None:
@@ -67,54 +70,54 @@ class Segment(abc.ABC):
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """What has to be gathered when the forward pass starts."""
+        """Return the parameters to gather when the forward pass starts."""
         return self.params
 
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
-        """What has to be gathered when the backward pass starts."""
+        """Return the parameters to gather when the backward pass starts."""
         if residuals.gathered is not None:
             return []
         return [param for i, param in enumerate(self.params) if i in residuals.passes.value.needed]
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Bytes gathered by each use of parameters, one after the other."""
+        """Return the bytes gathered by each use of parameters, in order."""
         return [bytes_of(self.params)]
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """Stacks of which each iteration gathers one layer."""
+        """Return the stacks of which each iteration gathers one layer."""
         return ()
 
     @property
     def waits_for_next(self) -> bool:
-        """Whether its results are handed on only when the next segment's parameters are gathered."""
+        """Return whether results are passed on only when the next segment's parameters are gathered."""
         return True
 
     @property
     def sources(self) -> list:
-        """The variables of the parameters' shards and of the others, in the order of the jaxpr's arguments."""
+        """Return the variables of the parameters' shards and of the others, in the order of the jaxpr's arguments."""
         return [*(param.root for param in self.params), *self.others]
 
     @property
     def operands(self) -> list:
-        """Variables that the slices of the parameters read."""
+        """Return the variables that the slices of the parameters read."""
         return [v for param in self.params for v in param.operands]
 
     @functools.cached_property
     def computes(self) -> bool:
-        """Whether there is enough work in it to hide communication behind: a matrix product or a kernel."""
+        """Return whether the segment has enough work to hide communication behind: a matrix product or a kernel."""
         return _has_product(self.jaxpr)
 
     def run(self, params: Sequence, others: Sequence) -> list:
-        """The results, given the gathered parameters in the type they are gathered in."""
+        """Compute the results from the gathered parameters, in the type they are gathered in."""
         if not self.params:
             return jax.core.eval_jaxpr(self.jaxpr, (), *others)
         values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
         return evaluate(self.jaxpr, (), [*values, *others])
 
     def live_results(self, moving: Set) -> list:
-        """Results that may depend on something in `moving`."""
+        """Return the results that may depend on a variable in `moving`."""
 
         def live(eqn, reads):
             if not reads or eqn.primitive.name == "stop_gradient":
@@ -124,11 +127,11 @@ class Segment(abc.ABC):
         return self._dependent(moving, live)
 
     def after(self, sources: Collection) -> list:
-        """Results that depend on some of the `sources`."""
+        """Return the results that depend on some of the `sources`."""
         return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
 
     def behind(self, results: Collection) -> list:
-        """What it reads that some of the `results` depend on."""
+        """Return the inputs that some of the `results` depend on."""
         wanted = [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
         _, reads = jaxprs.needed_for(self.jaxpr.eqns, wanted)
         return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in reads]
@@ -139,7 +142,7 @@ class Segment(abc.ABC):
         return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in found]
 
     def start(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
-        """`(gathered parameters, others)` of the forward pass.
+        """Return `(gathered parameters, others)` of the forward pass.
 
         Gathers further on are started behind what the segment reads of the one before; a branch that reads
         nothing of it leaves the waiting to the gathers.
@@ -153,7 +156,7 @@ class Segment(abc.ABC):
         return gathered, [gathers.env[v] for v in self.others]
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Cotangents of some results; None if there are none."""
+        """Return the cotangents of some results, or None if there are none."""
         variables = [self.jaxpr.outvars[i] for i in indices]
         return cotangents_of([self.results[i] for i in indices], variables, grads.cotangents)
 
@@ -163,7 +166,7 @@ class PlainSegment(Segment):
     """Equations that use no sharded parameter."""
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """See `Segment`."""
+        """Run the forward pass; see `Segment`."""
         others = [gathers.env[v] for v in self.others]
         if not moving:
             return self.run((), others), None
@@ -184,7 +187,7 @@ class PlainSegment(Segment):
         return results, BlockResiduals(saved, others, [], [], Static(two))
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """See `Segment`."""
+        """Run the backward pass; see `Segment`."""
         two: Passes = residuals.passes.value
         cotangents = self.cotangents(two.active_results, grads)
         if cotangents is None:
@@ -201,7 +204,7 @@ class BlockSegment(Segment):
     """A use of parameters, gathered together."""
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """See `Segment`."""
+        """Run the forward pass; see `Segment`."""
         gathered, others = self.start(gathers)
         if not moving:
             return self.run(gathered, others), None
@@ -224,7 +227,7 @@ class BlockSegment(Segment):
         return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(two))
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """See `Segment`."""
+        """Run the backward pass; see `Segment`."""
         two: Passes = residuals.passes.value
         cotangents = self.cotangents(two.active_results, grads)
         if cotangents is None:
@@ -257,13 +260,13 @@ class HeldSegment(BlockSegment):
     """Something computed of parameters alone, which is kept for all that reads it."""
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """See `Segment`."""
+        """Run the backward pass; see `Segment`."""
         grads.drain()  # the cotangents of its readers
         super().backward(residuals, gathers, grads)
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:
-    """Bytes of some gathered parameters, in the types they are gathered in; each gather counts once."""
+    """Return the bytes of some gathered parameters, in the types they are gathered in. Each gather counts once."""
     leaves = {param.key: param.leaf for param in params}.values()
     return sum(leaf.bytes for leaf in leaves)
 

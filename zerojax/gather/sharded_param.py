@@ -45,21 +45,21 @@ class ShardedParam:
 
     @property
     def operands(self) -> tuple:
-        """Variables that the slices read besides the parameter (a layer's index)."""
+        """Return the variables, except the parameter, that the slices read (a layer's index)."""
         return tuple(v for eqn in self.slices for v in eqn.invars[1:] if not compat.is_literal(v))
 
     @property
     def key(self) -> tuple:
-        """Two uses with one key are one gather."""
+        """Return the key of a use. Two uses with one key share one gather."""
         return (self.root, *map(id, self.slices), self.leaf.dtype, self.layer)
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is gathered in another type than the parameter's."""
+        """Return whether the parameter is gathered in another type than its own."""
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """The parameter as one segment uses it.
+        """Return the parameter as one segment uses it.
 
         Args:
             line: Where, as "file.py:12".
@@ -72,36 +72,39 @@ class ShardedParam:
         return dataclasses.replace(self, leaf=leaf, order=order)
 
     def at_layer(self, layer: int) -> "ShardedParam":
-        """One layer of this stack."""
+        """Return one layer of this stack."""
         return dataclasses.replace(self, layer=layer, leaf=_with_dims(self.leaf, range(1, len(self.leaf.shape))))
 
     @property
     def grad_leaf(self) -> Leaf:
-        """How its gradient is laid out, dims in the order in which its use makes it."""
+        """Return the layout of the gradient, with dims in the order in which the use makes it."""
         return _with_dims(self.leaf, self.order) if self.order else self.leaf
 
     def to_order(self, grad: jax.Array) -> jax.Array:
-        """A gradient with its dims in the order in which its use makes it."""
+        """Transpose a gradient to the order of dims in which its use makes it."""
         first = tuple(range(grad.ndim - len(self.order)))  # a dim of the workers, before it is reduced
         return lax.transpose(grad, (*first, *(dim + len(first) for dim in self.order))) if self.order else grad
 
     def from_order(self, grad: jax.Array) -> jax.Array:
-        """The inverse of `to_order`, of a shard too."""
+        """Undo `to_order`. Also accepts a shard."""
         first = tuple(range(grad.ndim - len(self.order)))
         return lax.transpose(grad, (*first, *(np.argsort(self.order) + len(first)))) if self.order else grad
 
     def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
-        """The shard, sliced and on the device, of the parameter's in `env`; `zero()` is a zero to delay a layer by."""
+        """Return the shard, sliced and on the device, of the parameter's shard in `env`.
+
+        `zero()` delays a layer's slice.
+        """
         value = self.sliced(env)
         return to_device(value) if self.layer is None else self.row(value, self.layer + zero())
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """This device's shard of one layer, out of the stack that `sliced` returned."""
+        """Return this device's shard of one layer of the stack that `sliced` returned."""
         # A stack in host memory is indexed there, so that one layer is copied.
         return to_device(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
 
     def sliced(self, env: Mapping) -> jax.Array:
-        """This device's shard, sliced, where it is stored."""
+        """Return this device's shard, sliced, where it is stored."""
         return self._slice(env[self.root], {v: env[v] for v in self.operands})
 
     def _slice(self, value, operands: Mapping):
@@ -111,7 +114,7 @@ class ShardedParam:
         return value
 
     def root_grad(self, grad: jax.Array, env: Mapping, shape: tuple[int, ...]) -> jax.Array:
-        """The gradient of the parameter's shard, from that of the sliced one in the parameter's type; or summands.
+        """Return the gradient of the parameter's shard, or its partial sums, from the gradient of the sliced shard.
 
         `shape` is that of the result; it is not the shard's where gradients are divided further.
         """
@@ -125,7 +128,7 @@ class ShardedParam:
 
 
 def root_param(var, leaf: Leaf) -> ShardedParam:
-    """A sharded parameter before anything is done to it."""
+    """Return a sharded parameter to which nothing has been done yet."""
     assert leaf.dim is not None
     dtype = np.dtype(var.aval.dtype)
     leaf = dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype)
@@ -133,13 +136,13 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
-    """Whether the shards of some parameters can be stacked: all are laid out alike, and known from the start."""
+    """Return whether the shards of some parameters can be stacked: all have one layout and are known from the start."""
     alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
     return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
 
 
 def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
-    """Parameters stacked on a new dim 0; the stack of their shards is the shard of the variable."""
+    """Return parameters stacked on a new dim 0. The stack of their shards is the shard of the variable."""
     leaf = params[0].leaf
     assert leaf.dim is not None
     others = (None, *leaf.others) if leaf.others else ()
@@ -149,7 +152,7 @@ def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
 
 
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
-    """The parameter after one more equation on its shard, or None if that needs the gathered value."""
+    """Return the parameter after one more equation on its shard, or None if that equation needs the gathered value."""
     if not eqn.outvars:
         return None
     name, out = eqn.primitive.name, eqn.outvars[0].aval
@@ -191,13 +194,13 @@ def extended(param: ShardedParam, eqn) -> ShardedParam | None:
 
 
 def _dims_kept(before: Sequence[int], after: Sequence[int]) -> int:
-    """How many of the last dims a reshape leaves alone."""
+    """Return how many of the last dims a reshape leaves alone."""
     pairs = zip(reversed(before), reversed(after), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
 
 
 def _with_dims(leaf: Leaf, dims) -> Leaf:
-    """A leaf with some of its dims, the sharded one among them, in the order given."""
+    """Return a leaf with some of its dims, the sharded one among them, in the order given."""
     assert leaf.dim is not None
     dims, others = list(dims), [*leaf.others, *[None] * len(leaf.shape)]
     return dataclasses.replace(
@@ -209,13 +212,13 @@ def _with_dims(leaf: Leaf, dims) -> Leaf:
 
 
 def narrower(new, old) -> bool:
-    """Whether a cast between floating types saves bytes."""
+    """Return whether a cast between floating types saves bytes."""
     both = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
     return both and np.dtype(new).itemsize < np.dtype(old).itemsize
 
 
 def _sharded_dim(value, eqn) -> int:
-    """The one dim in which the shard is shorter than the value the equation was written for."""
+    """Return the one dim in which the shard is shorter than the value that the equation was written for."""
     for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
         if have != full:
             return dim
@@ -273,7 +276,7 @@ OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 
 
 def scanned_over(jaxpr: Any) -> set:
-    """Variables that loops scan over, or over what is computed of their shards."""
+    """Return the variables that loops scan over, directly or after computing on their shards."""
     found: set = set()
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name == "scan":

@@ -77,7 +77,7 @@ def tiled(fn: Callable, *, tiles: int) -> Callable:
 
 
 def positions_of(arrays: tuple) -> int:
-    """How many positions the arrays have, on dim 1.
+    """Return the number of positions of the arrays, on dim 1.
 
     Raises:
         ValueError: If one has none, or another number of them.
@@ -110,7 +110,7 @@ def check_results(results: Any, extent: int) -> None:
 
 
 def summed_wide(w: Any) -> Any:
-    """A parameter in a type in which its gradients may be added up: tiles are many, and bfloat16 has 8 bits."""
+    """Return a parameter in a type in which gradients of many tiles can be added: bfloat16 has only 8 bits."""
     dtype = jnp.result_type(w)
     return w.astype(common_dtype(dtype, jnp.float32)) if jnp.issubdtype(dtype, jnp.floating) else w
 
@@ -123,5 +123,5 @@ def split_positions(x: Array, tiles: int) -> Shaped[Array, "tiles rows extent ..
 
 
 def joined_positions(x: Shaped[Array, "tiles rows extent ..."], positions: int) -> Array:
-    """The inverse of `split_positions`."""
+    """Undo `split_positions`."""
     return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])[:, :positions]

@@ -45,7 +45,7 @@ class Traced:
     consts: Sequence
 
     def __call__(self, *args) -> list:
-        """The results, given the rest of the arguments."""
+        """Return the results, given the remaining arguments."""
         return jax.core.eval_jaxpr(self.jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
 
 
@@ -87,19 +87,19 @@ class Passes:
 
     @functools.cached_property
     def needed(self) -> frozenset[int]:
-        """Indices of the parameters that the backward pass reads."""
+        """Return the indices of the parameters that the backward pass reads."""
         return self._read("param")
 
     @functools.cached_property
     def needed_others(self) -> frozenset[int]:
-        """Indices of the others that the backward pass reads."""
+        """Return the indices of the others that the backward pass reads."""
         return self._read("other")
 
     def _read(self, pool: str) -> frozenset[int]:
         return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == pool)
 
     def run(self, params: Sequence, others: Sequence) -> tuple[list, list]:
-        """`(results, saved)`."""
+        """Return `(results, saved)`."""
         return (self._jitted_run if self.is_shared else self._run)(params, others)
 
     def _run(self, params, others) -> tuple[list, list]:
@@ -117,7 +117,7 @@ class Passes:
         *,
         reduced_later: Collection[int] = (),
     ) -> tuple[list, list]:
-        """Cotangents of the active parameters, not reduced yet, and of the active others.
+        """Return unreduced cotangents of the active parameters, and cotangents of the active others.
 
         Args:
             comm: What will reduce the former.
@@ -291,7 +291,7 @@ def _classified(jaxpr, consts, params: int, results: int):
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
-    """Residuals not to keep, though they depend on more than parameters: for each, what it is computed of beside them.
+    """Return residuals not to keep although they depend on more than parameters, each with its other operands.
 
     Each is computed element by element from a parameter of its size, and what else that reads is kept already,
     or smaller.
@@ -326,5 +326,5 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
 
 
 def _is_cheap(eqn) -> bool:
-    """Whether an equation computes each element of a parameter by itself."""
+    """Return whether an equation computes each element of a parameter from that element."""
     return eqn.primitive.name in jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"} and not eqn.effects

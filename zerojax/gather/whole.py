@@ -31,12 +31,12 @@ class Whole(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        """A sentence."""
+        """Return a sentence."""
         return f"{self.path} ({self.bytes / 2**20:,.1f} MiB): {self.why}. {self.remedy}."
 
 
 def wholes(program: Program) -> list[list[Whole]]:
-    """For each segment of a program, what it gathers whole."""
+    """Return, for each segment of a program, the parameters that it gathers whole."""
     return [list(_of_segment(program, segment)) for segment in program.segments]
 
 
@@ -66,7 +66,7 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
 
 
 def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
-    """How many layers a loop has of what was gathered for it; 1 if an iteration does not read one of them."""
+    """Return the number of layers that were gathered for a loop, or 1 if an iteration does not read one of them."""
     (eqn,) = reader.jaxpr.eqns
     scan = compat.scan_params(eqn)
     given = dict(zip(reader.others, reader.jaxpr.invars[len(reader.params) :], strict=True))
@@ -92,7 +92,7 @@ def _why_row_by_row(reads: set[str]) -> tuple[str, str]:
 
 
 def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:
-    """How the rows of an argument are read, if nothing else is done with it than to read rows of it in loops.
+    """Return how loops read rows of an argument, if nothing else is done with it.
 
     Returns:
         `"index"` where one is sliced, `"loop"` where a loop in another one scans over them; empty
@@ -106,7 +106,7 @@ def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:
 
 
 def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
-    """How an equation reads an operand: `"index"`, `"loop"`, or `""` for anything else."""
+    """Return how an equation reads an operand: `"index"`, `"loop"`, or `""` for anything else."""
     name, shape = eqn.primitive.name, eqn.invars[place].aval.shape
     if name == "dynamic_slice":
         return "index" if in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and len(shape) > 1 else ""
@@ -138,7 +138,7 @@ def _named(eqn: Any) -> str:
 
 
 def recomputed(program: Program) -> list[str]:
-    """Matrix products of parameters alone that several segments compute, each with its line."""
+    """Return matrix products of parameters alone that several segments compute, each with its line."""
     products: dict[Any, list] = {}
     for segment in program.segments:
         known = {var: param.key for var, param in zip(segment.jaxpr.invars, segment.params, strict=False)}

@@ -67,6 +67,6 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
 
 
 def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
-    """Bytes of a segment's largest use, were nothing gathered whole."""
+    """Return the bytes of a segment's largest use, if nothing were gathered whole."""
     of_loops = sum(one.bytes - one.bytes // one.layers for one in whole)
     return max(max(segment.gathered_bytes, default=0) - of_loops, 0)

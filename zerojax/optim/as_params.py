@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
-    """See `ZeroTransformation.as_params`."""
+    """Convert a state tree that mirrors the parameters into parameters; see `ZeroTransformation.as_params`."""
     plan = make_plan(config, params)
     found, _ = jax.tree_util.tree_flatten_with_path(mirror, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     trained = jax.tree.unflatten(plan.trained.treedef, plan.grads)

@@ -99,7 +99,7 @@ def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
 
 
 def policy_in_words(policy: LayoutPolicy) -> str:
-    """A layout policy for an error."""
+    """Describe a layout policy for an error message."""
     host = ", parameters on the host" * policy.params_on_host
     data = policy.data
     return (
@@ -109,6 +109,6 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 
 
 def roles(layout: Layout) -> Iterator[str]:
-    """In words, what precision and trainable say of each parameter."""
+    """Describe what precision and trainable say about each parameter."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

@@ -75,7 +75,7 @@ class CoreFinder:
         self._follow()
 
     def _follow(self) -> None:
-        """For each variable, the leaves that it depends on other than through scalars of several leaves."""
+        """Map each variable to the leaves that it depends on, except through scalars of several leaves."""
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
             if kind in (GRAD, PARAM):
@@ -122,7 +122,7 @@ class CoreFinder:
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
-        """The equations behind the leaf's own results that depend on it alone."""
+        """Return the equations behind the leaf's own results that depend on this leaf alone."""
         outvars, own = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
             outvars[self.traced.num_params + k] for k, owner in enumerate(self.owners) if owner == i
@@ -144,7 +144,7 @@ class CoreFinder:
         return name in ELEMENTWISE or all(atom.aval.shape == () for atom in atoms)
 
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
-        """The core of one leaf, or why it has none."""
+        """Return the core of one leaf, or the reason why it has none."""
         all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
         inside, own = set(eqns), frozenset((i,))
         before = {
@@ -172,7 +172,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), list(read), inside)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list, inside: set[int]) -> Core | str:
-        """The core with what it reads and makes, or why it is none."""
+        """Return the core with its inputs and outputs, or the reason why it is not a core."""
         position, own = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:
@@ -206,7 +206,7 @@ class CoreFinder:
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
     def _layout_of(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """How something that the core reads is laid out: as the leaf, or as the state that it is."""
+        """Return the layout of an array that the core reads: the leaf's layout, or that of a state leaf."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]
@@ -215,7 +215,7 @@ class CoreFinder:
         return None
 
     def _result_layout(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """How a result of the core is laid out."""
+        """Return the layout of a result of the core."""
         for k, owner in enumerate(self.owners):
             if owner == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
@@ -223,7 +223,10 @@ class CoreFinder:
 
 
 def _reach(eqns: Any, start: set[int], before: dict[int, set[int]]) -> set[int]:
-    """Those in `start` and all that come after them; `eqns` in order, `before` what each needs."""
+    """Return the equations in `start` and all later equations that need them.
+
+    `before` says what each equation needs.
+    """
     found: set[int] = set()
     for e in eqns:
         if e in start or before[e] & found:

@@ -50,7 +50,7 @@ class Describe:
 
     @functools.cached_property
     def description(self) -> Description:
-        """The description; independent of stage, mesh, number of devices and type, which rounds constants."""
+        """Return the description, which does not depend on stage, mesh, devices or parameter types."""
         wide = lambda x: jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide(x)), self.params)
         tx = with_extra_args(self.tx)
@@ -102,7 +102,7 @@ def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def in_words(x: Any) -> str:
-    """A constant as text: a number, or what identifies an array."""
+    """Return a constant as text: a number, or the shape and digest of an array."""
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = np.asarray(x)

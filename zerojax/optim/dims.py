@@ -53,7 +53,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """All FLOPs."""
+        """Return all FLOPs."""
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
@@ -98,14 +98,14 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
 
 def has_products(eqn: Any) -> bool:
-    """Whether an equation, or one inside it, multiplies or decomposes matrices."""
+    """Return whether an equation, or one inside it, multiplies or decomposes matrices."""
     name = eqn.primitive.name
     inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return name in DECOMPOSITIONS or name == "dot_general" or any(map(has_products, inner))
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Where the dim is in each result of one equation; its cost is added."""
+    """Return where the dim is in each result of one equation, and add the equation's cost to `work`."""
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return _inner(body, dims, may_sum, work)
@@ -132,7 +132,7 @@ def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, ti
 
 
 def _through_scan(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """A carry has the dim in the same place throughout; the slices of what is scanned have lost their dim 0."""
+    """Follow the dim through a scan. A carry keeps it in one place; slices of scanned arrays have lost their dim 0."""
     scan = compat.scan_params(eqn)
     sliced = scan.consts + scan.carry
     if 0 in dims[sliced:]:
@@ -146,7 +146,7 @@ def _through_scan(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -
 
 
 def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """All branches agree; the dearest counts."""
+    """Follow the dim through a cond. All branches must agree, and the most expensive one counts."""
     found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
     if any(outs != found[0][0] for outs, _ in found):
         raise LostError(eqn)
@@ -155,7 +155,7 @@ def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -
 
 
 def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
-    """A product has the dim as a batch, a free or a summed one."""
+    """Follow the dim through a product, as a batch, free or contracted dim."""
     contracted, batch = eqn.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in eqn.invars]
     flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted[0])
@@ -186,7 +186,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
 
 
 def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list[int | None]:
-    """Each matrix of a batch is decomposed for itself; the dim must be one of the batch."""
+    """Follow the dim through a decomposition of each matrix of a batch. The dim must be a batch dim."""
     shape = eqn.invars[0].aval.shape
     *batch, m, n = shape if len(shape) > 1 else (1, *shape)
     if eqn.primitive.name == "triangular_solve":
@@ -203,7 +203,7 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
 
 
 def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Where an equation that multiplies nothing puts the dim, by the table of `zerojax.dims`."""
+    """Return where an equation without products puts the dim, according to the table of `zerojax.dims`."""
     sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
     if len(sizes) > 1:
         raise LostError(eqn)

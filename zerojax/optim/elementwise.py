@@ -73,7 +73,7 @@ def elementwise_leaves(
     parts: tuple[Leaf, ...],
     owners: tuple[int | None, ...],
 ) -> frozenset[int]:
-    """Indices of the flat `parts` that `tx` updates element by element; none if it cannot be traced on flat leaves.
+    """Return the indices of the flat `parts` that `tx` updates element by element; none if it refuses flat leaves.
 
     `owners` has for each leaf of `tx`'s state the index of the parameter it belongs to, or None.
     """
@@ -95,7 +95,7 @@ def refused_leaves(
     owners: tuple[int | None, ...],
     changed: dict[int, tuple[int, ...]],
 ) -> set[int]:
-    """The leaves of which an output is not computed element by element by the same program in both traces.
+    """Return the leaves with an output that the two traces do not compute element by element by the same program.
 
     An output of no leaf must be a scalar of the same program in both; otherwise all leaves it depends on are refused.
 
@@ -150,7 +150,7 @@ def walk(jaxpr, consts: list[Known], inputs: list[Known]) -> list[Known]:
 
 
 def of_closed_over(value) -> Known:
-    """What a transformation closes over: a hyperparameter, say.
+    """Return what is known about a value that a transformation closes over, such as a hyperparameter.
 
     Under `jax.jit` it may be traced and have no value, outside of it may be zero: neither may make a difference, or
     `init` and `update` would not agree on what is flat.
@@ -162,7 +162,7 @@ def of_closed_over(value) -> Known:
 
 
 def of_constant(value) -> Known:
-    """A literal: a scalar with its value for a token; an array constant is no scalar."""
+    """Return what is known about a literal. A scalar's value is its token; an array constant is not a scalar."""
     if getattr(value, "shape", ()) != ():
         return Known(MIXED)
     number = value.item() if hasattr(value, "item") and jax.dtypes.issubdtype(value.dtype, jax.numpy.number) else value
@@ -170,7 +170,7 @@ def of_constant(value) -> Known:
 
 
 def interpret(eqn, values: list[Known]) -> list[Known]:
-    """What one equation makes of what is known of its operands."""
+    """Return what is known about one equation's results, given what is known about its operands."""
     name = eqn.primitive.name
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
     if name in INLINED and body is not None:
@@ -181,7 +181,7 @@ def interpret(eqn, values: list[Known]) -> list[Known]:
 
 
 def of_equation(eqn, values: list[Known]) -> list[Known]:
-    """As `interpret`, of an equation that calls nothing; without what it reads."""
+    """Do the same as `interpret` for an equation that calls nothing, without recording what it reads."""
     name = eqn.primitive.name
     mixed = [Known(MIXED)] * len(eqn.outvars)
     if any(v.kind == MIXED for v in values):
@@ -202,7 +202,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
 
 
 def stays_zero(eqn, values: list[Known]) -> bool:
-    """Whether an elementwise result is zero where gradients and parameters are."""
+    """Return whether an elementwise result is zero where gradients and parameters are zero."""
     name = eqn.primitive.name
     if name == "mul":  # by a scalar: a state's padding might be infinite
         return any(v.zero for v in values) and all(v.zero or v.kind == SCALAR for v in values)
@@ -222,7 +222,7 @@ def walk_closed(body, values: list[Known]) -> list[Known]:
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:
-    """A `cond` on a scalar is elementwise if all its branches are, for the same leaf."""
+    """Return what is known of a `cond` on a scalar: it is elementwise if all its branches are, for the same leaf."""
     index, *operands = values
     branches = [walk_closed(branch, operands) for branch in eqn.params["branches"]]
     joined = []
@@ -238,5 +238,5 @@ def choose(eqn, values: list[Known]) -> list[Known]:
 
 
 def parameters(eqn) -> str:
-    """An equation's parameters as text, without those that only repeat shapes."""
+    """Return an equation's parameters as text, without those that only repeat shapes."""
     return str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in SHAPE_ONLY))

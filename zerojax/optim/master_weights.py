@@ -68,7 +68,7 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
 
 
 def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
-    """The wrapped transformation, with master weights where the parameters are stored in a narrower type."""
+    """Return the wrapped transformation, with master weights where parameters are stored in a narrower type."""
     if not config.has_master_weights:
         return with_extra_args(config.tx)
     return with_master(config.tx, narrow_leaves(trained))

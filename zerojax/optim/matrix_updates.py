@@ -43,7 +43,7 @@ class OwnedMatrices:
     seconds_sharded: float
 
     def __str__(self) -> str:
-        """What is saved, in one line."""
+        """Return one line that says what is saved."""
         each = f"{self.within} devices each" if self.within > 1 else "one device each"
         return (
             f"{_named(self.paths)}: {self.matrices} matrices by {self.owners} owners, {each}: "
@@ -64,7 +64,7 @@ class MatrixUpdates:
     left: tuple[tuple[tuple[str, ...], str], ...] = ()
 
     def without_owners(self, reason: str) -> MatrixUpdates:
-        """The same matrices, none of them by owners."""
+        """Return the same matrices with no owners."""
         paths = (
             *(path for group in self.owned for path in group.paths),
             *(path for some, _ in self.left for path in some),
@@ -72,7 +72,7 @@ class MatrixUpdates:
         return MatrixUpdates(left=((paths, reason),) if paths else ())
 
     def __str__(self) -> str:
-        """A line for each group of parameters; empty if no matrices are multiplied."""
+        """Return a line for each group of parameters, or an empty string if no matrices are multiplied."""
         lines = [str(group) for group in self.owned]
         lines += [f"{_named(paths)}: divided among all devices: {reason}" for paths, reason in self.left]
         return "\n".join(f"update of {line}" for line in lines)
@@ -99,7 +99,7 @@ class FlatUpdate:
     state_def: jax.tree_util.PyTreeDef
 
     def __call__(self, grads: list, state: list, params: list | None, extra: dict) -> tuple[list, list]:
-        """`(updates, state)`, in lists too."""
+        """Return `(updates, state)` as lists."""
         tree: Any = self.trained.treedef
         updates, new = wrapped_tx(self.config, self.trained).update(
             jax.tree.unflatten(tree, grads),
@@ -111,7 +111,7 @@ class FlatUpdate:
         return jax.tree.leaves(updates), jax.tree.leaves(new)
 
     def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
-        """`trace(stacks, size)` of some values, or of their shapes; see `owned.owned_update`."""
+        """Return `trace(stacks, size)`, which traces the update of these values or shapes; see `owned.owned_update`."""
         numbers, tree = jax.tree.flatten(extra)
         fixed = [None if is_traced(x) else x for x in numbers]
         given = [grads, state, params or [], [x for x in numbers if is_traced(x)]]
@@ -136,12 +136,12 @@ class FlatUpdate:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a further argument of an update is an array, or stands for one; others are fixed in the program."""
+    """Return whether a further argument of an update is an array or stands for one. Other arguments are static."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _shape(x: Any, size: int | None) -> jax.ShapeDtypeStruct:
-    """A value's shape and type, as on one device; of a stack the first matrices'."""
+    """Return a value's logical shape and type; for a stack, those of its first `size` matrices."""
     shape = x.shape if size is None else (size, *x.shape[1:])
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
@@ -150,7 +150,7 @@ def _shape(x: Any, size: int | None) -> jax.ShapeDtypeStruct:
 def matrix_updates(
     config: Config, trained: Layout, leaves: UpdatedLeaves, state_def: jax.tree_util.PyTreeDef
 ) -> MatrixUpdates | None:
-    """How the matrices of an update are computed; None if it takes more arguments than a training step gives."""
+    """Return how the matrices of an update are computed, or None if it needs more arguments than a step gives."""
     if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" or leaf.shards == 1 for leaf in leaves.grads):
         return MatrixUpdates()
     shapes = lambda leaves: [jax.ShapeDtypeStruct(_seen(leaf), leaf.dtype) for leaf in leaves]
@@ -181,5 +181,5 @@ def matrix_updates(
 
 
 def _seen(leaf: Leaf) -> tuple[int, ...]:
-    """The shape in which an update sees a leaf: logical, or flat as it is stored."""
+    """Return the shape in which an update sees a leaf: logical, or flat if it is stored flat."""
     return leaf.storage_shape if leaf.kind == "flat" else leaf.shape

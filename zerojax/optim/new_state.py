@@ -29,7 +29,7 @@ def check_new_state(leaves: Sequence[Leaf], state: PyTree) -> None:
 
 
 def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
-    """In words, how the paths of a flattened tree differ from those required."""
+    """Describe how the paths of a flattened tree differ from the required ones."""
     paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
     if lacking := [path for path in wanted if path not in paths]:
         return f"lacks {lacking[0]}"

@@ -47,12 +47,12 @@ class StateOffload:
 
     @functools.cached_property
     def partition(self) -> Partition:
-        """The update, partitioned."""
+        """Return the partition of the update."""
         return partition(self._trace({}), self.owners, self._chunkable, self._trace)
 
     @property
     def chunkings(self) -> tuple[Chunking | None, ...]:
-        """For each leaf of the state, how it is chunked; None: it is on the device."""
+        """Return, for each leaf of the state, how it is chunked, or None if it is on the device."""
         found: dict[int, Chunking] = {}
         for group in self.partition.groups:
             found |= {k: group.chunking or Chunking(0, self.state[k].local_shape[:1]) for k in group.state}
@@ -60,7 +60,7 @@ class StateOffload:
 
     @functools.cached_property
     def owners(self) -> dict[int, Owner]:
-        """The leaves of the state that are offloaded, each with its owner.
+        """Return the offloaded leaves of the state, each with its owner.
 
         Of what may be offloaded, the device keeps the owners with the largest state that still fit.
         """
@@ -76,7 +76,7 @@ class StateOffload:
 
     @functools.cached_property
     def _candidates(self) -> dict[int, Owner]:
-        """The leaves of the state that may be offloaded, each with its owner."""
+        """Return the leaves of the state that may be offloaded, each with its owner."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
         # What Adafactor keeps of a scalar, or of an empty leaf, cannot be divided as its parameter is.
         means = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
@@ -92,7 +92,7 @@ class StateOffload:
         return self.config.offload
 
     def _is_large(self, leaf: Leaf) -> bool:
-        """Whether a leaf of the state is worth a transfer."""
+        """Return whether a leaf of the state is large enough to be worth a transfer."""
         return (
             leaf.shape != ()
             and leaf.kind != "flat"
@@ -101,7 +101,7 @@ class StateOffload:
         )
 
     def _room_on_device(self, total: int) -> int:
-        """Bytes a device has for state that may be offloaded, of which there are `total`.
+        """Return the bytes per device for state that may be offloaded, of which there are `total`.
 
         Raises:
             ValueError: If what cannot be offloaded is larger than the budget.
@@ -129,7 +129,7 @@ class StateOffload:
 
     @functools.cached_property
     def _chunkable(self) -> dict[int, Chunking]:
-        """How parameters with offloaded state are chunked, those whose update is elementwise."""
+        """Return how parameters with offloaded state are chunked, for those whose update is elementwise."""
         itemsizes: dict[int, int] = {}
         for k, i in self.owners.items():
             if isinstance(i, int):
@@ -173,7 +173,7 @@ class StateOffload:
         return trace_update(self._update, grads, state, grads, [jax.ShapeDtypeStruct((), jnp.float32)])
 
     def _update(self, grads: list, state: list, params: list, extra: list) -> tuple[list, list]:
-        """Parameters, in the types they are stored in, and state after an update."""
+        """Return parameters, in the types they are stored in, and state after an update."""
         tree: Any = self.trained.treedef
         old = jax.tree.unflatten(tree, params)
         updates, new = wrapped_tx(self.config, self.trained).update(
@@ -188,5 +188,5 @@ state_offload = functools.lru_cache(maxsize=8)(StateOffload)
 
 
 def update_shape(leaf: Leaf) -> tuple[int, ...]:
-    """The shape in which the update sees a leaf: logical, or flat as it is stored."""
+    """Return the shape in which the update sees a leaf: logical, or flat if it is stored flat."""
     return leaf.storage_shape if leaf.kind == "flat" else leaf.shape

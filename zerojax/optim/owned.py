@@ -55,16 +55,16 @@ class OwnedGroup:
 
     @property
     def items(self) -> int:
-        """How many items there are."""
+        """Return the number of items."""
         return sum(self.counts)
 
     @property
     def leaf(self) -> Leaf:
-        """How the first of the arrays that are moved is laid out."""
+        """Return the layout of the first array that is moved."""
         return self.cores[0].arrays[0][1]
 
     def item(self, leaf: Leaf) -> Leaf:
-        """How one item of an array is laid out."""
+        """Return the layout of one item of an array."""
         return item_of(leaf, self.size)
 
 
@@ -139,7 +139,7 @@ def owned_update(
 
 
 def _sliced(traced: TracedUpdate, retrace: Callable, stacks: dict[int, int]) -> tuple[TracedUpdate, int]:
-    """The same program on few matrices of each stack, and how many; 0 if there is none.
+    """Return the same program on a few matrices of each stack, and their number, or 0 if there is no such program.
 
     One alone may make another program: `jax.numpy` takes batches of one apart.
     """
@@ -155,13 +155,13 @@ def _sliced(traced: TracedUpdate, retrace: Callable, stacks: dict[int, int]) -> 
 
 
 def item_of(leaf: Leaf, size: int) -> Leaf:
-    """How one item is laid out; see `OwnedGroup.size`."""
+    """Return the layout of one item; see `OwnedGroup.size`."""
     shape = (size, *leaf.shape[1:]) if size else leaf.shape
     return dataclasses.replace(leaf, path="", reason="", shape=shape)
 
 
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
-    """Whether a core is a batch of matrices over dim 0, which is not the one that is sharded."""
+    """Return whether a core is a batch of matrices over dim 0, and dim 0 is not the sharded dim."""
     arrays = (*core.arrays, *core.outs)
     count = arrays[0][1].shape[0]
     if any(len(where.shape) < 3 or where.shape[0] != count or where.dim == 0 for _, where in arrays) or count == 1:
@@ -177,7 +177,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
-    """The cheapest way of computing cores of one program, perhaps of some of them; or why it is not by owners."""
+    """Return the cheapest way to compute cores of one program, perhaps only some of them, or why owners do not."""
     first, counts, shards = group.cores[0], group.counts, group.leaf.shards
     sizes = [group.item(where).bytes for _, where in (*first.arrays, *first.outs)]
     work, follows = _work(first, group.jaxpr)
@@ -210,7 +210,7 @@ def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
 
 
 def _work(core: Core, jaxpr: Any) -> tuple[Work, bool]:
-    """What one matrix costs, and whether its products can be divided along the dim that is sharded."""
+    """Return the cost of one matrix, and whether its products can be divided along the sharded dim."""
     dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
     try:
         return follow(jaxpr, dims, may_sum=True)[1], True
@@ -226,13 +226,13 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """How many of some leaves, the first ones, the owners share evenly; 0 if none."""
+    """Return how many leaves, counted from the first, the owners share evenly; 0 if none."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 
 
 def _without_chains(found: OwnedUpdate) -> OwnedUpdate:
-    """Without groups that read what another group computes: all are computed at once."""
+    """Drop groups that read what another group computes, because all groups are computed at once."""
     made: set = set()
     variables = found.traced.variables
     cores = [core for group in found.groups for core in group.cores]

@@ -31,7 +31,7 @@ def owner_computed(
     params: Sequence[Array] | None,
     extra: dict,
 ) -> tuple[list[Array], list[Array]]:
-    """The wrapped transformation's update of logical arrays, matrices by their owners; `(updates, state)`."""
+    """Return `(updates, state)` of the wrapped transformation for logical arrays, with matrices computed by owners."""
     leaves = UpdatedLeaves(plan.grads, plan.state, plan.owners)
     update = FlatUpdate(config, plan.trained, leaves, plan.state_def)
     values = list(grads), list(state), None if params is None else list(params)
@@ -51,7 +51,7 @@ def owner_computed(
 
 
 def may_own(plan: ShardingPlan) -> bool:
-    """Whether owners may compute some of an update: all that is known if it takes arguments that a step does not."""
+    """Return whether owners may compute some of an update. Unknown if it takes arguments that a step does not give."""
     return plan.matrices is None or bool(plan.matrices.owned)
 
 

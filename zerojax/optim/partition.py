@@ -45,11 +45,11 @@ class UpdateGroup:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """`(start, length)` of each chunk; `(0, 0)` for full arrays."""
+        """Return `(start, length)` of each chunk, or `(0, 0)` for full arrays."""
         return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
     def reads(self, kind: str) -> tuple[int, ...]:
-        """Indices of what it reads of one kind."""
+        """Return the indices of the inputs of one kind."""
         return next(iter(self.equations.values())).indices(kind)
 
 
@@ -75,12 +75,12 @@ class Partition:
 
     @property
     def grads(self) -> tuple[int, ...]:
-        """Gradients that the groups read."""
+        """Return the gradients that the groups read."""
         return tuple(sorted({i for group in self.groups for i in group.reads(GRAD)}))
 
     @property
     def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and types of the shared values."""
+        """Return shapes and types of the shared values."""
         outvars = self.resident.jaxpr.outvars
         return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
@@ -91,7 +91,7 @@ def partition(
     chunkings: dict[int, Chunking],
     retrace: Callable[[dict[int, int]], TracedUpdate],
 ) -> Partition:
-    """Partition an update.
+    """Partition an update into groups.
 
     Args:
         traced: The update of logical arrays.
@@ -132,7 +132,7 @@ def partition(
 
 
 def with_resident(traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared: Sequence) -> Partition:
-    """The partition with what no group computes, and the variables that groups share."""
+    """Return the partition with what no group computes, and the variables that groups share."""
     taken_params = {i for group in groups for i in group.params}
     taken_state = {k for group in groups for k in (*group.state, *group.resident)}
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
@@ -146,7 +146,7 @@ def with_resident(traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared:
 def may_chunk(
     traced: TracedUpdate, owners: dict[int, Owner], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
 ) -> bool:
-    """Whether a parameter's group may be updated in chunks.
+    """Return whether a parameter's group may be updated in chunks.
 
     It must reduce nothing, and read and compute only scalars and arrays of the parameter's
     shape that are its own. An equation with several results, such as a `cond` over all
@@ -167,7 +167,7 @@ def may_chunk(
 
 
 def reduces(eqn: Any) -> bool:
-    """Whether an equation, or one inside it, reduces an array."""
+    """Return whether an equation, or one inside it, reduces an array."""
     name = eqn.primitive.name
     inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return (name.startswith("reduce") and name != "reduce_precision") or any(map(reduces, inner))
@@ -208,12 +208,12 @@ class Dependencies:
 
 
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
-    """All that is known of some variables; literals depend on nothing."""
+    """Return everything that is known of some variables. Literals depend on nothing."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
 
 
 def groups_of(traced: TracedUpdate, owners: dict[int, Owner], depends: Dependencies) -> list[list[int]]:
-    """The results, by index, that are computed together, group by group.
+    """Return the indices of results that are computed together, group by group.
 
     A group updates every parameter it reads: the update overwrites the old one.
     """
@@ -248,12 +248,12 @@ class ChunkTraces:
     """Traces of an update on chunks: one for those of full length, and one for the last ones."""
 
     def __init__(self, chunkings: dict[int, Chunking], retrace: Callable[[dict[int, int]], TracedUpdate]):
-        """Nothing is traced yet."""
+        """Store the arguments; nothing is traced yet."""
         self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
         self._traced = functools.cache(
             lambda n: retrace({i: lengths[min(n, len(lengths) - 1)] for i, lengths in self._lengths.items()})
         )
 
     def by_length(self, i: int) -> dict[int, TracedUpdate]:
-        """For each length of parameter `i`'s chunks, the trace with chunks of that length."""
+        """Return, for each length of parameter `i`'s chunks, the trace with chunks of that length."""
         return {length: self._traced(n) for n, length in enumerate(self._lengths[i])}

@@ -67,11 +67,11 @@ class ShardingPlan(CachedHash):
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
-        """The offloaded leaves of the state, by index, and how they are chunked."""
+        """Return the offloaded leaves of the state, by index, and how they are chunked."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
-        """The plan of what a device along the other mesh axes, of these `sizes`, has."""
+        """Restrict the plan to one slice of the other mesh axes, which have these `sizes`."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
@@ -81,11 +81,11 @@ class ShardingPlan(CachedHash):
         return dataclasses.replace(self, layout=layout, trained=trained, **parts)
 
     def __repr__(self) -> str:
-        """One line; `str` has every leaf."""
+        """Return one line. `str` has every leaf."""
         return f"ShardingPlan(stage={self.layout.policy.stage}, {len(self.grads)} trained parameters)"
 
     def __str__(self) -> str:
-        """Stage and axes, then each leaf with its type, its logical shape and how it is sharded."""
+        """Return stage and axes, then each leaf with its type, logical shape and layout."""
         policy = self.layout.policy
         uses = map(self.layout.why_not_trained, range(len(self.layout.params)))
         pairs = zip(self.layout.params, uses, strict=True)
@@ -157,7 +157,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
-    """Where the update of what is offloaded runs; measured, if that is to decide it. None if nothing is offloaded."""
+    """Decide where the update of offloaded state runs, by measuring if asked. None if nothing is offloaded."""
     if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":
@@ -169,5 +169,5 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
 
 
 def offloaded_update(config: Config, plan: ShardingPlan) -> Partition:
-    """The update, partitioned for what is offloaded; there is a `config.offload`."""
+    """Return the update, partitioned for offloaded state. `config.offload` must be set."""
     return state_offload(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners).partition

@@ -47,7 +47,7 @@ def seen_in(state: PyTree) -> dict[str, tuple]:
 
 
 def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """A state, or its shardings, as `init` and `update` return it."""
+    """Return a state, or its shardings, in the form that `init` and `update` return."""
     others = tuple(leaf.others for leaf in plan.layout.params)
     names = {
         name for entries in others for entry in entries for name in (entry if isinstance(entry, tuple) else [entry])
@@ -60,7 +60,7 @@ def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The inverse of `as_returned`; a state of another structure is left for `check_state` to refuse.
+    """Undo `as_returned`. A state of another structure is left for `check_state` to refuse.
 
     For a transformation without state, optax takes None.
     """
@@ -78,14 +78,14 @@ def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The state with the annotations of Flax's variables saying how they are sharded, and not their parameters."""
+    """Return the state with Flax's annotations describing the state's layout and not the parameters'."""
     nodes, treedef = jax.tree.flatten(state, is_leaf=lambda x: is_chunked(x) or is_annotated(x))
     new = [x.copy(out_sharding=leaf.spec) if is_annotated(x) else x for x, leaf in zip(nodes, plan.state, strict=True)]
     return jax.tree.unflatten(treedef, new)
 
 
 def is_annotated(x: Any) -> bool:
-    """Whether a node is a variable of Flax's that says how it is sharded."""
+    """Return whether a node is a Flax variable that says how it is sharded."""
     has_metadata = callable(getattr(type(x), "get_metadata", None))  # a node of the user's may answer for any attribute
     metadata = x.get_metadata() if has_metadata else None
     return isinstance(metadata, dict) and bool(metadata.get("out_sharding"))

@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 
 def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """The new arrays if the step counts, else the old ones, bit for bit."""
+    """Return the new arrays if the step counts, else the old ones, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)

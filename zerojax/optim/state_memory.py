@@ -25,7 +25,7 @@ ON_DISK = (
 
 
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The state with every offloaded leaf joined on the device; all of it at once.
+    """Return the state with every offloaded leaf joined on the device, all at once.
 
     Raises:
         TypeError: If a part is on disk, which a traced program cannot read.
@@ -44,7 +44,7 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
 
 
 def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """The inverse of `state_to_device`."""
+    """Undo `state_to_device`."""
 
     def one(x, leaf: Leaf, chunking: Chunking | None):
         if chunking is None:
@@ -65,7 +65,7 @@ def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
-    """How the state is sharded: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
+    """Return the shardings of the state: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
 
     def one(leaf: Leaf, chunking: Chunking | None):
         if chunking is None:

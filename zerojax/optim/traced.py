@@ -31,7 +31,7 @@ class Equations:
 
     @functools.cached_property
     def text(self) -> str:
-        """The equations as text, by which they are compared."""
+        """Return the equations as text, by which they are compared."""
         return str(self.jaxpr)
 
     def evaluate(self, values: Sequence) -> list:
@@ -39,7 +39,7 @@ class Equations:
         return jax.core.eval_jaxpr(self.jaxpr, (), *values)
 
     def indices(self, kind: str) -> tuple[int, ...]:
-        """Indices of what is read of one kind."""
+        """Return the indices of the inputs of one kind."""
         return tuple(i for name, i in self.reads if name == kind)
 
 
@@ -61,31 +61,31 @@ class TracedUpdate:
 
     @functools.cached_property
     def producers(self) -> dict[Any, int]:
-        """For each variable, the equation that makes it."""
+        """Map each variable to the equation that makes it."""
         return producers_of(self.jaxpr)
 
     @functools.cached_property
     def structure(self) -> tuple:
-        """What two traces of one update, on arrays of other shapes, have in common."""
+        """Return what two traces of one update, on arrays of different shapes, have in common."""
         return len(self.reads), [(eqn.primitive.name, len(eqn.outvars)) for eqn in self.jaxpr.eqns]
 
     @functools.cached_property
     def variables(self) -> list:
-        """All variables in order; those of two traces of one structure correspond."""
+        """Return all variables in order. Those of two traces of one structure correspond."""
         return [*self.reads, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     @functools.cached_property
     def positions(self) -> dict[Any, int]:
-        """For each variable, its index among `variables`."""
+        """Map each variable to its index among `variables`."""
         return {var: n for n, var in enumerate(self.variables)}
 
     @property
     def num_state(self) -> int:
-        """How many of the results are state."""
+        """Return how many of the results are state."""
         return len(self.jaxpr.outvars) - self.num_params
 
     def equations(self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence) -> Equations:
-        """The equations with some indices, from the variables in `reads` to `outvars`."""
+        """Return the equations with some indices, from the variables in `reads` to `outvars`."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
         return Equations(jaxpr, tuple(reads.values()))
 
@@ -113,14 +113,14 @@ def trace_inlined(fn: Callable, *args: Any) -> tuple[Any, Sequence]:
 
 
 def producers_of(jaxpr: Any) -> dict[Any, int]:
-    """For each variable of a jaxpr, the index of the equation that makes it."""
+    """Map each variable of a jaxpr to the index of the equation that makes it."""
     return {var: e for e, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
 
 def equations_behind(
     jaxpr: Any, producers: dict[Any, int], outvars: Sequence, stop: Collection = ()
 ) -> tuple[list[int], list]:
-    """The equations that some variables are computed by.
+    """Return the equations that compute some variables.
 
     Args:
         jaxpr: The equations.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
-    """The trained leaves of parameters or gradients, in any form, sharded for the update; storage shape.
+    """Return the trained leaves of parameters or gradients, in any form, sharded for the update, in storage shape.
 
     A parameter in host memory already has its gradient's sharding, and stays there.
     """
@@ -53,7 +53,7 @@ def unshard_after_update(
     updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """The inverse of `shard_for_update`: gather what is replicated, or sharded over fewer axes, between steps.
+    """Undo `shard_for_update`: gather leaves that are replicated, or sharded over fewer axes, between steps.
 
     Of `frozen`, one array a parameter, those that are not trained are taken; None in `updated` makes None.
     """
@@ -75,7 +75,7 @@ def update(
     params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """One step of the optimizer on sharded leaves.
+    """Run one step of the optimizer on sharded leaves.
 
     Gradients, parameters and updates are in storage shape of `plan.grads`. With master weights
     the updates that are returned are the new parameters. A gradient that is wider than its parameter stays so.
@@ -129,7 +129,7 @@ def apply_update(
     params: Sequence[Shaped[Array, "*storage"]],
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """The trained parameters after one step, in the type they are stored in, and the state; as `update`."""
+    """Return the trained parameters after one step, in their stored type, and the state; see `update`."""
     params = [to_device(x) for x in params]
     updates, state = update(config, plan, grads, state, params, extra)
     moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)

@@ -64,12 +64,12 @@ def weight_ema(decay: float) -> optax.GradientTransformation:
 
 
 def wide(x: jax.Array) -> jnp.dtype:
-    """The type of an average: that of the parameter, but not narrower than float32."""
+    """Return the type of an average: the parameter's type, but not narrower than float32."""
     return common_dtype(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
 def averaged(opt_state: PyTree) -> PyTree:
-    """The average that `weight_ema` keeps.
+    """Return the average that `weight_ema` keeps.
 
     Args:
         opt_state: A state that contains that of one `weight_ema`, at any depth.
