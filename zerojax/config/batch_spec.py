@@ -27,7 +27,7 @@ class BatchSpec:
 
     @classmethod
     def of(cls, given: Any) -> BatchSpec | None:
-        """What the caller gave; None for None.
+        """Record what the caller gave; None for None.
 
         Raises:
             TypeError: If a leaf is no `PartitionSpec` of names.
@@ -69,7 +69,7 @@ class BatchSpec:
                 raise ValueError(f"batch_spec={spec} names an axis twice. Divide one dim over each.")
 
     def over(self, batch: Any) -> Any:
-        """The spec of each leaf of a batch; of fewer dims those it has.
+        """Return the spec of each leaf of a batch, cut to the dims that the leaf has.
 
         Raises:
             ValueError: If the tree of specs does not fit that of the batch.
@@ -87,10 +87,10 @@ class BatchSpec:
 
 
 def entry_names(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of one entry of a `PartitionSpec`."""
+    """Return the mesh axes of one entry of a `PartitionSpec`."""
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
 def names_of(spec: PartitionSpec) -> list[Any]:
-    """All mesh axes that a `PartitionSpec` names, dim by dim."""
+    """Return all mesh axes that a `PartitionSpec` names, dim by dim."""
     return [name for entry in spec for name in entry_names(entry)]

@@ -31,7 +31,7 @@ BUCKET_BYTES = 128 << 20
 
 
 def with_auto_axes(mesh: Any) -> Any:
-    """A mesh, or an abstract one, with the same axes, all of them Auto."""
+    """Return a mesh, or an abstract one, with the same axes, all of them Auto."""
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)) if mesh.explicit_axes else mesh
 
 
@@ -219,31 +219,31 @@ class Config:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh that everything is computed on: the caller's, all axes Auto."""
+        """Return the mesh that everything is computed on: the caller's, with all axes Auto."""
         return with_auto_axes(self.user_mesh)
 
     @property
     def stores_compute_dtype(self) -> bool:
-        """Whether parameters are stored in the type they are computed in: not where stage 3 updates its shards."""
+        """Return whether parameters are stored in the type they are computed in. Stage 3 stores what it updates."""
         return self.stage < 3 or self.offload is not None or bool(self.params_axis)
 
     @property
     def params_on_host(self) -> bool:
-        """Whether sharded parameters are kept in host memory."""
+        """Return whether sharded parameters are kept in host memory."""
         return self.offload is not None and self.offload.params == "host"
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether parameters are a copy of master weights in the optimizer state."""
+        """Return whether parameters are a copy of master weights in the optimizer state."""
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 
     @functools.cached_property
     def data(self) -> DataMesh:
-        """Which axes divide the batch, and over which each part of the model states is sharded."""
+        """Return which axes divide the batch, and which shard each part of the model states."""
         return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis, self.params_axis)
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
-        """The part that decides layouts."""
+        """Return the part of the configuration that decides layouts."""
         return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)

@@ -42,7 +42,7 @@ class DataMesh:
         shard_axes: tuple[str, ...] = (),
         params_axes: tuple[str, ...] = (),
     ) -> DataMesh:
-        """The preset of a ZeRO stage.
+        """Return the preset of a ZeRO stage.
 
         Args:
             sizes: Name and size of every axis of the mesh.
@@ -59,35 +59,35 @@ class DataMesh:
         return cls(tuple(sizes.items()), axes, params=params, grads=sharded(2), opt_state=sharded(1))
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Devices along some axes together; 1 for none."""
+        """Return the number of devices along some axes together; 1 for none."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
     @property
     def workers(self) -> int:
-        """Data-parallel workers: into how many parts the rows of the batch are divided."""
+        """Return the number of data-parallel workers, which divide the rows of the batch."""
         return self.size(self.batch)
 
     @property
     def shards(self) -> int:
-        """Into how many parts the stage divides what it shards; all workers at stage 0, which shards nothing."""
+        """Return the number of shards of the stage. At stage 0, which shards nothing, it is the number of workers."""
         return self.size(self.opt_state or self.batch)
 
     def in_words(self) -> str:
-        """The axes that the stage shards over, and those it replicates over."""
+        """Describe the axes that the stage shards over, and those it replicates over."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)
         words = in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
         return words + (f", parameters over {in_words(self.params)}" if self.params not in ((), self.opt_state) else "")
 
     @property
     def across(self) -> tuple[str, ...]:
-        """Axes of the batch that some part is not sharded over, though the stage shards it (hybrid sharding)."""
+        """Return axes of the batch over which a part that the stage shards is replicated (hybrid sharding)."""
         parts = [part for part in (self.params, self.grads, self.opt_state) if part]
         return tuple(axis for axis in self.batch if any(axis not in part for part in parts))
 
     @property
     def compiler_axes(self) -> tuple[str, ...]:
-        """Axes that belong to the compiler."""
+        """Return the axes that belong to the compiler."""
         return tuple(name for name, _ in self.sizes if name not in self.batch)
 
 
@@ -111,17 +111,17 @@ class LayoutPolicy:
 
 
 def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Mesh axes as one entry of a `PartitionSpec`."""
+    """Return mesh axes as one entry of a `PartitionSpec`."""
     return axes[0] if len(axes) == 1 else axes or None
 
 
 def axes_of(specs: Iterable[Iterable]) -> set[str]:
-    """All mesh axes that some `PartitionSpec`s name."""
+    """Return all mesh axes that some `PartitionSpec`s name."""
     entries = [entry for spec in specs for entry in spec if entry]
     return {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
 
 
 def in_words(axes: tuple[str, ...]) -> str:
-    """Mesh axes for an error: `axis 'data'`, or `axes 'host' and 'gpu'`."""
+    """Describe mesh axes for an error: `axis 'data'`, or `axes 'host' and 'gpu'`."""
     names = [repr(axis) for axis in axes]
     return f"axis {names[0]}" if len(names) == 1 else f"axes {', '.join(names[:-1])} and {names[-1]}"

@@ -26,7 +26,7 @@ class LeafMask:
 
     @classmethod
     def of(cls, mask: Any, option: str = "trainable") -> LeafMask:
-        """The predicate of a tree of bools with the structure of the parameters.
+        """Return the predicate of a tree of bools with the structure of the parameters.
 
         Raises:
             TypeError: If a leaf is no bool.
@@ -45,7 +45,7 @@ class LeafMask:
         return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
-        """Whether the leaf at `path` is meant.
+        """Return whether the mask includes the leaf at `path`.
 
         Raises:
             ValueError: If the mask has no such leaf.
@@ -71,7 +71,7 @@ class LeafMask:
 
 
 def path_of(keys: tuple) -> str:
-    """A leaf's path as predicates are given it: its keys, "/"-separated."""
+    """Return a leaf's path as predicates get it: its keys, "/"-separated."""
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey(
         "value"
     ):  # inside an nnx Variable, which may be a leaf too

@@ -98,7 +98,7 @@ class Offload:
         return None
 
     def covers(self, path: str, leaf: Any) -> bool:
-        """Whether the state of the parameter at a path may be offloaded.
+        """Return whether the state of the parameter at a path may be offloaded.
 
         Args:
             path: "/"-separated.

@@ -108,7 +108,7 @@ class Precision:
     cast_inputs: bool = True
 
     def input_dtype(self, shape: Sequence[int], dtype: Any) -> Any:
-        """The type in which the loss sees a leaf of the batch.
+        """Return the type in which the loss sees a leaf of the batch.
 
         Args:
             shape: Of the leaf; one of a number a row is not cast.
@@ -153,7 +153,7 @@ class Precision:
 
     @classmethod
     def fp32(cls, **changes: Any) -> Precision:
-        """Everything in float32; `changes` are fields of `Precision`."""
+        """Return a precision with everything in float32. `changes` are fields of `Precision`."""
         return cls(**changes)
 
     @classmethod

@@ -89,7 +89,7 @@ class Wire:
             object.__setattr__(self, "where", patterns)
 
     def reason_against(self, path: str, leaf: Any, shard_size: int) -> str:
-        """Why a parameter is sent as it is; empty if it is quantised.
+        """Explain why a parameter is sent unquantised; empty if it is quantised.
 
         Args:
             path: "/"-separated.

@@ -24,11 +24,11 @@ class CachedHash:
         return self._hash
 
     def __getstate__(self) -> dict:
-        """The fields alone: another process hashes strings differently."""
+        """Return the fields alone, because another process hashes strings differently."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def __eq__(self, other) -> bool:
-        """Equality of all fields."""
+        """Return whether all fields are equal."""
         return self is other or (
             type(self) is type(other) and self._hash == other._hash and self._fields == other._fields
         )

@@ -30,17 +30,17 @@ class Chunking:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """`(start, length)` of each chunk on `dim`."""
+        """Return `(start, length)` of each chunk on `dim`."""
         starts = itertools.accumulate(self.extents, initial=0)
         return tuple(zip(starts, self.extents, strict=False))  # one start more: the end
 
     def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
-        """Storage shape of a chunk: that of all devices' chunks together."""
+        """Return the storage shape of a chunk: that of all devices' chunks together."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
     def chunk_shapes(self, leaf: Leaf) -> list[tuple[int, ...]]:
-        """The storage shapes of all chunks."""
+        """Return the storage shapes of all chunks."""
         return [self.chunk_shape(leaf, extent) for extent in self.extents]
 
 
@@ -102,22 +102,22 @@ class Chunked:
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """Return the mesh."""
         mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh)
         return mesh
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Storage shape of the array."""
+        """Return the storage shape of the array."""
         return self.leaf.storage_shape
 
     @property
     def dtype(self):
-        """Element type."""
+        """Return the element type."""
         return self.leaf.dtype
 
 
 def is_chunked(x) -> bool:
-    """Whether a node is a `Chunked`; for `is_leaf=`."""
+    """Return whether a node is a `Chunked`; for `is_leaf=`."""
     return isinstance(x, Chunked)

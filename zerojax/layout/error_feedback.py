@@ -17,7 +17,7 @@ from zerojax.layout.tree import Layout
 
 
 def error_leaves(layout: Layout) -> dict[str, Leaf]:
-    """Where error feedback keeps what rounding took from the gradients of a step, float32.
+    """Return where error feedback keeps what rounding took from the gradients of a step, in float32.
 
     Args:
         layout: Of all parameters; each says whether it is quantised.
@@ -34,7 +34,7 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
 
 
 def error_leaf(leaf: Leaf, batch: tuple[str, ...], path: str) -> Leaf:
-    """Where the error of one parameter's gradient is; `batch` are the axes that gradients are summed over."""
+    """Return where the error of one parameter's gradient is kept. Gradients are summed over the axes `batch`."""
     across = tuple(axis for axis in batch if axis not in leaf.axes)
     assert leaf.dim is not None
     return dataclasses.replace(
@@ -50,5 +50,5 @@ def error_leaf(leaf: Leaf, batch: tuple[str, ...], path: str) -> Leaf:
 
 
 def summand_spec(leaf: Leaf) -> PartitionSpec:
-    """The part of the spec of an error that names data axes: what `shard_map` over them is told."""
+    """Return the part of an error's spec that names data axes, as `shard_map` over them needs it."""
     return PartitionSpec(leaf.others[0], *leaf.local_spec[1:])

@@ -86,22 +86,22 @@ class Leaf:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether collectives carry it quantised."""
+        """Return whether collectives send the leaf quantised."""
         return self.wire == QUANTISED
 
     @property
     def sent(self) -> str:
-        """How a run that quantises some leaves sends this one; empty in any other run."""
+        """Describe how a run that quantises some leaves sends this one; empty in any other run."""
         return self.wire if self.is_quantised or not self.wire else f"sent as it is: {self.wire}"
 
     @property
     def size(self) -> int:
-        """Logical size, in elements."""
+        """Return the logical size, in elements."""
         return math.prod(self.shape)
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        """Shape of the array that is stored, padding included."""
+        """Return the shape of the stored array, padding included."""
         if self.kind == "flat":
             return (shard_extent(self.size, self.shards)[0] * self.shards,)
         if self.dim is None:
@@ -112,7 +112,7 @@ class Leaf:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of one device's shard along the data axes (other axes not counted)."""
+        """Return the shape of one device's shard along the data axes; other axes are not counted."""
         at = 0 if self.kind == "flat" else self.dim
         if at is None:
             return self.shape
@@ -120,18 +120,18 @@ class Leaf:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of one of the parts that a shard is divided into further."""
+        """Return the shape of one part, if a shard is divided further."""
         if self.dim is None:
             return self.local_shape
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """A shard of this leaf as a leaf itself, divided `further` over those of some axes that it is not over."""
+        """Return a shard of this leaf as a leaf, divided `further` over the given axes that do not divide it yet."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """What a device along the other mesh axes, of these `sizes`, has of this leaf, as a leaf itself."""
+        """Return, as a leaf, the part of this leaf on one slice of the other mesh axes, which have these `sizes`."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in axes_of([(entry,)])) for entry in self.others]
@@ -140,12 +140,12 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the logical array."""
+        """Return the bytes of the logical array."""
         return self.size * self._itemsize
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of one device's shard along the data axes, padding included."""
+        """Return the bytes of one device's shard along the data axes, padding included."""
         return math.prod(self.local_shape) * self._itemsize
 
     @property
@@ -154,11 +154,11 @@ class Leaf:
 
     @property
     def padding(self) -> int:
-        """Elements in storage that are not in the logical array."""
+        """Return the number of stored elements that are not in the logical array."""
         return math.prod(self.storage_shape) - self.size
 
     def __str__(self) -> str:
-        """Type, logical shape, and how it is sharded."""
+        """Return type, logical shape, and how the leaf is sharded."""
         shape = f"{self.dtype}{list(self.shape)}"
         if self.kind == "replicated":
             return f"{shape} replicated" + (f": {self.reason}" if self.reason else "")
@@ -168,7 +168,7 @@ class Leaf:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The `PartitionSpec` of the storage array, other mesh axes included."""
+        """Return the `PartitionSpec` of the storage array, other mesh axes included."""
         if self.kind == "flat":
             return PartitionSpec(spec_entry(self.axes))
         entries = list(self.others) + [None] * (len(self.shape) - len(self.others))
@@ -180,12 +180,12 @@ class Leaf:
 
     @property
     def other_spec(self) -> PartitionSpec:
-        """The part of `spec` that names other mesh axes."""
+        """Return the part of `spec` that names other mesh axes."""
         return PartitionSpec() if self.kind == "flat" else PartitionSpec(*self.others)
 
     @property
     def local_spec(self) -> PartitionSpec:
-        """The part of `spec` that names data axes: what `shard_map` over them is told."""
+        """Return the part of `spec` that names data axes, as `shard_map` over them needs it."""
         if self.kind == "flat":
             return PartitionSpec(spec_entry(self.axes))
         if self.dim is None:
@@ -194,5 +194,5 @@ class Leaf:
 
 
 def replace_at(items: tuple, index: int, value) -> tuple:
-    """`items` with the one at `index` replaced."""
+    """Return `items` with the one at `index` replaced."""
     return (*items[:index], value, *items[index + 1 :])

@@ -11,7 +11,7 @@ from zerojax.layout.undivided import keep_whole
 
 
 def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
-    """For each leaf of an optimizer's state, the parameter it belongs to, found by structure.
+    """Return, for each leaf of an optimizer state, the parameter that it belongs to, found by structure.
 
     A state leaf belongs to the parameter whose path its own path ends with, whatever
     the transformation calls the tree around it; a leaf that belongs to none (a count) gives None.
@@ -46,7 +46,7 @@ def lay_out_state(
 
 
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
-    """A state leaf of its parameter's shape, sharded like the parameter; None if the shape differs."""
+    """Shard a state leaf of its parameter's shape like the parameter; None if the shape differs."""
     lead = len(x.shape) - len(grad.shape)
     if lead < 0 or tuple(x.shape[lead:]) != grad.shape:
         return None
@@ -60,6 +60,6 @@ def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
 
 
 def shard_state_leaf(path: str, x, policy: LayoutPolicy) -> Leaf:
-    """A state leaf that has no parameter's shape: sharded when it is large, else replicated."""
+    """Shard a state leaf without a parameter's shape when it is large; otherwise replicate it."""
     leaf = shard_leaf(path, tuple(x.shape), x.dtype, (), policy)
     return dataclasses.replace(leaf, kind="replicated") if leaf.kind == "flat" else leaf

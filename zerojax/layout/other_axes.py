@@ -11,7 +11,7 @@ from zerojax.layout.padded import Padded, is_padded
 
 
 def partition_metadata(params) -> list:
-    """For each leaf, the dims' axis names that Flax's boxes and Variables carry; () where there are none.
+    """Return, for each leaf, the axis names per dim in Flax's boxes and Variables, or () where there are none.
 
     Logical names become mesh axes by the rules that come with them, or by Flax's in force (`logical_axis_rules`).
     """
@@ -38,7 +38,7 @@ def partition_metadata(params) -> list:
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
-    """The mesh axes, other than the data axes, that already divide each dim of `x`."""
+    """Return the mesh axes, other than data axes, that already divide each dim of `x`."""
     array = x.storage if isinstance(x, Padded) else x
     # the type of a traced array names Explicit axes
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
@@ -52,7 +52,7 @@ def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
 
 
 def other_names(entry, data: DataMesh):
-    """One dim's entry of a spec without the data axes and without names the mesh does not have."""
+    """Return one dim's entry of a spec without data axes and without names that the mesh does not have."""
     names = entry if isinstance(entry, tuple) else (entry,)
     left = tuple(n for n in names if n in data.compiler_axes)
     return left[0] if len(left) == 1 else left or None

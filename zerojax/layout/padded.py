@@ -71,21 +71,21 @@ class Padded:
 
     @property
     def dtype(self):
-        """Element type."""
+        """Return the element type."""
         return self.storage.dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dims of the logical array."""
+        """Return the number of dims of the logical array."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements of the logical array."""
+        """Return the number of elements of the logical array."""
         return math.prod(self.shape)
 
     def logical(self) -> Shaped[Array, "*logical"]:
-        """The array without its padding; logical shape. Of a stack of arrays, the stack."""
+        """Return the array without its padding, in logical shape. For a stack of arrays, return the stack."""
         stacked = len(self.storage.shape) - len(self.shape)
         if tuple(self.storage.shape)[stacked:] != self._storage_shape:
             raise ValueError(
@@ -96,27 +96,27 @@ class Padded:
         return trim(self.storage, stacked + self.dim, self.shape[self.dim])
 
     def __jax_array__(self) -> Shaped[Array, "*logical"]:
-        """The logical array, for `jax.numpy`."""
+        """Return the logical array, for `jax.numpy`."""
         return self.logical()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The logical array, for NumPy."""
+        """Return the logical array, for NumPy."""
         return np.array(self.logical(), dtype, copy=copy)
 
     def __getitem__(self, index: Any) -> Any:
-        """Of the logical array; NNX's modules read their parameters as `kernel[...]`."""
+        """Index the logical array. NNX's modules read their parameters as `kernel[...]`."""
         return self.logical()[index]
 
     def __len__(self) -> int:
-        """Rows of the logical array."""
+        """Return the number of rows of the logical array."""
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """Rows of the logical array."""
+        """Iterate over the rows of the logical array."""
         return iter(self.logical())
 
     def unbox(self) -> Shaped[Array, "*logical"]:
-        """The logical array, for Flax, whose modules unbox their parameters."""
+        """Return the logical array, for Flax, whose modules unbox their parameters."""
         return self.logical()
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +146,7 @@ def has_dims(found: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 
 
 def of_logical(name: str) -> Callable:
-    """An operator of `Padded`; an NNX variable asks its value for them."""
+    """Return an operator of `Padded`. An NNX variable asks its value for them."""
     return lambda self, *other: getattr(self.logical(), name)(*other)
 
 
@@ -181,17 +181,17 @@ def restored(target: Padded, array: Any) -> Padded:
 
 
 def without_padding(tree: PyTree) -> PyTree:
-    """A tree with the logical array in the place of each `Padded`."""
+    """Return a tree with the logical array in the place of each `Padded`."""
     return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
 def is_padded(x) -> bool:
-    """Whether a node is a `Padded`; for `is_leaf=`."""
+    """Return whether a node is a `Padded`; for `is_leaf=`."""
     return isinstance(x, Padded)
 
 
 def stored_mask(mask: Callable | PyTree, option: str) -> Any:
-    """A choice of parameters, a predicate or a mask, as a predicate; a mask made of stored ones has their nodes."""
+    """Return a predicate for a choice of parameters. A mask made of stored parameters has their nodes."""
     if mask is None or callable(mask):
         return mask
     return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded), option)

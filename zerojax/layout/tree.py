@@ -48,7 +48,7 @@ class Layout(CachedHash):
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the parameters as predicates are given them."""
+        """Return the paths of the parameters, as predicates get them."""
         keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.treedef, self.params))
         return tuple(path_of(path) for path, _ in keyed)
 
@@ -62,7 +62,10 @@ class Layout(CachedHash):
         return "frozen" if has_gradient(dtype) else f"not trained: {dtype} has no gradient"
 
     def trained_only(self) -> "Layout":
-        """The layout of the parameters that are trained, the others holes in the tree, as `optax.masked` makes them."""
+        """Return the layout of the trained parameters.
+
+        The others are holes in the tree, as `optax.masked` makes them.
+        """
         if len(self.trained) == len(self.params):
             return self
         inside = frozenset(self.trained)
@@ -161,7 +164,7 @@ def lay_out(
 
 
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
-    """`(master, compute)`: the types in which a parameter is updated and used."""
+    """Return `(master, compute)`: the types in which a parameter is updated and used."""
     if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype, x.dtype
     kept = precision.keep is not None and precision.keep(path, jax.ShapeDtypeStruct(x.shape, precision.master))
@@ -169,7 +172,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 
 
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
-    """How one leaf is divided over the data axes: by dim, flat because it is small, or not at all."""
+    """Decide how one leaf is divided over the data axes: by dim, flat because it is small, or not at all."""
     axes = policy.data.opt_state or policy.data.batch
     leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
     with_changes = functools.partial(dataclasses.replace, leaf)
@@ -190,7 +193,7 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
 
 
 def carried(wire: Wire, path: str, leaf: Leaf) -> str:
-    """`Leaf.wire` of a leaf: that it is quantised, or why not."""
+    """Return `Leaf.wire` of a leaf: that it is quantised, or why not."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"
     against = wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
@@ -198,7 +201,7 @@ def carried(wire: Wire, path: str, leaf: Leaf) -> str:
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
-    """The dim that needs least padding; among those the longest, then the first."""
+    """Return the dim that needs least padding; among equals the longest, then the first."""
 
     def cost(dim):
         extent, _ = shard_extent(shape[dim], shards)
@@ -208,7 +211,7 @@ def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
 
 
 def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
-    """How the parameter itself is stored, given how its gradient is sharded, and the type it is used in."""
+    """Decide how the parameter itself is stored, given its gradient's layout and the type it is used in."""
     leaf = dataclasses.replace(leaf, dtype=compute if policy.stores_compute_dtype else leaf.dtype)
     if policy.data.params and leaf.kind == "sharded":
         axes = policy.data.params
@@ -234,5 +237,5 @@ def canonical(dtype) -> Any:
 
 
 def is_numeric(dtype) -> bool:
-    """Whether a dtype can be added and padded with zeros (PRNG keys cannot)."""
+    """Return whether a dtype can be added and padded with zeros (PRNG keys cannot)."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

@@ -19,5 +19,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public surface."""
+    """Return the public surface."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])

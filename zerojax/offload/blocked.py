@@ -74,7 +74,7 @@ def in_blocks(
 
 @functools.cache
 def loops_become_kernels() -> bool:
-    """Whether this XLA:CPU makes one kernel of the loop; a small one is compiled to see."""
+    """Return whether this XLA:CPU makes one kernel of the loop, by compiling a small one."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # no CPU backend: nothing will run on it
@@ -103,7 +103,7 @@ def _check(overwrites, wide, dtypes) -> None:
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block):
-    """The blocks of flat operands, in order; the last one may overlap the one before."""
+    """Process the blocks of flat operands, in order. The last block may overlap the one before."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
     fresh = lambda dtype: _in_memory_of(jnp.zeros(size, dtype), wide[0])
@@ -124,7 +124,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
         return lax.dynamic_update_slice(x, new, (start,))
 
     def one_by_one(i, carry):
-        """Each output is computed right before it is written; the barrier keeps them in order."""
+        """Compute each output right before it is written. The barrier keeps them in order."""
         start, here = jnp.minimum(i * block, size - block), kept
         for k in order or ():
             new = write(carry[k], compute(start, here, carry)[k], i, start)
@@ -141,7 +141,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
 
 
 def _in_place(fn, wide, scalars, overwrites, block) -> list[int] | None:
-    """An order in which no output overwrites what a later one reads; None if there is none.
+    """Return an order in which no output overwrites what a later one reads, or None if there is none.
 
     In another order XLA would copy full arrays first.
     """
@@ -164,6 +164,6 @@ def _slice(x, start, block):
 
 
 def _in_memory_of(x, other):
-    """`x` in the memory of `other`: types tell host from device memory, and jax does not mix them."""
+    """Return `x` in the memory of `other`: types tell host from device memory, and jax does not mix them."""
     space = jax.typeof(other).memory_space
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

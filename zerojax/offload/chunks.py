@@ -32,12 +32,12 @@ class ChunkSpec:
 
     @property
     def bytes(self) -> int:
-        """Size of its file: complete blocks, as direct I/O requires."""
+        """Return the size of its file in complete blocks, as direct I/O requires."""
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
         return max(1, -(-size // BLOCK)) * BLOCK
 
     def views(self, buffer: memoryview) -> tuple[np.ndarray, ...]:
-        """Its arrays in a buffer."""
+        """Return its arrays in a buffer."""
         views, start = [], 0
         for shape, dtype in self.arrays:
             views.append(np.ndarray(shape, dtype, buffer, start))
@@ -53,7 +53,7 @@ class ChunkSpec:
 
 
 def checksum(content: memoryview) -> int:
-    """The CRC-32 of the sums of each 512-byte sector's words; in full, a CRC-32 is slower than a good disk.
+    """Return the CRC-32 of the sums of each 512-byte sector's words; a full CRC-32 is slower than a good disk.
 
     A changed word, a sector of zeros and sectors that changed places are found.
     """
@@ -62,7 +62,7 @@ def checksum(content: memoryview) -> int:
 
 
 def aligned_buffer(size: int) -> memoryview:
-    """Memory that is aligned to a page, as direct I/O requires."""
+    """Return memory that is aligned to a page, as direct I/O requires."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # direct I/O pins page by page: with small pages, writing reaches two thirds of the disk's speed
@@ -72,7 +72,7 @@ def aligned_buffer(size: int) -> memoryview:
 
 
 def supports_direct(probe: Path) -> bool:
-    """Whether a file there can be written past the page cache; it is removed."""
+    """Return whether a file there can be written past the page cache. The probe is removed."""
     try:
         transfer(probe, aligned_buffer(BLOCK), write=True, direct=True)
         return bool(_DIRECT)

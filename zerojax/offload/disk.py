@@ -143,7 +143,7 @@ class DiskStore:
             raise
 
     def flush(self) -> None:
-        """Block until all that was written so far is in the files."""
+        """Block until everything written so far is in the files."""
         wait(self._writes)
         self._raise_failure()
 

@@ -12,13 +12,13 @@ from zerojax.offload.lock import LOCK, DiskError, Lock, has_mark, lock
 
 
 def chunk_file(folder: Path, index: int) -> Path:
-    """The file of a chunk."""
+    """Return the file of a chunk."""
     return folder / f"chunk_{index:05d}.bin"
 
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Around what makes a folder or writes to it; if that fails, a `DiskError`."""
+    """Raise a `DiskError` for failures inside, where a folder is made or written to."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The chunks that an earlier run left; only beside a lock file with our mark is a file of that name a chunk.
+    """Return the chunks that an earlier run left. A file counts only next to a lock file with our mark.
 
     Raises:
         DiskError: If there are other files, or `.lock` is not ours.

@@ -20,7 +20,7 @@ FITS = "fits"  # what processes tell each other
 
 
 def host_kind(mesh: Mesh) -> str:
-    """The kind of host memory that the mesh's devices reach.
+    """Return the kind of host memory that the mesh's devices reach.
 
     Raises:
         ValueError: If their backend has none.
@@ -38,22 +38,22 @@ def host_kind(mesh: Mesh) -> str:
 
 
 def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """A sharding in host memory."""
+    """Return a sharding in host memory."""
     return NamedSharding(mesh, spec, memory_kind=host_kind(mesh))
 
 
 def to_memory(x: jax.Array, kind: str) -> jax.Array:
-    """An array in another kind of memory; the copy is asynchronous."""
+    """Copy an array to another kind of memory, asynchronously."""
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array, or a tracer, is in host memory, where nothing can be computed with it."""
+    """Return whether an array, or a tracer, is in host memory, where nothing can be computed with it."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(x: Any) -> Any:
-    """An array, or a tracer, in device memory; unchanged if it is there."""
+    """Return an array, or a tracer, in device memory; unchanged if it is there."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
@@ -78,7 +78,7 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
 
 
 def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | None:
-    """What to say where this process's host has too little memory."""
+    """Explain that this process's host has too little memory, or return None if it has enough."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {format_bytes(needed)} of host memory on this host ({len(local)} devices)"
@@ -98,7 +98,7 @@ def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | 
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes of host memory that can be allocated without swapping, within a container's limit; None if unknown."""
+    """Return the bytes of host memory that can be allocated without swapping, within a container's limit, or None."""
     limits: list[int] = []
     try:
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())

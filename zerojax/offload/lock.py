@@ -36,7 +36,7 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has the lock: it was not released, and not taken before a fork."""
+        """Return whether this process has the lock: it was not released, and not taken before a fork."""
         return self._handle is not None
 
     def release(self) -> None:
@@ -102,7 +102,7 @@ def lock_folder(path: Path) -> Lock:
 
 
 def has_mark(folder: Path) -> bool:
-    """Whether a folder has a `.lock` that an earlier run wrote; an empty one tells nothing.
+    """Return whether a folder has a `.lock` that an earlier run wrote. An empty one proves nothing.
 
     Raises:
         DiskError: If `.lock` is something that zerojax did not write.

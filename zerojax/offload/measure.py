@@ -51,7 +51,7 @@ class Choice:
 
 
 def choose(speed: Speed, state_bytes: float) -> Choice:
-    """The faster way to update.
+    """Return the faster way to update.
 
     Args:
         speed: As measured.
@@ -96,7 +96,7 @@ def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Median seconds of some work, after one warm-up."""
+    """Return the median seconds of some work, after one warm-up."""
     jax.block_until_ready(work())
     seconds = []
     for _ in range(ROUNDS):

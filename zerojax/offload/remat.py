@@ -18,7 +18,7 @@ _FIRST_CORRECT_ON_GPU = (0, 11, 2)
 
 
 def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint` that offloads named activations to host memory.
+    """Return a policy for `jax.checkpoint` that offloads named activations to host memory.
 
     Name activations in the model with `jax.ad_checkpoint.checkpoint_name`. Those not named
     here are recomputed in the backward pass; a name that the model never gives does nothing.

@@ -71,7 +71,7 @@ class StateFiles:
         return self._store.read(self._index[k, n], version=self._version)
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
-        """The chunk that `read` began to read, in a kind of the devices' memory; storage shape."""
+        """Return the chunk that `read` began to read, in a kind of the devices' memory, in storage shape."""
         leaf, chunking, sharding = self._leaves[k]
         shape = chunking.chunk_shape(leaf, chunking.extents[n])
         with reading.result() as lease:
@@ -99,7 +99,7 @@ class StateFiles:
 
     @property
     def next_version(self) -> Int[np.ndarray, ""]:
-        """The version that is being written."""
+        """Return the version that is being written."""
         return np.array(self._version + 1, np.int32)
 
     def require(self, version: Any) -> None:
@@ -137,7 +137,7 @@ class LeafFiles:
     chunks: int
 
     def load(self, version: Any) -> list[Array]:
-        """Its chunks, on the devices; `version` is the one they must be of."""
+        """Load its chunks onto the devices. They must be of `version`."""
         self.files.require(version)
         reading, arrays = collections.deque([self.files.read(self.k, 0)]), []
         try:
@@ -179,7 +179,7 @@ def close_store(store: DiskStore) -> None:
 
 
 def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
-    """The devices of this process that hold the same shard of an array, shard by shard."""
+    """Return the devices of this process that hold the same shard of an array, shard by shard."""
     devices: dict[Any, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(str(index), []).append(device)

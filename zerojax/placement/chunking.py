@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def slice_chunk(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*chunk"]:
-    """The chunk of every device's shard that begins at `start` of `dim`."""
+    """Return the chunk of every device's shard that begins at `start` of `dim`."""
 
     def local(x, start):
         return lax.dynamic_slice_in_dim(x, start, length, dim)
@@ -41,7 +41,7 @@ def update_chunk(
     dim: int,
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
-    """The array with a chunk of every device's shard replaced."""
+    """Return the array with a chunk of every device's shard replaced."""
 
     def local(x, chunk, start):
         return lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
@@ -50,7 +50,7 @@ def update_chunk(
 
 
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
-    """`local(*arrays, start)` on each device's shard."""
+    """Compute `local(*arrays, start)` on each device's shard."""
     spec = leaf.local_spec
     return mapped(
         local,
@@ -64,7 +64,7 @@ def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
 def split_chunks(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking
 ) -> list[Shaped[Array, "*chunk"]]:
-    """All chunks of an array, in order."""
+    """Split an array into all its chunks, in order."""
     if len(chunking.extents) == 1:
         return [stored]
     return [slice_chunk(mesh, stored, leaf, chunking.dim, start, length) for start, length in chunking.chunks]
@@ -73,7 +73,7 @@ def split_chunks(
 def join_chunks(
     mesh: Mesh, chunks: Sequence[Shaped[Array, "*chunk"]], leaf: Leaf, chunking: Chunking
 ) -> Shaped[Array, "*storage"]:
-    """The inverse of `split_chunks`."""
+    """Undo `split_chunks`."""
     if len(chunks) == 1:
         return chunks[0]
 
@@ -84,18 +84,18 @@ def join_chunks(
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
-    """The node of a leaf in host memory."""
+    """Return the node of a leaf in host memory."""
     return Chunked(tuple(chunks), leaf, chunking, named(config, leaf))
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """An offloaded leaf as one array on the devices."""
+    """Join an offloaded leaf to one array on the devices."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
     return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
-    """An offloaded leaf with the values of an array on the devices; live, or a shape."""
+    """Return an offloaded leaf with the values of an array on the devices; live, or a shape."""
     chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))
@@ -105,11 +105,11 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 
 @functools.lru_cache(maxsize=32)
 def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """The program of `joined`."""
+    """Return the program of `joined`."""
     return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)
 def splitting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """The program of `replaced`."""
+    """Return the program of `replaced`."""
     return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)

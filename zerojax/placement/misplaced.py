@@ -33,7 +33,7 @@ class Misplaced(NamedTuple):
     found: str
 
     def __str__(self) -> str:
-        """Both."""
+        """Return both placements in words."""
         return f"planned: {self.planned}; found: {self.found}"
 
 
@@ -86,7 +86,7 @@ class PlacementCheck:
     """The first call with live arrays warns if arrays that should be sharded are not."""
 
     def __init__(self):
-        """Nothing is checked yet."""
+        """Prepare to check; nothing is checked yet."""
         self._done = False
 
     def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):

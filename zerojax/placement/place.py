@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def storage_of(params: PyTree, layout: Layout) -> list:
-    """`storage_leaves` for arrays and shapes alike; storage shape."""
+    """Return `storage_leaves` of arrays or of shapes, in storage shape."""
     if are_shapes(params):
         return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
     return storage_leaves(params, layout.params)
 
 
 def are_shapes(params: PyTree) -> bool:
-    """Whether a tree is of shapes, not of arrays."""
+    """Return whether a tree has shapes and not arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
 def place_params(config: Config, layout: Layout, params: PyTree) -> list:
-    """A copy of the parameters in their layout, in the types they have; storage shape.
+    """Copy the parameters into their layout, in the types they have, in storage shape.
 
     Raises:
         MemoryError: If some are for host memory, and there is not enough of it.
@@ -48,7 +48,7 @@ def place_params(config: Config, layout: Layout, params: PyTree) -> list:
 
 
 def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
-    """A replicated copy of a tree of arrays and numbers; its shapes and shardings if `shapes`."""
+    """Return a replicated copy of a tree of arrays and numbers, or its shapes and shardings if `shapes`."""
     sharding = replicated(mesh)
 
     def one(x):
@@ -70,7 +70,7 @@ def check_host_room(config: Config, layout: Layout) -> None:
 
 
 def place_array(x: Any, sharding: NamedSharding) -> Any:
-    """A copy of one array in a sharding, so that donating it leaves the caller's alone."""
+    """Copy one array into a sharding, so that donating the copy leaves the caller's array alone."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind in KINDS:
@@ -83,14 +83,14 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
 
 
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
-    """A copy of one array in host memory; blocks until the copy is done, so that the device never holds two leaves."""
+    """Copy one array to host memory. Blocks until done, so that the device never holds two leaves."""
     # By way of the device, or an array that is on the host already would share its shards with the copy.
     copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
     return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
 
 
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
-    """Placed parameters in the types of `like`."""
+    """Return placed parameters in the types of `like`."""
     types = [leaf.dtype for leaf in like]
     if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
         return arrays
@@ -104,5 +104,5 @@ def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Lea
 
 
 def cast_on_host(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
-    """An array of host memory in another type, by way of the device: nothing is computed in host memory."""
+    """Cast an array of host memory by way of the device, because nothing is computed in host memory."""
     return x if x.dtype == dtype else copy_to_host(to_device(x).astype(dtype), sharding)

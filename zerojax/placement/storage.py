@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def leaves_of(params: PyTree) -> list:
-    """The leaves of a tree, `Padded` nodes not opened."""
+    """Return the leaves of a tree without opening `Padded` nodes."""
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
@@ -45,7 +45,7 @@ def padded_forms(params: PyTree) -> tuple[Form, ...]:
 
 
 def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
-    """The arrays as stored, whichever form `params` has; storage shape."""
+    """Return the stored arrays, whichever form `params` has, in storage shape."""
 
     def stored(x, leaf: Leaf):
         if isinstance(x, Padded):
@@ -60,17 +60,17 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
 
 
 def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
-    """An array on the device without padding; logical shape."""
+    """Return an array on the device without padding, in logical shape."""
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """New parameters by index, those of host memory sent there; traced under jit."""
+    """Move new parameters, given by index, to host memory if they live there. Traced under jit."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
 def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[Form]) -> PyTree:
-    """The tree that `storage_leaves` came from, in the forms given; the inverse of `storage_leaves`."""
+    """Undo `storage_leaves`: return the tree in the given forms."""
 
     def in_form(x: Any, leaf: Leaf, form: Form) -> Any:
         if form is None:
@@ -85,7 +85,7 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
 
 
 def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
-    """The forms of a tree in storage: `Padded` where there is padding."""
+    """Return the forms of a tree in storage: `Padded` where there is padding."""
     return tuple(
         (leaf.dim, leaf.storage_shape[leaf.dim])
         if leaf.kind == "sharded" and leaf.dim is not None and leaf.padding > 0
@@ -95,7 +95,7 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
-    """The tree of parameters whose arrays are `stored`, in storage form."""
+    """Return the tree of parameters whose arrays are `stored`, in storage form."""
     forms = storage_forms(layout.params)
     if any(forms):
         with contextlib.suppress(ImportError):
@@ -105,12 +105,12 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
 
 
 def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
-    """What an optimizer sees of a stored array: no padding, unless it is flat."""
+    """Return a stored array as an optimizer sees it: without padding, unless it is flat."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 
 
 def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """See `mesh.to_storage`."""
+    """Convert a logical array to storage; see `mesh.to_storage`."""
     return mesh.to_storage(config.mesh, value, leaf)
 
 
@@ -141,29 +141,29 @@ def pin_to_plan(
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
-    """Each array in its type; one that is in it already is left as it is, and where it is."""
+    """Cast each array to its type. An array of that type is returned unchanged, where it is."""
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    """A leaf's layout as a `NamedSharding`, in the memory it is kept in."""
+    """Return a leaf's layout as a `NamedSharding`, in the memory that it is kept in."""
     return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
 def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
-    """The layouts of a tree as `NamedSharding`s; where a leaf is a `Padded`, one for the node."""
+    """Return the layouts of a tree as `NamedSharding`s, one for the node where a leaf is a `Padded`."""
     return jax.tree.unflatten(treedef, [named(config, leaf) for leaf in leaves])
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
-    """Logical shapes."""
+    """Return logical shapes."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def gather(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], targets: Sequence[Leaf]
 ) -> list[Array]:
-    """All-gather divided leaves explicitly, flat ones in one bucket.
+    """All-gather divided leaves explicitly, flat leaves in one bucket.
 
     Args:
         config: Mesh and axes.

@@ -34,7 +34,7 @@ def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
 
 
 def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
-    """Why the first array that cannot be used cannot, in words; empty if all can."""
+    """Explain why the first unusable array cannot be used; empty if all can."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             continue
@@ -54,5 +54,5 @@ def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
 
 
 def foreign(found: Any, mesh: Mesh) -> bool:
-    """Whether an array's mesh has other devices."""
+    """Return whether an array's mesh has other devices."""
     return isinstance(found, Mesh) and set(found.devices.flat) != set(mesh.devices.flat)

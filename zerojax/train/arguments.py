@@ -80,7 +80,7 @@ def has_rows(tree: Any) -> bool:
 
 
 def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too: bool = False) -> tuple:
-    """Arguments as one tuple of trees of arrays; everything else in them is a `Constant`.
+    """Pack arguments into one tuple of trees of arrays; everything else in them becomes a `Constant`.
 
     Python's numbers are arrays, as under `jax.jit`; its bools are not, since a model branches on them.
 
@@ -121,7 +121,7 @@ def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
 
 
 def is_constant(x: Any) -> bool:
-    """Whether a node is a `Constant`."""
+    """Return whether a node is a `Constant`."""
     return isinstance(x, Constant)
 
 

@@ -56,12 +56,12 @@ class Same(Marker):
 
 
 def is_marker(x: Any) -> bool:
-    """Whether a node of aux is a marker."""
+    """Return whether a node of aux is a marker."""
     return isinstance(x, Marker)
 
 
 def unmarked(aux: PyTree) -> PyTree:
-    """The tree without its markers."""
+    """Return the tree without its markers."""
     return jax.tree.map(lambda x: x.tree if is_marker(x) else x, aux, is_leaf=is_marker)
 
 
@@ -128,6 +128,6 @@ def combine(
 
 
 def merged(aux: PyTree, rows: PyTree) -> PyTree:
-    """The two trees of `combine` as one."""
+    """Merge the two trees of `combine`."""
     is_none = lambda x: x is None
     return jax.tree.map(lambda a, b: b if a is None else a, aux, rows, is_leaf=is_none)

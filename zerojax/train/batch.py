@@ -102,7 +102,7 @@ def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
 
 
 def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
-    """How each leaf of a batch is divided on a mesh.
+    """Return how each leaf of a batch is divided on a mesh.
 
     Raises:
         ValueError: If `batch_spec` does not fit the batch: its tree, or sizes that do not divide.
@@ -125,7 +125,7 @@ def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
 
 
 def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """The first leaf of a batch with a dim behind dim 0 that its spec's axes do not divide: name, dim, size, axes."""
+    """Find the first leaf with a dim after dim 0 that its spec's axes do not divide: name, dim, size, axes."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):
@@ -136,7 +136,7 @@ def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, 
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:
-    """One leaf of a batch in a sharding; a traced one stays as it is."""
+    """Place one leaf of a batch in a sharding. A traced leaf is returned unchanged."""
     if isinstance(x, jax.core.Tracer):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -154,7 +154,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
 
 
 def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
-    """The batch in the types in which the loss sees it."""
+    """Return the batch in the types in which the loss sees it."""
     if precision is None:
         return batch
     return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
@@ -175,7 +175,7 @@ def check_args(args: tuple) -> None:
 
 
 def is_untyped_key(x: Any) -> bool:
-    """Whether an array, or a shape, looks like the data of a PRNG key."""
+    """Return whether an array, or a shape, looks like the data of a PRNG key."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 

@@ -24,7 +24,7 @@ from zerojax.train.state import ZeroState
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
-    """See `ZeroTransformation.create`; what a run begins with is the same on every process."""
+    """Create a state that is the same on every process; see `ZeroTransformation.create`."""
     plan, is_live = make_plan(config, params), not are_shapes(params)
     if is_live:
         plan = live_plan(config, plan)
@@ -64,6 +64,6 @@ def first_state(config: Config, plan: ShardingPlan, params: Any, wide: list, pla
 
 
 def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:
-    """Zeros in a leaf's storage; its shape if `shapes`."""
+    """Return zeros in a leaf's storage, or only their shape if `shapes`."""
     of = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=sharding)
     return of if shapes else jnp.zeros(of.shape, of.dtype, device=sharding)

@@ -15,7 +15,7 @@ from zerojax.train.remedies import DIVIDED_ALREADY
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:
-    """The same function, called once, that is refused where its calls would not add up to one loss.
+    """Return a function that refuses losses whose calls would not add up to one loss.
 
     Args:
         fn: The loss.
@@ -37,7 +37,7 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
 
 
 def check(jaxpr: Any, manual: frozenset[str]) -> None:
-    """`checked` for a traced loss."""
+    """Apply the check of `checked` to a traced loss."""
     for inner in nested(jaxpr):
         check_keys(inner)
         for eqn in inner.eqns:
@@ -65,7 +65,7 @@ def check_keys(jaxpr: Any) -> None:
 
 
 def nested(jaxpr: Any) -> Iterator[Any]:
-    """A jaxpr, and those within the equations that do something."""
+    """Return a jaxpr, and the jaxprs within its equations."""
     yield jaxpr
     for eqn in jaxprs.alive(jaxpr):
         for inner in compat.inner_jaxprs(eqn):
@@ -73,6 +73,6 @@ def nested(jaxpr: Any) -> Iterator[Any]:
 
 
 def named_axes(sharding: NamedSharding) -> set[str]:
-    """The mesh axes that a sharding divides an array over."""
+    """Return the mesh axes that a sharding divides an array over."""
     named = [entry for entry in sharding.spec if isinstance(entry, str | tuple)]
     return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}

@@ -45,7 +45,7 @@ class Function:
 
 
 def eval_step(config: Config, fn: Callable) -> Callable:
-    """What `ZeroTransformation.eval_step` returns."""
+    """Return the function that `ZeroTransformation.eval_step` returns."""
     # Error feedback belongs to the gradients of a step; a gradient through this function is reduced at once.
     wire = None if config.wire is None else dataclasses.replace(config.wire, error_feedback=False)
     config = dataclasses.replace(config, view="global", wire=wire)
@@ -108,7 +108,7 @@ def zeros_like(x: Array) -> Array:
 
 
 def divides(config: Config, batch: PyTree) -> bool:
-    """Whether the devices divide the rows of every leaf, and `batch_spec` its other dims."""
+    """Return whether the devices divide the rows of every leaf, and `batch_spec` its other dims."""
     if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
     return config.batch_spec is None or first_undivided(config, batch, config.batch_spec.over(batch)) is None

@@ -75,7 +75,7 @@ def loss_and_grads(
     accumulate: int = 1,
     errors: Mapping[str, Array] = MappingProxyType({}),
 ) -> Gradients:
-    """Mean loss and its gradient over all devices; parameters in, gradients out, both in storage shape.
+    """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
     Dim 0 of the batch is divided over the batch axes, and by each device into microbatches.
     PRNG keys among the arguments are folded with the indices of device and microbatch. The loss
@@ -140,7 +140,7 @@ def check_trained(layout: Layout) -> None:
 
 
 def view_gradients(view: View, stored, batch, args, mutable, scale, errors) -> Gradients:
-    """`loss_and_grads` as the view sees it: shards in and out."""
+    """Compute `loss_and_grads` as the view sees it, with shards in and out."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:

@@ -53,13 +53,13 @@ class Loss:
 
     @property
     def form(self) -> str:
-        """What the function has to return, in words."""
+        """Describe what the function has to return."""
         loss = "(total, weight)" if self.weighted else "loss"
         parts = [loss, *(["mutable"] if self.mutable else []), *(["aux"] if self.has_aux else [])]
         return f"({', '.join(parts)})" if len(parts) > 1 else loss
 
     def returned(self, loss: Array, mutable: PyTree, aux: PyTree) -> Any:
-        """The combined results, in the form in which the function returns each of its own."""
+        """Return the combined results in the form in which the function returns its own."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 
@@ -121,7 +121,7 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def at_least_float32(value: Array) -> Array:
-    """In float32, or as it is if it is wider: sums over devices need the precision."""
+    """Cast to float32 unless the value is wider: sums over devices need the precision."""
     return value.astype(common_dtype(value.dtype, jnp.float32))
 
 

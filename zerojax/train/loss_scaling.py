@@ -55,13 +55,13 @@ class ScalingState:
     weights_invalid: Bool[Array, ""]
 
     def reset_skips(self) -> ScalingState:
-        """The same scale, with the skipped steps forgotten."""
+        """Return the same scale, with the skipped steps forgotten."""
         zeros = jax.tree.map(jnp.zeros_like, (self.skips, self.nonfinite, self.weights_invalid))
         return dataclasses.replace(self, skips=zeros[0], nonfinite=zeros[1], weights_invalid=zeros[2])
 
 
 def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
-    """The scaling state of step 0, for a number of trained parameters."""
+    """Return the scaling state of step 0, for a number of trained parameters."""
     scale = None if precision is None else precision.loss_scale
     first = scale.initial if isinstance(scale, DynamicScale) else scale or 1.0
     zero = jnp.zeros((), jnp.int32)
@@ -71,7 +71,7 @@ def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
 def update_scaling(
     scaling: ScalingState, precision: Precision | None, *, finite: Bool[Array, " trained"], weights_valid: Array
 ) -> ScalingState:
-    """The scaling state after one step.
+    """Return the scaling state after one step.
 
     Args:
         scaling: Before it.

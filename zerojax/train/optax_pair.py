@@ -32,7 +32,7 @@ from zerojax.train.tree_api import update_tree
 
 
 def init(config: Config, params: Any) -> Any:
-    """`optax`'s init: the state of the wrapped transformation, sharded for the stage."""
+    """Return the state of the wrapped transformation, sharded for the stage, as `optax`'s init does."""
     known_to_flax()
     plan = make_plan(config, params)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
@@ -40,7 +40,7 @@ def init(config: Config, params: Any) -> Any:
 
 
 def adopt(config: Config, state: Any, params: Any) -> Any:
-    """See `ZeroTransformation.adopt`."""
+    """Shard a plain optimizer state; see `ZeroTransformation.adopt`."""
     known_to_flax()
     plan = make_plan(config, params)
     place = lambda state, params: as_returned(config, plan, adopt_state(config, plan, state, params))
@@ -48,7 +48,7 @@ def adopt(config: Config, state: Any, params: Any) -> Any:
 
 
 def unshard(config: Config, tree: Any, params: Any = None) -> Any:
-    """See `ZeroTransformation.unshard`.
+    """Gather a tree into logical arrays; see `ZeroTransformation.unshard`.
 
     Raises:
         ValueError: If the tree is an optimizer state whose logical shapes are not known, or an array was donated or is
@@ -68,12 +68,12 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:
-    """How what `init` returns is sharded."""
+    """Return the shardings of what `init` returns."""
     return as_returned(config, plan, state_shardings(config, plan))
 
 
 def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-    """`optax`'s update: updates in the form and layout of the parameters, state in its layout."""
+    """Return updates in the form and layout of the parameters, and the new state, as `optax`'s update does."""
     check_context(config)
     like = updates if params is None else params
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -125,5 +125,5 @@ def jitted_update(
     forms: tuple[Form, ...],
     static: tuple,
 ) -> tuple[Any, Any]:
-    """The update as a program."""
+    """Run the update as one program."""
     return update_tree(config, layout, forms, grads, state, params, extra | dict(static))

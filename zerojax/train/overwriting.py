@@ -105,7 +105,7 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
 
 
 def _of_scan(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
-    """The results of a loop, whose carries are followed until they no longer change."""
+    """Return the results of a loop, whose carries are followed until they no longer change."""
     scan = compat.scan_params(eqn)
     body, _ = compat.opened(scan.body)
     first, last = scan.consts, scan.consts + scan.carry

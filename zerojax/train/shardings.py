@@ -27,7 +27,7 @@ class Shardings(NamedTuple):
 
 
 def shardings(config: Config, params: Any) -> Shardings:
-    """See `ZeroTransformation.shardings`."""
+    """Return the shardings of a state; see `ZeroTransformation.shardings`."""
     plan = make_plan(config, params)
     layout = plan.layout
     parts = returned_grads(config, layout, storage_forms(layout.params))

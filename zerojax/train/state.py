@@ -53,7 +53,7 @@ class ZeroState:
     plan: ShardingPlan
 
     def __repr__(self) -> str:
-        """Stage, and for each part how many leaves and logical bytes; `zerojax.report` has every leaf."""
+        """Return the stage, and for each part its leaves and logical bytes. `zerojax.report` has every leaf."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
         parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
@@ -68,14 +68,14 @@ class ZeroState:
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
-        """A state of `NamedSharding`s; where a part is replicated, one for all of it."""
+        """Return a state of `NamedSharding`s, with a single one for a part that is replicated."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
         errors = {path: named(config, leaf) for path, leaf in plan.errors}
         return cls(same, params, state_shardings(config, plan), same, same, errors, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:
-        """The state with its skipped steps forgotten, to go on after a step raised; the loss scale stays."""
+        """Return the state with its skipped steps forgotten, to continue after a step raised. The loss scale stays."""
         return self.replace(scaling=self.scaling.reset_skips())
 
     def replace(self, **changes) -> ZeroState:

@@ -35,18 +35,18 @@ from zerojax.train.watchdog import Watchdog, limit_of
 
 
 def resident_state(state: ZeroState) -> list:
-    """The leaves of the optimizer's state that are on the device, None for those that are offloaded."""
+    """Return the leaves of the optimizer state that are on the device, with None for offloaded leaves."""
     return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
 
 
 def shape_of(x: Any) -> Any:
-    """An array's shape, type and sharding; what is no array itself."""
+    """Return an array's shape, type and sharding, or a value that is not an array unchanged."""
     is_array = isinstance(x, jax.Array | np.ndarray)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) if is_array else x
 
 
 def labels_of(step: weakref.ref[Step]) -> list[str]:
-    """The collectives of a step, if it is there still."""
+    """Return the collectives of a step, if the step still exists."""
     found = step()
     return [] if found is None else found.collective_labels()
 
@@ -88,12 +88,12 @@ class Step:
 
     @property
     def config(self) -> Config:
-        """The transformation, and where its parts live."""
+        """Return the transformation and where its parts live."""
         return self.program.config
 
     @property
     def options(self) -> StepOptions:
-        """How the step goes about it."""
+        """Return the options of the step."""
         return self.program.options
 
     @functools.cached_property
@@ -103,11 +103,11 @@ class Step:
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
-        """The same step under another configuration: another mesh, stage or precision."""
+        """Return the same step under another configuration: another mesh, stage or precision."""
         return Step(config, self.program.loss, self.options)
 
     def __repr__(self) -> str:
-        """The loss, the stage and the mesh."""
+        """Return the loss, the stage and the mesh."""
         return f"<training step of {self._name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
 
     def __call__(
@@ -175,7 +175,7 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
-        """Which collectives a step has outside of loops, as compiled; of the last arguments of new shapes."""
+        """Return the collectives outside of loops of the compiled step, for the last arguments of new shapes."""
         state, batch, args = self._shapes
         text = self.lower(state, batch, *args).compile().as_text() or ""
         entry = text.partition("\nENTRY ")[2]
@@ -183,7 +183,7 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """The step with its update streamed: one program up to the gradients, then one for each chunk."""
+        """Run the step with a streamed update: one program up to the gradients, then one per chunk."""
         plan = state.plan
         check_state(self.config, plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
@@ -220,7 +220,7 @@ class Step:
         return self.trace(state, batch, *args, **keywords).lower()
 
     def lower_update(self, state: ZeroState) -> list[Any]:
-        """The programs that update offloaded chunks on the device, lowered; one for each kind of chunk.
+        """Lower the programs that update offloaded chunks on the device, one for each kind of chunk.
 
         Args:
             state: From `create`; shapes are enough.

@@ -74,21 +74,21 @@ class StepProgram:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled."""
+        """Return whether the loss is scaled."""
         return self.config.precision is not None and self.config.precision.loss_scale is not None
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped."""
+        """Return whether a step whose gradients are not finite is skipped."""
         return self.scales_loss or self.options.skip_nonfinite or self.options.max_skips is not None
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be skipped: if not, the compiled program has nothing of it."""
+        """Return whether a step may be skipped. If not, the compiled program contains nothing for it."""
         return self.skips_nonfinite or self.loss.weighted
 
     def step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
-        """The whole step: differentiate, update, and gather what the stage keeps replicated."""
+        """Run the whole step: differentiate, update, and gather what the stage keeps replicated."""
         config, plan = self.config, state.plan
         check_state(config, plan, state.opt_state)
         done = self._gradients(state, batch, args)
@@ -106,7 +106,7 @@ class StepProgram:
         return _next_state(state, done, params, state_to_host(config, plan, opt_state), mutable), metrics
 
     def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
-        """The part of a step that needs no offloaded state, which is None in the list `state.opt_state`.
+        """Run the part of a step that needs no offloaded state, which is None in the list `state.opt_state`.
 
         Returns:
             `(state, metrics, inputs)`: the state without parameters and optimizer state,
@@ -164,7 +164,7 @@ class StepProgram:
         return _Differentiated(gradients, stored, old, scaling, skipped)
 
     def _metrics(self, state: ZeroState, done: _Differentiated, opt_state: Any) -> dict:
-        """What the step reports; `opt_state` is the updated one, before a skipped step is rolled back."""
+        """Return the step's metrics. `opt_state` is the updated one, before a skipped step is rolled back."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:
@@ -177,7 +177,7 @@ class StepProgram:
 
 
 def _learning_rate(opt_state: Any) -> dict:
-    """The learning rate that `optax.inject_hyperparams` keeps in its state; nothing where there is none, or several."""
+    """Return the learning rate that `optax.inject_hyperparams` keeps in its state, if there is exactly one."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
     rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]
@@ -204,6 +204,6 @@ class _Differentiated(NamedTuple):
 
 
 def _next_state(state: ZeroState, done: _Differentiated, params: Any, opt_state: Any, mutable: Any) -> ZeroState:
-    """The state after a step."""
+    """Return the state after a step."""
     step = state.step + jnp.where(done.skipped, 0, 1)
     return ZeroState(step, params, opt_state, done.scaling, mutable, done.gradients.errors, state.plan)

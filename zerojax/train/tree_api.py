@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
-    """How `value_and_grad` returns each gradient: on the device, sharded at stages 2 and 3 where its form allows it."""
+    """Return how `value_and_grad` returns each gradient: sharded at stages 2 and 3 where its form allows it."""
     return tuple(
         dataclasses.replace(part if leaf.further > 1 else leaf, dtype=leaf.dtype, host=False)
         if leaf.dim is not None
@@ -68,7 +68,7 @@ def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool])
 
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
-    """What `ZeroTransformation.value_and_grad` returns."""
+    """Return the function that `ZeroTransformation.value_and_grad` returns."""
     refuse_error_feedback(config)
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
@@ -120,7 +120,7 @@ def value_and_grad_tree(
     forms: tuple[Form, ...],
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
-    """What the loss returns, combined, and its gradient in the form of `params`; traced under jit."""
+    """Return the loss's combined results, and its gradient in the form of `params`. Traced under jit."""
     parts = returned_grads(config, layout, forms)
     run = functools.partial(differentiate, config, loss, layout, forms, accumulate=accumulate)
 
@@ -142,7 +142,7 @@ def differentiate(
     *args: Any,
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
-    """`value_and_grad_tree` on a mesh of Auto axes."""
+    """Compute `value_and_grad_tree` on a mesh of Auto axes."""
     parts = returned_grads(config, layout, forms)
     given = storage_leaves(params, layout.params)
     stored = cast(given, [leaf.dtype for leaf in layout.params])
@@ -158,7 +158,7 @@ def differentiate(
 def grads_in_form(
     config: Config, layout: Layout, forms: tuple[Form, ...], grads: Mapping[int, Array], dtypes: Sequence[Any]
 ) -> Any:
-    """Gradients by the index of their parameter, in storage shape, as a tree; zeros for those that are missing."""
+    """Return gradients in storage shape, given by parameter index, as a tree; zeros for missing ones."""
     parts = returned_grads(config, layout, forms)
     zeros = [jnp.zeros(part.storage_shape, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
     given = [grads.get(i, zero) for i, zero in enumerate(zeros)]
@@ -169,7 +169,7 @@ def grads_in_form(
 def update_tree(
     config: Config, layout: Layout, forms: tuple[Form, ...], grads: Any, state: Any, params: Any, extra: dict
 ) -> tuple[Any, Any]:
-    """Updates in the form of the parameters, and the new state; traced under jit.
+    """Return updates in the form of the parameters, and the new state. Traced under jit.
 
     Raises:
         ValueError: If gradients, state and parameters are not of one tree, or master
@@ -218,7 +218,7 @@ def zeros_for(grad: Array, leaf: Leaf) -> Array:
 
 
 def difference(new: Array, old: Array) -> Array:
-    """The float32 difference by which `optax.apply_updates` gets exactly from one narrow number to the other."""
+    """Return the float32 difference by which `optax.apply_updates` gets exactly from `old` to `new`."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
     new, old = to_device(new), to_device(old)

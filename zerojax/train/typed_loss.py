@@ -48,7 +48,7 @@ class TypedLoss:
     loss: Any
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """See `Loss.call`."""
+        """Call the loss with typed arguments; see `Loss.call`."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
         if not mesh.explicit_axes:  # of the caller's, or left in device view
             return self.loss.call(*given)
@@ -76,14 +76,14 @@ class TypedLoss:
             return on_auto(self.loss.call, given, error)
 
     def _returned(self, results: PyTree) -> Any:
-        """Results with the types that plain jit gives what is returned to the caller."""
+        """Return results with the types that plain jit gives to what the caller gets."""
         if not isinstance(results, Returned):
             return results
         aux = results.aux if self.config.view == "global" else without_types(results.aux)
         return without_types(results)._replace(aux=aux)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
-        """How the types of the arguments on the caller's mesh say that they are sharded: specs, one for each leaf."""
+        """Return, as specs, how the types of the arguments on the caller's mesh are sharded, one per leaf."""
         config, mesh = self.config, typed_mesh(self.config.user_mesh)
         named = lambda spec: explicit_part(spec, mesh)
         full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
@@ -99,7 +99,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """The configuration with a mesh of one device, with the axes of the caller's."""
+    """Return the configuration with a mesh of one device that has the axes of the caller's mesh."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config
@@ -108,12 +108,12 @@ def on_one_device(config: Config) -> Config:
 
 
 def is_spec(x: Any) -> bool:
-    """Whether a node is a `PartitionSpec`."""
+    """Return whether a node is a `PartitionSpec`."""
     return isinstance(x, PartitionSpec)
 
 
 def as_typed(x: Array, spec: PartitionSpec) -> Any:
-    """A result with the type that plain jit would give it, if that says anything."""
+    """Return a result with the type that plain jit would give it, if that type says anything."""
     return Typed(x, spec) if axes_of([spec]) else x
 
 
@@ -132,7 +132,7 @@ def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
 
 
 def divides(config: Config, spec: PartitionSpec, x: Any) -> bool:
-    """Whether mesh axes divide the dims of an array evenly."""
+    """Return whether mesh axes divide the dims of an array evenly."""
     sizes = dict(config.data.sizes)
     parts = [math.prod(sizes[axis] for axis in entry_names(entry)) for entry in spec]
     return len(parts) <= jnp.ndim(x) and all(n % k == 0 for n, k in zip(jnp.shape(x), parts, strict=False))

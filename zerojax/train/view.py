@@ -65,33 +65,33 @@ class View:
 
     @property
     def differentiable(self) -> list[int]:
-        """Which of the trained parameters can be differentiated, as indices into `layout.trained`."""
+        """Return which trained parameters can be differentiated, as indices into `layout.trained`."""
         leaves = self.layout.params
         return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
     @property
     def microbatches(self) -> int:
-        """Of how many losses a step takes the mean."""
+        """Return the number of losses that a step averages."""
         return self.comm.losses * self.accumulate
 
     @property
     def reduces_each(self) -> bool:
-        """Whether gradients are reduced microbatch by microbatch, and not once a step."""
+        """Return whether gradients are reduced per microbatch, and not once per step."""
         return self.config.stage >= 2 or self.accumulate == 1
 
     @property
     def gathers_on_use(self) -> bool:
-        """Whether parameters are gathered where they are used, and their gradients reduced there."""
+        """Return whether parameters are gathered where they are used, and their gradients reduced there."""
         return any(leaf.kind == "sharded" for leaf in self.layout.params)
 
     @functools.cached_property
     def comm(self) -> Collectives:
-        """How leaves are gathered and reduced."""
+        """Return the collectives that gather and reduce leaves."""
         return self._comm(self.config.bucket_bytes)
 
     @property
     def reduces_across_once(self) -> bool:
-        """Whether gradients are reduced across (hybrid sharding) once, at the end of a step."""
+        """Return whether gradients are reduced across (hybrid sharding) once, at the end of a step."""
         wire = self.config.wire
         waits = self.accumulate > 1 or (wire is not None and wire.error_feedback)
         return waits and self.reduces_each and bool(self.config.data.across)
@@ -103,14 +103,14 @@ class View:
         return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
 
     def microbatches_of(self, rows: Array) -> Array:
-        """Rows of the batch divided into microbatches, on dim 0; each has rows of every device."""
+        """Divide the rows of the batch into microbatches, on dim 0. Each has rows of every device."""
         devices = self.config.data.workers // self.comm.losses
         each = rows.shape[0] // (devices * self.accumulate)  # -1 cannot stand for it in an array without elements
         divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
         return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
 
     def rows_of(self, microbatches: Array) -> Array:
-        """The inverse of `microbatches_of`."""
+        """Undo `microbatches_of`."""
         devices = self.config.data.workers // self.comm.losses
         each = microbatches.shape[1] // devices
         divided = microbatches.reshape(self.accumulate, devices, each, *microbatches.shape[2:])
@@ -118,7 +118,7 @@ class View:
 
     @property
     def is_one_loss(self) -> bool:
-        """Whether a step calls the loss once, for all rows."""
+        """Return whether a step calls the loss once, for all rows."""
         return self.config.view == "global" and self.accumulate == 1
 
     def loss_of_params(self) -> Callable:
@@ -135,7 +135,7 @@ class View:
         return call
 
     def loss_of_storage(self) -> Callable:
-        """The loss as a function of parameters in storage: cast, and at stage 3 gathered where they are used."""
+        """Return the loss as a function of stored parameters: cast, and at stage 3 gathered where they are used."""
         config, layout, call = self.config, self.layout, self.loss_of_params()
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())
@@ -151,7 +151,7 @@ class View:
         )
 
     def value_and_grad(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
-        """Loss and gradient of one microbatch.
+        """Return loss and gradient of one microbatch.
 
         The cotangent is that of a loss computed alone, and not divided by the number of losses: a custom rule, such as
         one that clips its cotangent, is not linear. The gradients are divided instead, where microbatches are added up,
@@ -178,7 +178,7 @@ class View:
 
     @property
     def _trained(self) -> list[int]:
-        """Indices of the differentiable parameters among all."""
+        """Return the indices of the differentiable parameters among all."""
         return [self.layout.trained[k] for k in self.differentiable]
 
     def _pulled_to_shards(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple):
@@ -203,7 +203,7 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple):
-        """As `_pulled_to_shards`, for parameters that every device holds: gradients are not summed over workers yet."""
+        """Differentiate for parameters that every device holds; gradients are not summed over workers yet."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         arrays, put_back = split_arrays((mutable, batch, *args))
         structure = None
@@ -248,7 +248,7 @@ class View:
         return unscaled(values, loss, [leaves[i] for i in overwritten], (leaves, given), cotangent)
 
     def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
-        """What is differentiated in place of a parameter whose gradient is in other memory, or reduced later.
+        """Return stand-ins for parameters whose gradient is in other memory, or is reduced later.
 
         The gradient of an overwritten parameter is a value, and no sum that could be reduced later.
         """
@@ -265,7 +265,7 @@ class View:
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter the gradients; that of a parameter gathered on use is reduced already."""
+        """Reduce-scatter the gradients, except those of parameters gathered on use, which are reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
         only_flat_buckets = self._comm(bucket_bytes=0)
@@ -279,7 +279,7 @@ class View:
     def reduce_across(
         self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
     ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
-        """The sums over all devices of what `reduce` left to be reduced once a step.
+        """Sum over all devices the gradients that `reduce` left to be reduced once per step.
 
         Args:
             grads: One a differentiable parameter.
@@ -302,7 +302,7 @@ class View:
         return self.comm.reduce_across(given, leaves), errors
 
     def reduced(self, k: int) -> Leaf:
-        """How the gradient of a trained parameter is sharded before it is reduced across."""
+        """Return how the gradient of a trained parameter is sharded before it is reduced across."""
         param = self.layout.params[self.layout.trained[k]]
         return self.grads[k] if param.dim is None else param
 
