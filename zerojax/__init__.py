@@ -111,5 +111,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """The public surface."""
+    """Return the public surface."""
     return sorted([*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__"])

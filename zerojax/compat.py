@@ -49,31 +49,31 @@ class ScanParams:
 
 @functools.cache
 def _jex():
-    """`jax.extend.core`, whose import brings Pallas along and is put off until a jaxpr is read."""
+    """Import `jax.extend.core` late: it brings Pallas along, which is needed only when a jaxpr is read."""
     from jax.extend import core
 
     return core
 
 
 def opened(closed) -> tuple[Any, Sequence]:
-    """A closed jaxpr as `(jaxpr, consts)`; `consts` belong to `constvars_of(jaxpr)`."""
+    """Return a closed jaxpr as `(jaxpr, consts)`. `consts` belong to `constvars_of(jaxpr)`."""
     if isinstance(closed, _jex().ClosedJaxpr) and hasattr(closed, "jaxpr"):
         return closed.jaxpr, tuple(closed.consts)
     return closed, ()
 
 
 def is_jaxpr(x) -> bool:
-    """Whether an equation's parameter is a jaxpr, open or closed."""
+    """Return whether an equation's parameter is a jaxpr, open or closed."""
     return isinstance(x, _jex().Jaxpr | _jex().ClosedJaxpr)
 
 
 def constvars_of(jaxpr) -> Sequence:
-    """The variables of a jaxpr's constants."""
+    """Return the variables of a jaxpr's constants."""
     return tuple(getattr(jaxpr, "constvars", ()))
 
 
 def line_of(eqn) -> str:
-    """The line of the user's source an equation was traced at, as "file.py:12"; "" if it is not known."""
+    """Return the line of the user's source where an equation was traced, as "file.py:12"; "" if unknown."""
     from jax._src import source_info_util
 
     info = eqn.source_info
@@ -84,7 +84,7 @@ def line_of(eqn) -> str:
 
 
 def at_line_of(eqn) -> Any:
-    """Context in which what is traced counts as traced at an equation's line."""
+    """Enter a context in which what is traced counts as traced at an equation's line."""
     from jax._src import source_info_util
 
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -92,60 +92,60 @@ def at_line_of(eqn) -> Any:
 
 
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's: of no installed package, and not of this one."""
+    """Return whether a source file is the user's: of no installed package, and not of this one."""
     return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
 def keeps_barriers(platform: str) -> bool:
-    """Whether barriers order a program's gathers: jax 0.10 on CPU drops them, and merges a parameter's two gathers."""
+    """Return whether barriers order a program's gathers. jax 0.10 on CPU drops them, and merges two gathers."""
     return platform != "cpu" or jax.__version_info__ >= (0, 11)
 
 
 def is_literal(atom) -> bool:
-    """Whether an equation's operand is a constant written into the jaxpr."""
+    """Return whether an equation's operand is a constant written into the jaxpr."""
     return isinstance(atom, _jex().Literal)
 
 
 def is_dropped(var) -> bool:
-    """Whether an equation's result is dropped."""
+    """Return whether an equation's result is dropped."""
     return isinstance(var, _jex().DropVar)
 
 
 def is_ref(atom) -> bool:
-    """Whether an operand or a result is a mutable array, as `jax.new_ref` makes it."""
+    """Return whether an operand or a result is a mutable array, as `jax.new_ref` makes it."""
     return hasattr(atom.aval, "inner_aval")
 
 
 def is_high(atom) -> bool:
-    """Whether an operand or a result is of a type that `jax.experimental.hijax` defines."""
+    """Return whether an operand or a result is of a type that `jax.experimental.hijax` defines."""
     return bool(getattr(atom.aval, "is_high", False))
 
 
 def called(eqn):
-    """The closed jaxpr that a call equation (`jax.jit` and its kin) inlines to, or None."""
+    """Return the closed jaxpr that a call equation (such as `jax.jit`'s) inlines to, or None."""
     if eqn.primitive.name not in _CALLS:
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
 def inner_jaxprs(eqn) -> list:
-    """The jaxprs among an equation's parameters, opened."""
+    """Return the jaxprs among an equation's parameters, opened."""
     return [opened(inner)[0] for inner in _jex().jaxprs_in_params(eqn.params)]
 
 
 def is_remat(eqn) -> bool:
-    """Whether the equation is a `jax.checkpoint`."""
+    """Return whether the equation is a `jax.checkpoint`."""
     return eqn.primitive.name in _REMATS
 
 
 def inlined_body(eqn):
-    """The jaxpr that a call or a remat evaluates on its operands, or None."""
+    """Return the jaxpr that a call or a remat evaluates on its operands, or None."""
     body = eqn.params["jaxpr"] if is_remat(eqn) else called(eqn)
     return None if body is None else opened(body)[0]
 
 
 def scan_params(eqn) -> ScanParams:
-    """The parameters of a scan equation."""
+    """Return the parameters of a scan equation."""
     params = eqn.params
     if "num_consts" in params:
         consts, carry = params["num_consts"], params["num_carry"]
@@ -156,31 +156,31 @@ def scan_params(eqn) -> ScanParams:
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
-    """Some of a jaxpr's equations as a jaxpr without constants."""
+    """Return some of a jaxpr's equations as a jaxpr without constants."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
 def in_force(eqn):
-    """An equation as if it were traced on the mesh in force; what else was in force when it was traced stays."""
+    """Return an equation as if it were traced on the mesh in force, with everything else as it was traced."""
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
 def eval_shape(fn: Callable, *args: Any) -> Any:
-    """As `jax.eval_shape`, which keeps an entry of each call for as long as the function lives."""
+    """Evaluate like `jax.eval_shape`, without its cache entry per call, which lives as long as the function."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
 
 
 def mesh_of_calls() -> Any:
-    """What `jax.jit` would note as its mesh, traced here; None where it notes none."""
+    """Return what `jax.jit` would note as its mesh if it traced here, or None."""
     (call,) = opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns
     return call.params.get("ctx_mesh")
 
 
 def like(closed, other):
-    """A closed jaxpr in the form of another one that it replaces as a parameter: closed, or open without constants."""
+    """Return a closed jaxpr in the form of the parameter that it replaces: closed, or open without constants."""
     if isinstance(other, _jex().ClosedJaxpr):
         return closed
     jaxpr, consts = opened(closed)
@@ -208,7 +208,7 @@ def _empty_jaxpr():
 
 
 def in_host_memory(aval) -> bool:
-    """Whether values of a type are in pinned host memory."""
+    """Return whether values of a type are in pinned host memory."""
     from jax._src.core import MemorySpace
 
     return getattr(aval, "memory_space", None) == MemorySpace.Host
@@ -229,7 +229,7 @@ def zero_cotangent(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def host_buffer(shape: Sequence[int], dtype) -> Any:
-    """An array in host memory that is to be overwritten; for use while tracing.
+    """Return an array in host memory that is to be overwritten; for use while tracing.
 
     What `jax.lax.scan` itself makes for results in host memory. By public means an array gets there
     from the device alone, where it would have to be made first.
@@ -241,7 +241,7 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 
 def on_host(fn: Callable) -> Callable:
-    """A function, traced under jit, whose operands and results are in host memory, computed by the host's processor."""
+    """Return a function on host memory that the host's processor computes, for use under jit."""
     from jax.experimental.compute_on import compute_on
 
     if "out_memory_spaces" in inspect.signature(compute_on).parameters:
@@ -258,27 +258,27 @@ def makes_refs(effects: Any) -> bool:
 
 
 def is_check(effect: Any) -> bool:
-    """Whether an effect is that of a `checkify.check`."""
+    """Return whether an effect is that of a `checkify.check`."""
     from jax._src.checkify import ErrorEffect
 
     return isinstance(effect, ErrorEffect)
 
 
 def flags_of(error: Any) -> list:
-    """Whether each kind of error in a `checkify.Error` has happened."""
+    """Return whether each kind of error in a `checkify.Error` has happened."""
     (flags, _, _), _ = error.tree_flatten()
     return list(flags.values())
 
 
 def is_tracing() -> bool:
-    """Whether a function is being traced, as under `jax.jit`."""
+    """Return whether a function is being traced, as under `jax.jit`."""
     from jax._src.core import trace_state_clean
 
     return not trace_state_clean()
 
 
 def coordination_client() -> Any:
-    """The client of jax's coordination service: what several processes agree through, without devices."""
+    """Return the client of jax's coordination service, through which processes agree without devices."""
     from jax._src import distributed
 
     return distributed.global_state.client

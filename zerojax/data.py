@@ -20,7 +20,7 @@ __all__ = ["ShardedBatches", "shard_batches"]
 
 
 def __dir__() -> list[str]:
-    """The public surface."""
+    """Return the public surface."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
@@ -75,11 +75,11 @@ class ShardedBatches:
         self._error: Exception | None = None
 
     def __iter__(self) -> ShardedBatches:
-        """Itself: it is read once."""
+        """Return the object itself: it is read once."""
         return self
 
     def __next__(self) -> Any:
-        """The next batch, with the ones after it on their way.
+        """Return the next batch, with the ones after it on their way.
 
         Raises:
             Exception: Of the loader, or of a batch that cannot be placed, once all batches before it were returned.
@@ -106,7 +106,7 @@ class ShardedBatches:
             self._ahead.append((batch, self._source_position()))
 
     def get_state(self) -> Any:
-        """The loader's state after the batch returned last, not after those placed ahead.
+        """Return the loader's state after the batch returned last, not after those placed ahead.
 
         Raises:
             TypeError: If its iterator has no `get_state`.
@@ -142,7 +142,7 @@ class Placement:
         self._rows: int | None = None
 
     def place(self, batch: Any) -> Any:
-        """A batch on the mesh, padded and with its weights if it is to be; None if it is left out."""
+        """Place a batch on the mesh, padded and with weights if asked; None if it is left out."""
         arrays = jax.tree_util.tree_map_with_path(as_array, batch)
         if not jax.tree.leaves(arrays):
             raise ValueError(f"A batch has no arrays in it: the loader gave {batch!r:.100}. A step needs rows.")
@@ -191,13 +191,13 @@ def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """A batch with its last row repeated (the loss of zeros might be NaN) up to `size` rows, and their weights."""
+    """Repeat a batch's last row up to `size` rows (the loss of zeros might be NaN), and return it with weights."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 
 
 def as_array(path: tuple, x: Any) -> Any:
-    """A leaf of a batch as an array of NumPy, or, where NumPy has not its type, of JAX.
+    """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type.
 
     Raises:
         TypeError: If it is none, and has neither `__array__` nor DLPack.

@@ -65,7 +65,7 @@ def examine(path: Path) -> Iterator[Finding]:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package; None if it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def version_of(package: str) -> str | None:
 
 
 def plugins() -> Iterator[Finding]:
-    """CUDA plugins, which must be of jaxlib's version: another one is ignored or fails late."""
+    """Check the CUDA plugins, which must be of jaxlib's version: another one is ignored or fails late."""
     required = version_of("jaxlib")
     for name in PLUGINS:
         if version := version_of(name):
@@ -83,7 +83,7 @@ def plugins() -> Iterator[Finding]:
 
 
 def run_check(name: str, check: Callable[[], str]) -> Finding:
-    """The result of a check; an error fails it."""
+    """Return the result of a check. An error fails it."""
     try:
         return Finding(name, check())
     except Exception as error:
@@ -91,7 +91,7 @@ def run_check(name: str, check: Callable[[], str]) -> Finding:
 
 
 def bandwidths() -> str:
-    """Bandwidth between host and device, and of host memory."""
+    """Measure bandwidth between host and device, and of host memory."""
     speed = measure(resolve_mesh(None, ("data",)), ("data",))
     return (
         f"{format_bytes(speed.link)}/s each way per device, {format_bytes(speed.host)}/s of host memory per device "
@@ -100,7 +100,7 @@ def bandwidths() -> str:
 
 
 def host_compute() -> str:
-    """Whether a program over arrays in host memory gives correct results.
+    """Check whether a program over arrays in host memory gives correct results.
 
     Raises:
         ArithmeticError: If it does not.
@@ -115,13 +115,13 @@ def host_compute() -> str:
 
 
 def offloaded_activations() -> str:
-    """Whether this backend and jaxlib can offload activations."""
+    """Check whether this backend and jaxlib can offload activations."""
     remat_policy("any_name")
     return "supported here"
 
 
 def disk_bandwidth(path: Path) -> str:
-    """Bandwidth of reading and writing offloaded chunks on disk."""
+    """Measure the bandwidth of reading and writing offloaded chunks on disk."""
     data = np.random.default_rng(0).random(CHUNK_BYTES // 4, np.float32)
     spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), data.dtype),))
     with (

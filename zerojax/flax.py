@@ -23,7 +23,7 @@ __all__ = ["init_module", "shard_module", "value_and_grad"]
 
 
 def __dir__() -> list[str]:
-    """The public surface."""
+    """Return the public surface."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
@@ -74,7 +74,7 @@ def value_and_grad(
     weighted: bool = False,
     accumulate: int = 1,
 ) -> Callable:
-    """`nnx.value_and_grad` with explicit collectives, for modules in any stage's layout.
+    """Return `nnx.value_and_grad` with explicit collectives, for modules in any stage's layout.
 
     Args:
         tx: From `zero_shard`.
@@ -161,7 +161,7 @@ def value_and_grad(
 
 
 def is_node(x: Any) -> bool:
-    """Whether NNX updates it in place."""
+    """Return whether NNX updates it in place."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
@@ -180,7 +180,7 @@ def refuse_nodes(keywords: Mapping) -> None:
 
 
 def joined(nodes: Any, arrays: Any) -> Any:
-    """One argument of its NNX objects and its arrays, each None where the other has something."""
+    """Join an argument's NNX objects and its arrays, each None where the other has something."""
     return jax.tree.map(
         lambda node, x: x if node is None else node, nodes, arrays, is_leaf=lambda x: x is None or is_node(x)
     )
@@ -268,5 +268,5 @@ def check_integers(assigned: Collection, after: nnx.State) -> None:
 
 
 def named(path: Sequence) -> str:
-    """A variable in words: which argument, and where in it."""
+    """Describe a variable: which argument, and where in it."""
     return f"{'.'.join(str(key) for key in path[1:]) or 'itself'} of argument {path[0]}"

@@ -53,7 +53,7 @@ def evaluate(
 
 
 def as_jax_values(consts: Sequence) -> list:
-    """A jaxpr's constants without NumPy arrays, which a `custom_vjp` of the user's may index with traced values."""
+    """Return a jaxpr's constants without NumPy arrays, which a user's `custom_vjp` may index with traced values."""
     is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
 
@@ -69,17 +69,17 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def variables_in(atoms: Iterable) -> list:
-    """The variables among operands or results: all that are no literals."""
+    """Return the variables among operands or results: everything that is not a literal."""
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
 def nbytes(var: Any) -> int:
-    """Bytes of a variable's value."""
+    """Return bytes of a variable's value."""
     return var.aval.size * var.aval.dtype.itemsize
 
 
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
-    """`(variable -> [(equation, which operand)], variables that are results)`."""
+    """Return `(variable -> [(equation, which operand)], variables that are results)`."""
     uses: dict = {}
     for eqn in jaxpr.eqns:
         for index, atom in enumerate(eqn.invars):
@@ -89,7 +89,7 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 
 
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:
-    """What two jaxprs have in common that compute the same of their arguments, hashable; None if it has effects.
+    """Return what two jaxprs share that compute the same from their arguments, hashable; None if it has effects.
 
     Variables count by their place, constants and functions by identity: jaxprs that are not told apart are the
     same program, and some that are the same are told apart. Without `functions` these (derivative rules, callbacks)
@@ -110,7 +110,7 @@ def signature(jaxpr: Any, *, functions: bool = True) -> Any:
 
 
 def equation_key(eqn: Any, same: Mapping, *, functions: bool = True) -> Any:
-    """What two equations of one jaxpr have in common that compute the same of the same, hashable.
+    """Return what two equations of one jaxpr share that compute the same from the same values, hashable.
 
     Args:
         eqn: The equation.
@@ -148,7 +148,7 @@ def _of_param(value: Any, functions: bool) -> Any:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
-    """The equations that `wanted` depend on, in order, and every variable these and `wanted` read."""
+    """Return the equations that `wanted` depend on, in order, and every variable that these and `wanted` read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
@@ -159,7 +159,7 @@ def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
 
 
 def alive(jaxpr: Any) -> list:
-    """The equations that have effects, or that those or the results need, in order."""
+    """Return the equations that have effects, or that those or the results need, in order."""
     effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
     needed, _ = needed_for(jaxpr.eqns, [*jaxpr.outvars, *(atom for eqn in effects for atom in eqn.invars)])
     ids = {*map(id, needed), *map(id, effects)}
@@ -167,7 +167,7 @@ def alive(jaxpr: Any) -> list:
 
 
 def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:
-    """Variables that depend on `variables`, and these.
+    """Return variables that depend on `variables`, and these.
 
     Args:
         variables: Where to begin.

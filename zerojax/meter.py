@@ -74,7 +74,7 @@ class Throughput:
         self._clock, self._last = clock, None
 
     def __call__(self, *, steps: int, tokens: int = 0) -> dict[str, float]:
-        """Rates since the last call; wait for the last step's metrics before.
+        """Return rates since the last call. Wait for the last step's metrics before.
 
         Args:
             steps: Done since the last call.
@@ -154,7 +154,7 @@ class Log:
 
 
 def scalars(metrics: PyTree) -> dict[str, float]:
-    """The scalars of a tree by path, as floats; waits for them."""
+    """Return the scalars of a tree by path, as floats. Waits for them."""
     leaves = jax.tree_util.tree_leaves_with_path(metrics)
     for path, x in leaves:
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):

@@ -48,12 +48,12 @@ __all__ = ["memory", "shards", "timeline"]
 
 
 def __dir__() -> list[str]:
-    """The public surface."""
+    """Return the public surface."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
 def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
-    """Bytes per device by stage, stacked by part; offloaded ones hatched.
+    """Draw bytes per device by stage, stacked by part, with offloaded ones hatched.
 
     Args:
         estimate: Of one number of devices or of several; the first one is drawn.
@@ -93,7 +93,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
 
 
 def shards(state: Any) -> Figure:
-    """Which device has which shards: one bar a leaf, along its first sharded dim.
+    """Draw which device has which shards: one bar per leaf, along its first sharded dim.
 
     Of many leaves the largest are drawn; scalars are not. What `jax.debug.visualize_array_sharding`
     shows of one array, this shows of a state.
@@ -143,7 +143,7 @@ def shards(state: Any) -> Figure:
 
 
 def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
-    """When a compiled step computes and when it communicates: a lane for kernels, lanes for collectives.
+    """Draw when a compiled step computes and communicates: a lane for kernels, lanes for collectives.
 
     Order and overlap are the program's, durations those at the device's peak rates. Of a loop
     one iteration is drawn. A collective is a bar until it is complete, then a pale one until its
@@ -211,7 +211,7 @@ def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
 
 
 def color_of(lane: str, kind: str) -> str:
-    """The color of a kind of span."""
+    """Return the color of a kind of span."""
     return WORK.get((lane, kind), EXPOSED)[0]
 
 
@@ -251,7 +251,7 @@ class LeafShards(NamedTuple):
 
 
 def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
-    """A figure outside pyplot: it is in no window, and nothing has to be closed."""
+    """Return a figure outside pyplot: it is in no window, and nothing has to be closed."""
     figure = notebook_figure()(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -260,7 +260,7 @@ def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
 
 @functools.cache
 def notebook_figure() -> type[Figure]:
-    """A class of figures that a notebook shows: of figures outside pyplot it prints only the type."""
+    """Return a class of figures that a notebook shows. Of figures outside pyplot it prints only the type."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -276,7 +276,7 @@ def notebook_figure() -> type[Figure]:
 
 
 def device_colors(count: int) -> list:
-    """One color a device, distinct for neighbours."""
+    """Return one color per device, distinct for neighbours."""
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](0.08 + 0.84 * i / max(count - 1, 1)) for i in range(count)]

@@ -4,13 +4,13 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def byte_unit(count: float) -> tuple[str, float]:
-    """The largest decimal unit in which a size, rounded to three digits, is at least 1; and that unit in bytes."""
+    """Return the largest decimal unit in which a size, rounded to three digits, is at least 1, and it in bytes."""
     power = next((i for i in range(len(UNITS)) if count < 999.5 * 1000**i), len(UNITS) - 1)
     return UNITS[power], 1000.0**power
 
 
 def format_bytes(count: float | None) -> str:
-    """A size as `1.88 GB`, in units of 1,000; a dash for an unknown one."""
+    """Return a size as `1.88 GB`, in units of 1,000; a dash for an unknown one."""
     if count is None:
         return "-"
     unit, size = byte_unit(count)
@@ -18,6 +18,6 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time as `4.05 ms`."""
+    """Return a time as `4.05 ms`."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
     return f"{seconds / size:.3g} {unit}"

@@ -28,7 +28,7 @@ class InitError(ValueError):
 
 
 def load_object(text: str) -> Any:
-    """An object in a file: `"model.py:make_model"`.
+    """Load an object from a file: `"model.py:make_model"`.
 
     Args:
         text: The file, a colon, and a name that the file defines.
@@ -69,7 +69,7 @@ def load_from_file(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def running(path: Path) -> Iterator[None]:
-    """Context in which a file's code runs: imports from its folder work, and its output is captured.
+    """Enter a context in which a file's code runs: imports from its folder work, and its output is captured.
 
     What it writes past Python to standard output, as its subprocesses do, goes to standard error.
 
@@ -94,7 +94,7 @@ def running(path: Path) -> Iterator[None]:
 
 
 def split_reference(text: str) -> tuple[Path, str]:
-    """The file and the name in `"train.py:make_step"`; without a name, `MAKE_STEP`."""
+    """Return the file and the name in `"train.py:make_step"`; without a name, `MAKE_STEP`."""
     match = REFERENCE.fullmatch(text)
     return (Path(match[1]), match[2]) if match else (Path(text), MAKE_STEP)
 
@@ -185,7 +185,7 @@ def trace_params(make: Callable[[], Any], text: str) -> Any:
 
 
 def has_init(model: Any) -> bool:
-    """Whether an object is initialised from a key: a Linen module, or its class."""
+    """Return whether an object is initialised from a key: a Linen module, or its class."""
     linen = sys.modules.get("flax.linen")
     if isinstance(model, type):
         return linen is not None and issubclass(model, linen.Module)
@@ -216,7 +216,7 @@ def init_shapes(made: Any, text: str) -> Any:
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:
-    """An optimizer of optax by its name, or an object in a file; the learning rate does not change its state.
+    """Load an optimizer of optax by its name, or an object from a file. The rate does not change its state.
 
     Args:
         text: `"adamw"` or `"train.py:tx"`.
@@ -247,7 +247,7 @@ def load_transformation(text: str) -> optax.GradientTransformation:
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """A preset of `Precision` by its name.
+    """Return a preset of `Precision` by its name.
 
     Args:
         text: `"fp32"`, `"bf16"` or `"fp16"`; None for none.
@@ -264,7 +264,7 @@ def parse_precision(text: str | None) -> Precision | None:
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """The memory that optimizer state is offloaded to.
+    """Return the memory that optimizer state is offloaded to.
 
     Args:
         text: `"host"` or `"disk"`; None for the device.

@@ -4,7 +4,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """The installed version, or that of the source on the path, of which no package is installed."""
+    """Return the installed version, or that of the source on the path if no package is installed."""
     try:
         return metadata.version("zerojax")
     except metadata.PackageNotFoundError:

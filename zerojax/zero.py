@@ -38,17 +38,17 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
-        """The transformation of a configuration; `zero_shard` makes and checks one."""
+        """Return the transformation of a configuration. `zero_shard` makes and checks one."""
         # keywords, as optax's protocols name them; a partial keeps the configuration where rebuilding finds it
         return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
     def config(self) -> Config:
-        """The wrapped transformation, stage, mesh and axis."""
+        """Return the wrapped transformation, stage, mesh and axis."""
         return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
-        """Stage, mesh and axis; the functions say nothing."""
+        """Return stage, mesh and axis. The functions would say nothing."""
         c = self.config
         mesh = dict(c.mesh.shape)
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
@@ -129,7 +129,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return adopt(self.config, state, params)
 
     def as_params(self, mirror: Any, params: Any) -> Any:
-        """Parts of the optimizer's state that mirror the parameters, such as an average of them, as parameters.
+        """Convert parts of the optimizer state that mirror the parameters, such as an average, into parameters.
 
         Args:
             mirror: A tree of the state, in storage; of the structure of the trained parameters.
@@ -145,7 +145,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return as_params(self.config, mirror, params)
 
     def eval_step(self, fn: Callable) -> Callable:
-        """A jitted function of full parameters, gathered where they are used as in training: evaluation, generation.
+        """Return a jitted function of full parameters, gathered where they are used: evaluation, generation.
 
         Args:
             fn: `fn(params, batch, *args)` sees full logical parameters and, in either view, all of
@@ -168,7 +168,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         mutable: bool = False,
         accumulate: int = 1,
     ) -> Callable:
-        """Loss and gradient over all devices, with explicit collectives.
+        """Return loss and gradient over all devices, with explicit collectives.
 
         Args:
             loss_fn: `loss_fn(params, batch, *args)` sees full logical parameters and all of
@@ -231,7 +231,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         leaf_norms: bool = False,
         timeout: float | None = None,
     ) -> Step:
-        """A jitted training step that donates its state.
+        """Return a jitted training step that donates its state.
 
         Args:
             loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable, batch, *args)` returns
@@ -268,7 +268,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:
-        """Where parameters, gradients and optimizer state live.
+        """Return where parameters, gradients and optimizer state live.
 
         Args:
             params: Arrays or shapes; on a mesh of absent devices too.

@@ -21,5 +21,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public surface."""
+    """Return the public surface."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])

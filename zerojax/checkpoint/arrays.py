@@ -115,7 +115,7 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
 
 
 def wait_for(futures: Sequence[Any]) -> None:
-    """Block until all is on disk, or has failed: the caller removes the folder, and nothing may be writing there.
+    """Block until everything is on disk or has failed: the caller removes the folder, and nothing may be writing there.
 
     Raises:
         Exception: The first that there was.
@@ -171,7 +171,7 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
-    """The PRNG keys whose data was read."""
+    """Return the PRNG keys whose data was read."""
     try:
         wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
         return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put takes no array of several processes
@@ -200,7 +200,7 @@ def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]
 
 
 def param_info(directory: Path, folder: str) -> type_handlers.ParamInfo:
-    """Orbax's description of an array's files."""
+    """Return orbax's description of an array's files."""
     return type_handlers.ParamInfo(
         name=folder,
         parent_dir=epath.Path(directory),
@@ -212,7 +212,7 @@ def param_info(directory: Path, folder: str) -> type_handlers.ParamInfo:
 
 
 def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
-    """Consecutive arrays, each group of about `GROUP_BYTES` on this host.
+    """Group consecutive arrays so that each group has about `GROUP_BYTES` on this host.
 
     orbax's own limit, `restore_concurrent_gb`, refuses an array that is larger.
     """
@@ -230,7 +230,7 @@ def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array, or a shape, is of PRNG keys."""
+    """Return whether an array, or a shape, holds PRNG keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -241,6 +241,6 @@ def run(coroutine: Coroutine) -> Any:
 
 
 async def quietly(coroutine: Coroutine) -> Any:
-    """A coroutine whose error is the only word of it: the other arrays that fail with one are not printed."""
+    """Return a coroutine that raises its first error only: other arrays that fail with it are not printed."""
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     return await coroutine

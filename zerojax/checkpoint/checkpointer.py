@@ -195,11 +195,11 @@ class Checkpointer:
             return retried(restored) if self._processes.count == 1 else restored()
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint; None if none has."""
+        """Return the newest step that has a checkpoint, or None if no step has one."""
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """All steps that have a checkpoint, ascending."""
+        """Return all steps that have a checkpoint, ascending."""
         return folders.steps_in(self.directory)
 
     def verify(self, step: int | None = None) -> list[int]:
@@ -272,7 +272,7 @@ class Checkpointer:
         self._mutex, self._last_save, self._failed = threading.RLock(), None, []
 
     def __enter__(self) -> Checkpointer:
-        """The object itself."""
+        """Return the object itself."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -301,7 +301,7 @@ class FailedStream:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """That of the other stream."""
+        """Return the attribute of the other stream."""
         return getattr(self._stream, name)
 
     def flush(self) -> None:
@@ -312,14 +312,14 @@ class FailedStream:
 
 
 def after_fork() -> None:
-    """In a forked child: the threads of saves are not there, and what they write belongs to the parent."""
+    """Forget saves in a forked child: their threads do not exist there, and what they write belongs to the parent."""
     OPEN.clear()
     for one in list(KNOWN):
         one._after_fork()
 
 
 def close_open() -> None:
-    """At exit: finish the saves under way, and say what failed, also by the exit status."""
+    """Finish the saves under way at exit, and report failures, also by the exit status."""
     for one in list(OPEN):
         try:
             one.close()

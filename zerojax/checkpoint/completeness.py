@@ -19,7 +19,7 @@ WRITTEN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", 
 
 
 def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf]) -> list[Damage]:
-    """Where the files of a manifest are not those that its leaves need.
+    """Find files of a manifest that are not the ones that its leaves need.
 
     Args:
         directory: The checkpoint; the zarr metadata of each leaf is read from it.
@@ -40,7 +40,7 @@ def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf])
 
 
 def damage_of(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, str]]) -> Iterator[Damage]:
-    """What is wrong with the files of one leaf."""
+    """Describe what is wrong with the files of one leaf."""
     prefix = f"{ARRAYS}/{leaf.folder}/"
     if prefix + ZARRAY not in files:
         yield leaf.name, prefix + ZARRAY, "is missing"

@@ -27,7 +27,7 @@ class UnreadableError(ValueError):
 
 
 def dumps(data: Any) -> str:
-    """`data` as text.
+    """Return `data` as text.
 
     Raises:
         TypeError: If a part of it is neither of a known type nor a pytree node.
@@ -36,7 +36,7 @@ def dumps(data: Any) -> str:
 
 
 def loads(text: str | bytes, template: Any = None) -> Any:
-    """What was written.
+    """Return what was written.
 
     Args:
         text: From `dumps`.
@@ -55,7 +55,7 @@ def loads(text: str | bytes, template: Any = None) -> Any:
 
 
 def encode(data: Any) -> Any:
-    """As nested lists and dicts of JSON; what is no plain value or list is a dict with a tag."""
+    """Encode as nested lists and dicts of JSON. A value that is neither plain nor a list becomes a dict with a tag."""
     if isinstance(data, PLAIN):
         return data
     if has_state(data):
@@ -80,7 +80,7 @@ def encode(data: Any) -> Any:
 
 
 def encode_array(x: Any) -> dict:
-    """An array with its type, or a PRNG key with its implementation."""
+    """Encode an array with its type, or a PRNG key with its implementation."""
     if is_key(x):
         return {"key": str(jax.random.key_impl(x)), "of": encode_array(jax.random.key_data(x))}
     host = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x)
@@ -93,7 +93,7 @@ def encode_array(x: Any) -> dict:
 
 
 def decode(tagged: dict) -> Any:
-    """The inverse of `encode` for one dict of JSON, the values in it decoded already."""
+    """Undo `encode` for one dict of JSON whose values are decoded already."""
     if "tuple" in tagged:
         return tuple(tagged["tuple"])
     if "dict" in tagged:
@@ -110,7 +110,7 @@ def decode(tagged: dict) -> Any:
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """`saved` in the nodes of a template, whose objects with a state are set to it."""
+    """Put `saved` into the nodes of a template. Objects with a state are set to it."""
     if template is None:
         return saved
     if has_state(template):
@@ -133,5 +133,5 @@ def fill(template: Any, saved: Any) -> Any:
 
 
 def has_state(x: Any) -> bool:
-    """Whether an object gives and takes its state, as grain's iterators do."""
+    """Return whether an object gives and takes its state, as grain's iterators do."""
     return callable(getattr(x, "get_state", None)) and callable(getattr(x, "set_state", None))

@@ -37,7 +37,7 @@ IDLE = 3600.0
 
 
 def step_number(step: Any) -> int:
-    """A step that the caller gives, as an int.
+    """Return a step that the caller gives, as an int.
 
     Raises:
         TypeError: If it is no integer of Python, NumPy or JAX.
@@ -55,12 +55,12 @@ def step_number(step: Any) -> int:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step."""
+    """Return the folder name of a step."""
     return f"step_{step:08d}"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps that have a checkpoint, ascending; none where there is no such folder."""
+    """Return the steps that have a checkpoint, ascending; none if there is no such folder."""
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -127,17 +127,17 @@ def require_space(directory: Path, size: int) -> None:
 
 
 def temporary_name(step: int) -> str:
-    """A folder to write a checkpoint into; another at each call, since a write of a failed save may come late."""
+    """Return a new folder name to write a checkpoint into, since a write of a failed save may come late."""
     return f"{TEMPORARY}{step_name(step)}-{host()}{secrets.token_hex(4)}"
 
 
 def host() -> str:
-    """This host, in eight hexadecimal digits."""
+    """Return an identifier of this host, in eight hexadecimal digits."""
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
 def is_being_written(temporary: Path, writer: str) -> bool:
-    """Whether its writer may be alive: on this host it has the lock, on another one it wrote a short time ago."""
+    """Return whether its writer may be alive: on this host it has the lock, on another one it wrote recently."""
     try:
         locks.lock_folder(temporary).release()
     except BlockingIOError:
@@ -164,7 +164,10 @@ def commit(temporary: Path, step: int) -> None:
 
 
 def is_removable(path: Path) -> bool:
-    """Whether a save wrote this folder of a step, as its manifest tells; of a link, only the link is removed."""
+    """Return whether a save wrote this folder of a step, as its manifest tells.
+
+    For a link, only the link is removed.
+    """
     return path.is_symlink() or any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
 
 
@@ -231,12 +234,12 @@ def remove(path: Path) -> None:
 
 
 def files_in(path: Path) -> list[str]:
-    """All files below a folder, by path relative to it, sorted."""
+    """Return all files below a folder, by path relative to it, sorted."""
     return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
 
 
 def folders_in(path: Path) -> list[Path]:
-    """A folder and all below it."""
+    """Return a folder and all folders below it."""
     return [Path(base) for base, _, _ in os.walk(path)]
 
 

@@ -36,7 +36,7 @@ class DamagedError(CheckpointError):
 
 
 def no_zero_state(wanted: str, found: Any) -> TypeError:
-    """The error where a `ZeroState` was wanted."""
+    """Return the error for a value that is not the wanted `ZeroState`."""
     return TypeError(
         f"{wanted} a ZeroState, as tx.create makes it for tx.train_step, not {type(found).__name__}. The state of a "
         f"loop of your own, such as a TrainState, is a tree of sharded arrays: orbax.checkpoint.StandardCheckpointer "
@@ -55,6 +55,6 @@ def attempt(work: Callable[..., Any], *args: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's type and text."""
+    """Return an error's type and text."""
     text = " ".join(str(error).split())[:MAX_LENGTH]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -163,14 +163,14 @@ def check_dtype(dtype: Any) -> None:
 
 
 def leaves_of_state(state: ZeroState) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Keys, stored array and layout of each parameter, or of its master weights."""
+    """Return key, stored array and layout of each parameter, or of its master weight."""
     for one in state_leaves(state).values():
         if one.path[0] == "params":
             yield one.path[1:], one.array, one.leaf
 
 
 def leaves_of_params(params: PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """As `leaves_of_state`, of a tree of arrays or `Padded`."""
+    """Return the same as `leaves_of_state`, for a tree of arrays or `Padded`."""
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     for path, x in zip(key_paths(jax.tree.unflatten(structure, range(len(leaves)))), leaves, strict=True):
         padded = is_padded(x)
@@ -180,7 +180,7 @@ def leaves_of_params(params: PyTree) -> Iterator[tuple[tuple[str, ...], Any, Lea
 
 
 def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
-    """What to write of leaves, and which tensors are tied to which since their leaves are the same array.
+    """Return what to write of leaves, and which tensors are tied because their leaves are the same array.
 
     Raises:
         TypeError: If a leaf has a type that safetensors does not know.
@@ -210,7 +210,7 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
 
 
 def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
-    """What to write of a tensor: floating ones in the type wanted."""
+    """Return what to write of a tensor. Floating tensors get the wanted type."""
     target, *others = [sources[one.leaf].dtype for one in sections]
     target = jnp.result_type(target, *others) if others else target
     if str(target) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(target), jnp.floating):
@@ -231,7 +231,7 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
 
 
 def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """What is at an index of a leaf's leading dims, in host memory, in logical shape; all processes take part."""
+    """Copy one index of a leaf's leading dims to host memory, in logical shape. All processes take part."""
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x
@@ -246,7 +246,7 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
 
 def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
-    """What is at an index of a stored array's leading dims; the index is traced, so that all share a program."""
+    """Return one index of a stored array's leading dims. The index is traced, so that all share a program."""
     x = in_logical_shape(x, leaf)
     return x[index] if index else x
 

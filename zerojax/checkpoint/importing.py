@@ -89,7 +89,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
 
 
 def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
-    """What the files' headers say otherwise than the leaves, a line each."""
+    """Return where the files' headers disagree with the leaves, a line each."""
     for name, sections in resolved.tensors.items():
         if name not in files:
             yield f"{name} is missing"
@@ -105,7 +105,7 @@ def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator
 
 
 def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
-    """One leaf, read into the layout of `like`, a shard at a time."""
+    """Read one leaf into the layout of `like`, a shard at a time."""
     stored = like.storage if is_padded(like) else like
     sharding: Sharding | None = getattr(stored, "sharding", None)
     read = functools.partial(read_shard, files, tensors, like)
@@ -119,7 +119,7 @@ def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
 def shard_by_shard(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """An array of which host memory has one shard at a time; devices with the same one share its reading."""
+    """Build an array with one shard at a time in host memory. Devices with the same shard share its reading."""
     alike: dict[str, list[jax.Device]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
@@ -135,7 +135,7 @@ def shard_by_shard(
 
 
 def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """A shard of a leaf, with zeros where it is padded.
+    """Read a shard of a leaf, with zeros where it is padded.
 
     Args:
         files: Where it is read from.
@@ -170,12 +170,12 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 
 def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a section, mapped into memory; it is read when it is copied."""
+    """Return a slice of a section, mapped into memory. It is read when it is copied."""
     return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 
 def master_shapes(state: ZeroState) -> PyTree:
-    """The parameters of a state as shapes with shardings, in the types of their master weights."""
+    """Return the parameters of a state as shapes with shardings, in the types of their master weights."""
 
     def wide(x, grad: Leaf):
         stored = x.storage if is_padded(x) else x

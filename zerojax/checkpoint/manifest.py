@@ -64,17 +64,17 @@ class SavedLeaf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements, and so no files."""
+        """Return whether it has no elements, and so no files."""
         return not math.prod(self.shape)
 
     @property
     def storage_dtype(self) -> jnp.dtype:
-        """Element type of what is stored; of PRNG keys, of their data."""
+        """Return the element type of what is stored; for PRNG keys, that of their data."""
         return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
 
     @property
     def described(self) -> str:
-        """Type and logical shape: `float32[16, 24]`."""
+        """Return type and logical shape: `float32[16, 24]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 
@@ -104,7 +104,7 @@ class Manifest:
         write_synced(directory / MANIFEST_DIGEST, digest_line(text.encode()))
 
     def leaf_of(self, file: str) -> str:
-        """The name of the leaf that a file belongs to; empty if none."""
+        """Return the name of the leaf that a file belongs to; empty if none."""
         arrays, _, rest = file.partition("/")
         folder, separator, _ = rest.partition("/")
         names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
@@ -121,19 +121,19 @@ class Manifest:
 
 
 def made_by(processes: int) -> dict[str, Any]:
-    """Versions of the libraries that write a checkpoint, and the number of processes."""
+    """Return the versions of the libraries that write a checkpoint, and the number of processes."""
     versions = {"zerojax": version(), "jax": jax.__version__, "optax": optax.__version__}
     versions["orbax-checkpoint"] = ocp.__version__
     return {**versions, "processes": processes}
 
 
 def data_file(process: int) -> str:
-    """Where a process keeps the data that goes with a state."""
+    """Return the file in which a process keeps the data that goes with a state."""
     return f"data.{process}.json"
 
 
 def read_manifest(directory: Path) -> Manifest | list[Damage]:
-    """The manifest, or what is wrong with it.
+    """Read the manifest, or raise an error that says what is wrong with it.
 
     Raises:
         ValueError: If it was written by a later version of zerojax.
@@ -160,7 +160,7 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
 
 
 def manifest_of(body: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON; whatever is raised, it is none."""
+    """Build a manifest from its JSON. Any error means that it is not a manifest."""
     if not isinstance(body["leaves"], list):
         raise TypeError(f"the leaves are a {type(body['leaves']).__name__}")
     leaves = tuple(leaf_of(leaf) for leaf in body["leaves"])
@@ -171,7 +171,7 @@ def manifest_of(body: dict[str, Any]) -> Manifest:
 
 
 def described(body: dict[str, Any] | None) -> Description | None:
-    """A transformation's description from its JSON; whatever is raised, it is none."""
+    """Build a transformation's description from its JSON. Any error means that it is not one."""
     if body is None:
         return None
     found = Description(body["structure"], tuple(body["operations"]), body["program"])
@@ -181,7 +181,7 @@ def described(body: dict[str, Any] | None) -> Description | None:
 
 
 def leaf_of(body: dict[str, Any]) -> SavedLeaf:
-    """A leaf from its JSON; checkpoints of format 1 have no pieces."""
+    """Build a leaf from its JSON. Checkpoints of format 1 have no pieces."""
     pieces = body.get("pieces", [])
     if not isinstance(pieces, list):
         raise TypeError(f"the pieces of a leaf are a {type(pieces).__name__}")
@@ -221,26 +221,26 @@ def read_limited(directory: Path, name: str, limit: int) -> bytes:
 
 
 def digest_line(text: bytes) -> str:
-    """What `sha256sum` would print of the manifest."""
+    """Return what `sha256sum` would print for the manifest."""
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """Bytes and sha256 of a file."""
+    """Return bytes and sha256 of a file."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), sha256
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Bytes and sha256 of files, by path relative to a folder."""
+    """Return bytes and sha256 of files, by path relative to a folder."""
     names = list(names)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(lambda name: digest(directory / name), names), strict=True))
 
 
 def damage_in(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
-    """Which files of a checkpoint differ from the manifest.
+    """Return the files of a checkpoint that differ from the manifest.
 
     Args:
         directory: The checkpoint.
@@ -274,6 +274,6 @@ def damage_in(directory: Path, manifest: Manifest, names: Iterable[str]) -> list
 
 
 def in_words(damage: Sequence[Damage]) -> str:
-    """The first damages, for an error."""
+    """Describe the first damages for an error."""
     named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {what}" for leaf, file, what in damage[:NAMED])
     return f"{named}; and {len(damage) - NAMED} more" if len(damage) > NAMED else named

@@ -53,15 +53,15 @@ class Pattern:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the leaf's dims in the order of the tensor's."""
+        """Return the names of the leaf's dims in the order of the tensor's dims."""
         return tuple(name for dim in self.left for name in dim)
 
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The tensor's shape, given the size of each name."""
+        """Return the tensor's shape, given the size of each name."""
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
 
     def from_file(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
-        """The leaf of a shape as a view of the tensor: nothing is copied.
+        """Return the leaf of a shape as a view of the tensor: nothing is copied.
 
         Args:
             x: The tensor.
@@ -100,7 +100,7 @@ class Section:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each name of the pattern."""
+        """Return the size of each name of the pattern."""
         return dict(zip(self.pattern.right, self.shape, strict=True))
 
 
@@ -119,7 +119,7 @@ class Resolved:
     problems: list[str]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         first, *others = self.tensors[name]
         sizes, divided = first.sizes, first.pattern.divided
         if divided is not None:
@@ -128,7 +128,7 @@ class Resolved:
 
 
 def unchanged(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Resolved:
-    """Every leaf is a tensor as it is.
+    """Return a mapping that makes every leaf a tensor unchanged.
 
     Args:
         names: Of the tensors.
@@ -234,7 +234,7 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
 
 
 def together(name: str, sections: list[Section], count: int) -> list[Section]:
-    """The sections of one tensor, each with its start.
+    """Return the sections of one tensor, each with its start.
 
     Raises:
         ValueError: If there are not `count`, or they do not fit together.
@@ -256,7 +256,7 @@ def together(name: str, sections: list[Section], count: int) -> list[Section]:
 
 
 def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The tensor that sections are of, given each; where they are tied, one for each."""
+    """Return the tensor that given sections form; where they are tied, one for each."""
     dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
     arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
     pattern = sections[0].pattern
@@ -267,7 +267,7 @@ def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> l
 
 
 def parse(text: str) -> Pattern:
-    """A pattern as it is written.
+    """Parse a pattern.
 
     Raises:
         ValueError: If it is none.
@@ -288,13 +288,13 @@ def parse(text: str) -> Pattern:
 
 
 def same_dims(rank: int) -> Pattern:
-    """The pattern of a leaf that is its tensor as it is."""
+    """Return the pattern of a leaf that equals its tensor."""
     names = tuple(f"d{dim}" for dim in range(rank))
     return Pattern(tuple((name,) for name in names), names)
 
 
 def matcher(template: str) -> re.Pattern:
-    """What matches the names that a template stands for, with a group for each placeholder."""
+    """Return a regular expression for the names that a template stands for, with a group per placeholder."""
     literal, seen = PLACEHOLDER.split(template), set()
     for i in range(1, len(literal), 2):
         name = literal[i]
@@ -305,7 +305,7 @@ def matcher(template: str) -> re.Pattern:
 
 
 def listed(problems: Iterable[str]) -> str:
-    """Problems, a line each; those that differ only in numbers share one."""
+    """List problems, a line each. Those that differ only in numbers share a line."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(re.sub(r"\d+", "0", problem), []).append(problem)

@@ -68,14 +68,14 @@ def match(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf], *, partial
 
 
 def unfit_errors(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf]) -> set[str]:
-    """Names of rounding errors that only one side has, or for other groups of devices: they are of no use."""
+    """Return names of rounding errors that only one side has, or that belong to other groups of devices."""
     by_name = {leaf.name: leaf for leaf in saved}
     names = {leaf.name for leaf in (*saved, *wanted.values()) if leaf.path[0] == ERRORS}
     return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
 
 
 def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
-    """Why a leaf cannot be restored, in words; empty if it can."""
+    """Explain why a leaf cannot be restored; empty if it can."""
     needed = f"{wanted.dtype}{list(wanted.leaf.shape)}"
     if saved is None:
         return f"nothing was saved, {needed} is wanted"
@@ -91,23 +91,23 @@ def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
 
 
 def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
-    """The layout and type a leaf is restored in."""
+    """Return the layout and type in which a leaf is restored."""
     dtype = jnp.dtype(saved.dtype) if saved.key is None and takes_any_dtype(wanted) else wanted.array.dtype
     return dataclasses.replace(wanted.leaf, dtype=dtype)
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Whether the saved parameter is rounded, as `create` would, to the type this stage keeps it in."""
+    """Return whether the saved parameter is rounded, as `create` would, to the type of this stage."""
     return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
-    """Moments of integer parameters: optax makes floats of them at its first update."""
+    """Return whether any type is accepted: optax makes floats of integer parameters' moments at its first update."""
     return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
 
 
 def widens_exactly(narrow: Any, wide: Any) -> bool:
-    """Whether a floating type represents every value of another one."""
+    """Return whether a floating type represents every value of another one."""
     narrow, wide = jnp.dtype(narrow), jnp.dtype(wide)
     both = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
     return both and narrow != wide and common_dtype(narrow, wide) == wide

@@ -50,7 +50,7 @@ class Piece:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The box as an index of the storage."""
+        """Return the box as an index of the storage."""
         return tuple(map(slice, self.start, self.end))
 
 

@@ -21,11 +21,11 @@ class Preemption:
     """
 
     def __init__(self):
-        """Nobody has asked yet."""
+        """Start with no request."""
         self.signal: str | None = None
 
     def reached(self, step: int) -> bool:
-        """Whether to save and leave after this step.
+        """Return whether to save and leave after this step.
 
         All processes return True at the same step, though only one got the signal: they agree
         through jax's preemption service. Call it once a step.

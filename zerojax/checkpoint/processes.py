@@ -13,11 +13,11 @@ class Processes(processes.Processes):
     """All processes of the run, about one checkpointer's saves and restores."""
 
     def __init__(self, timeout: float):
-        """Those of this run: all open their checkpointers in the same order."""
+        """Count this checkpointer: all processes of a run open their checkpointers in the same order."""
         super().__init__("checkpoint", timeout)
 
     def exchange(self, topic: str, message: str) -> list[str]:
-        """As the processes of any purpose; a silent one is a `CheckpointError`."""
+        """Exchange messages between processes. A silent process is a `CheckpointError`."""
         try:
             return super().exchange(topic, message)
         except TimeoutError as error:

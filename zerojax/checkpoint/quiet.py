@@ -20,7 +20,7 @@ def quiet_writes() -> None:
 
 
 def is_of_another(record: logging.LogRecord) -> bool:
-    """Whether a record is of something else than orbax' error about a file of a save."""
+    """Return whether a record is about something other than orbax's error about a file of a save."""
     error: Any = record.exc_info[1] if record.exc_info else None
     files = [] if error is None else [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     by_orbax = any(WRITER in file for file in (record.pathname, *files))

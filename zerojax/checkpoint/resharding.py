@@ -37,7 +37,7 @@ class Conversion(NamedTuple):
 
 
 def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Conversion | None]:
-    """How to read a saved leaf, and the conversion that is left to do, if any.
+    """Decide how to read a saved leaf, and which conversion remains, if any.
 
     Sharded and replicated storage differ in padding alone, which reading adds and drops. To and
     from flat storage, and between types, the array is converted on the devices.
@@ -62,7 +62,7 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
 
 
 def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """A layout sharded by dim, for reading from or to flat storage: no device needs memory for the full leaf."""
+    """Return a layout sharded by dim, to read from or to flat storage: no device needs memory for the full leaf."""
     replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return replicated, sharding
@@ -74,7 +74,7 @@ def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
 
 
 def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
-    """Flat storage, sharded over the data axes where the mesh has them."""
+    """Return flat storage, sharded over the data axes where the mesh has them."""
     leaf = dataclasses.replace(leaf, kind="flat", dim=None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):
@@ -94,7 +94,7 @@ def convert(arrays: Sequence[Any], conversions: Sequence[Conversion]) -> list[An
 
 @functools.lru_cache(maxsize=16)
 def converter(conversions: tuple[Conversion, ...]):
-    """The program of `convert`."""
+    """Return the program of `convert`."""
 
     def program(arrays):
         return [

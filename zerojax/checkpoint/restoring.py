@@ -65,7 +65,7 @@ def restore(
 
 
 def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
-    """The state in the layout of `like`, and which leaves were matched."""
+    """Read the state in the layout of `like`, and return which leaves were matched."""
     wanted = state_leaves(like)
     unfit = unfit_errors(manifest.leaves, wanted)
     if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
@@ -88,7 +88,7 @@ def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """The leaves as the state has them, offloaded ones in chunks; by name, in storage shape."""
+    """Read leaves as the state has them, offloaded leaves in chunks, by name, in storage shape."""
     restored: dict[str, Any] = {}
     for saved, wanted in pairs:
         if is_chunked(wanted.array):  # one at a time: device memory may not fit all
@@ -98,7 +98,7 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
 
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Leaves in device memory, by name; storage shape."""
+    """Read leaves into device memory, by name, in storage shape."""
     names = [wanted.name for saved, wanted in pairs if not saved.is_empty]
     plans = [
         read_plan(saved, target_layout(saved, wanted), wanted.array) for saved, wanted in pairs if not saved.is_empty
@@ -111,12 +111,12 @@ def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) 
 
 
 def zeros_of(array: Any) -> jax.Array:
-    """Zeros as an array is sharded, or its shape."""
+    """Return zeros sharded like an array, or its shape."""
     return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
-    """What was saved with the state by this process."""
+    """Read what this process saved with the state."""
     count = manifest.made_by["processes"]
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:

@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Return its size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -171,19 +171,19 @@ class Files:
         }
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor, tied to another or not."""
+        """Return whether there is such a tensor, tied to another or not."""
         return name in self._headers or name in self.tied
 
     def names(self) -> set[str]:
-        """The names of all tensors, but those that are tied to another."""
+        """Return the names of all tensors except those that are tied to another."""
         return set(self._headers)
 
     def header(self, name: str) -> Header:
-        """What the file says of a tensor."""
+        """Return what the file says about a tensor."""
         return self._headers[self.tied.get(name, name)]
 
     def map(self, name: str) -> np.ndarray:
-        """A tensor, mapped into memory as long as it or a view of it is referenced: what is not looked at is not read.
+        """Map a tensor into memory as long as it or a view of it is referenced. Only what is looked at is read.
 
         Raises:
             ValueError: If the file has become shorter.
@@ -197,7 +197,7 @@ class Files:
 
 
 def names_in_index(index: Path) -> set[str]:
-    """The files that an index names, all beside it."""
+    """Return the files that an index names. All of them must be in its folder."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         foreign = [name for name in names if name != os.path.basename(name) or name in ("", "..")]
@@ -209,7 +209,7 @@ def names_in_index(index: Path) -> set[str]:
 
 
 def read_headers(path: Path) -> tuple[dict[str, Header], dict[str, str]]:
-    """The header of each tensor of a file, which the library has checked, and the file's metadata."""
+    """Read the header of each tensor of a file, which the library has checked, and the file's metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

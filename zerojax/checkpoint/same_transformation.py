@@ -44,13 +44,13 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
 
 
 def other_versions(made: dict[str, Any]) -> str:
-    """The libraries by which the checkpoint was made in another version, in words; empty if there are none."""
+    """Describe the libraries that made the checkpoint in another version; empty if there are none."""
     now = made_by(1)
     return ", ".join(f"{name} {made.get(name)}" for name in ("jax", "optax") if made.get(name) != now[name])
 
 
 def structures(saved: Description, wanted: Description) -> str:
-    """Two structures as a sentence, from where they begin to differ."""
+    """Describe two structures, from where they begin to differ."""
     a, b = saved.structure, wanted.structure
     begin = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     begin = max(0, begin - 60)
@@ -61,7 +61,7 @@ def structures(saved: Description, wanted: Description) -> str:
 
 
 def changes(saved: Description, wanted: Description) -> str:
-    """What one program has and the other has not, in words."""
+    """Describe what only one of two programs has."""
     before = [one for one in saved.operations if one not in wanted.operations]
     after = [one for one in wanted.operations if one not in saved.operations]
     if not before and not after:

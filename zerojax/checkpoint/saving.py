@@ -57,7 +57,7 @@ class Save:
     """
 
     def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
-        """A save of `step` into `root`, not begun yet; other arguments as for `Checkpointer`."""
+        """Prepare a save of `step` into `root`. The other arguments are those of `Checkpointer`."""
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
@@ -106,7 +106,7 @@ class Save:
             attempt(directory.remove, self._temporary)
 
     def wait(self) -> None:
-        """Block until all is done; raises `error` if it failed."""
+        """Block until everything is done. Raises `error` if it failed."""
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -186,7 +186,7 @@ class Save:
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        """The error to raise, whatever else fails; what was begun is removed."""
+        """Return the error to raise, whatever else fails. What was begun is removed."""
         self._release_mark()
         if self._processes.is_first:
             attempt(directory.remove, self._temporary)
@@ -200,7 +200,7 @@ class Save:
 
 
 def disk_bytes(one: StateLeaf) -> int:
-    """About what a leaf takes on disk: its bytes, and a block for each file."""
+    """Return about the bytes a leaf takes on disk: its own, and a block for each file."""
     if is_small(one):
         return storage_bytes(one)
     files = 1 if one.leaf.kind == "replicated" else one.leaf.shards
@@ -208,17 +208,17 @@ def disk_bytes(one: StateLeaf) -> int:
 
 
 def storage_bytes(one: StateLeaf) -> int:
-    """The bytes of a leaf, padding included."""
+    """Return the bytes of a leaf, padding included."""
     return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize
 
 
 def is_small(one: StateLeaf) -> bool:
-    """Whether a leaf is packed with others instead of having a folder."""
+    """Return whether a leaf is packed with others instead of having a folder."""
     return storage_bytes(one) <= SMALL_BYTES
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
-    """What is saved of the leaves of a state: large ones in a folder each, small ones and empty ones in none."""
+    """Return what is saved of a state's leaves: large ones get a folder each, small and empty ones none."""
     taken: set[str] = set()
     saved = []
     for one in leaves.values():
@@ -249,7 +249,7 @@ def check_type(one: StateLeaf) -> None:
 
 
 def folder_name(path: tuple[str, ...]) -> str:
-    """A leaf's keys as the name of a folder."""
+    """Return a leaf's keys as the name of a folder."""
     name = ".".join(quote(key, safe="") for key in path)
     if len(name) <= MAX_FOLDER_NAME:
         return name

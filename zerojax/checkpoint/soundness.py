@@ -82,7 +82,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
-    """Why this is no entry of a file, in words; empty if it is one."""
+    """Explain why this is not an entry of a file; empty if it is one."""
     if not is_text(name):
         return "has a name that cannot be printed"
     if not is_count(size):
@@ -91,7 +91,7 @@ def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
 
 
 def problem_of_leaf(leaf: SavedLeaf) -> str:
-    """Why no save writes this leaf, in words; empty if one may."""
+    """Explain why no save writes this leaf; empty if one may."""
     texts = (leaf.name, leaf.dtype, leaf.kind, *leaf.path, *([] if leaf.key is None else [leaf.key]))
     if not all(isinstance(text, str) for text in (*texts, leaf.folder)) or not is_text(leaf.name):
         return "has something else than printable text for a name"
@@ -119,7 +119,7 @@ def problem_of_leaf(leaf: SavedLeaf) -> str:
 
 
 def problem_of_pieces(leaf: SavedLeaf) -> str:
-    """Why these are no pieces of a leaf, in words; empty if together they are its storage, each element once."""
+    """Explain why these are not the pieces of a leaf; empty if they are its storage, each element once."""
     dims = len(leaf.pieces[0].shape)
     for one in leaf.pieces:
         if not isinstance(one.file, str) or not PACKED.fullmatch(one.file):
@@ -142,7 +142,7 @@ def problem_of_pieces(leaf: SavedLeaf) -> str:
 
 
 def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bool:
-    """Whether an array of this shape may be the storage of a leaf: padded, flat, or the data of PRNG keys."""
+    """Return whether an array of this shape may be the storage of a leaf: padded, flat, or data of PRNG keys."""
     if leaf.key is not None:
         keys, words = shape[: len(leaf.shape)], shape[len(leaf.shape) :]
         return tuple(leaf.shape) == tuple(keys) and math.prod(words) <= KEY_WORDS and dtype == leaf.storage_dtype
@@ -154,7 +154,7 @@ def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bo
 
 
 def problem_of_dtype(dtype: str, key: str | None) -> str:
-    """Why there is no array of this type, in words; empty if there is."""
+    """Explain why there is no array of this type; empty if there is."""
     if dtype.startswith("key<") != (key is not None):
         return f"is {dtype} and {'not said to be' if key is None else 'said to be'} PRNG keys"
     if key is not None:
@@ -168,7 +168,7 @@ def problem_of_dtype(dtype: str, key: str | None) -> str:
 
 
 def agrees(name: str, path: Sequence[str]) -> bool:
-    """Whether a leaf's name, as `jax.tree_util.keystr` writes it, consists of the keys of its path."""
+    """Return whether a leaf's name, as `jax.tree_util.keystr` writes it, consists of the keys of its path."""
     if not path or not path[0] or not name.startswith(path[0]):
         return False
     rest = name[len(path[0]) :]
@@ -182,7 +182,7 @@ def agrees(name: str, path: Sequence[str]) -> bool:
 
 
 def after_other_key(rest: str, key: str) -> str | None:
-    """What follows a key such as one of an enum, `[<Name.KEY: 1>]`, whose two forms differ; None if it is no such key.
+    """Return what follows a key such as an enum's, `[<Name.KEY: 1>]`, whose two forms differ, or None.
 
     What is quoted is text, and has one form.
     """
@@ -196,15 +196,15 @@ def after_other_key(rest: str, key: str) -> str | None:
 
 
 def is_count(x: Any) -> bool:
-    """Whether this is an integer of at least 0, and not a bool, which Python takes for one."""
+    """Return whether this is an integer of at least 0, and not a bool, which Python counts as one."""
     return type(x) is int and x >= 0
 
 
 def is_text(x: Any) -> bool:
-    """Whether this is text that a terminal can be given; not empty."""
+    """Return whether this is nonempty text that a terminal can show."""
     return isinstance(x, str) and bool(x) and x.isprintable()
 
 
 def surrogates(text: str) -> bool:
-    """Whether there are characters that are none, which no file and no terminal takes."""
+    """Return whether the text has lone surrogates, which no file and no terminal takes."""
     return any("\ud800" <= c <= "\udfff" for c in text)

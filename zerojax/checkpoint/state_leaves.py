@@ -54,7 +54,7 @@ class StateLeaf:
 
 
 def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
-    """The logical leaves of a state, by name.
+    """Return the logical leaves of a state, by name.
 
     Args:
         state: Live arrays, or shapes.
@@ -95,7 +95,7 @@ def require_arrays(state: ZeroState) -> None:
 
 
 def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
-    """The state whose leaves are `arrays`; the inverse of `state_leaves`.
+    """Return the state whose leaves are `arrays`. Undoes `state_leaves`.
 
     Args:
         like: Says how the state is sharded; live arrays, or shapes.
@@ -131,7 +131,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """The wrapped transformation's state; and the master weights, by index of their parameter."""
+    """Return the wrapped transformation's state, and the master weights by index of their parameter."""
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state

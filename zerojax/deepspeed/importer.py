@@ -40,7 +40,7 @@ class FromDeepSpeed:
     program: tuple[tuple[str, ast.expr], ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
-        """The Python, then key by key what became of it, as comments."""
+        """Return the Python, then a comment per key that says what became of it."""
         return "\n".join([self.source, *(f"# {note}" for note in self.notes)])
 
     @functools.cached_property
@@ -52,17 +52,17 @@ class FromDeepSpeed:
 
     @property
     def optimizer(self) -> Any:
-        """The optax transformation."""
+        """Return the optax transformation."""
         return self._defined["optimizer"]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `zero_shard`."""
+        """Return keyword arguments of `zero_shard`."""
         return self._defined["options"]
 
     @property
     def step_options(self) -> dict[str, Any]:
-        """Keyword arguments of `train_step`."""
+        """Return keyword arguments of `train_step`."""
         return self._defined["step_options"]
 
 
@@ -167,7 +167,7 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _asked(key: Key, value: Any) -> bool:
-    """Whether a value asks for something."""
+    """Return whether a value asks for something."""
     enabled = value.get("enabled", True) if isinstance(value, Mapping) else value
     return enabled not in key.off and value != {}
 
@@ -180,12 +180,12 @@ class _Reading:
         self.rows, self.accumulate = self._batch()
 
     def zero(self, name: str, default: Any = None) -> Any:
-        """A value below `zero_optimization`."""
+        """Return a value below `zero_optimization`."""
         value = self.values.get(f"zero_optimization.{name}")
         return default if value is None else value
 
     def on(self, path: str) -> bool:
-        """Whether a key asks for something."""
+        """Return whether a key asks for something."""
         return path in self.values and _asked(key_of(path), self.values[path])
 
     def program(self) -> tuple[tuple[str, ast.expr], ...]:
@@ -206,7 +206,7 @@ class _Reading:
         return (*lines, ("step_options", call("dict", **steps)))
 
     def notes(self) -> Iterator[str]:
-        """For each key of the file what became of it."""
+        """Return what became of each key of the file."""
         for path, value in self.values.items():
             key = key_of(path)
             fate = {"mapped": "", "not needed": "not needed: ", "not there": "not there: "}[key.fate]
@@ -311,7 +311,7 @@ class _Reading:
         return call("Offload", **arguments)
 
     def _batch(self) -> tuple[int | None, int]:
-        """Rows of a step, and microbatches: what the file says, and what follows from it."""
+        """Return rows per step, and microbatches: what the file says, and what follows from it."""
         get = lambda name: self.values.get(name)
         rows, micro = get("train_batch_size"), get("train_micro_batch_size_per_gpu")
         accumulate = get("gradient_accumulation_steps")

@@ -42,12 +42,12 @@ def mapped(how: str, rule: Rule, off: tuple[Any, ...] = (None,), *, is_open: boo
 
 
 def unneeded(why: str, *, is_open: bool = False) -> Key:
-    """A key whose purpose is met without it."""
+    """Describe a key whose purpose is met without it."""
     return Key("not needed", why, open=is_open)
 
 
 def missing(why: str, *off: Any, stops: bool = False, is_open: bool = False) -> Key:
-    """A key without a counterpart."""
+    """Describe a key without a counterpart."""
     return Key("not there", why, (None, False, "none", *off), stops, is_open)
 
 

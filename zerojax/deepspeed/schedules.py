@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def warmup_lr(
     max_lr: float = 1e-3, *, min_lr: float = 0.0, warmup_steps: int = 1000, log: bool = True
 ) -> Callable[..., Float[Array, ""]]:
-    """`WarmupLR`: from one rate to another, which then stays.
+    """Return `WarmupLR`: rise from one rate to another, which then stays.
 
     Args:
         max_lr: `warmup_max_lr`.
@@ -39,7 +39,7 @@ def warmup_lr(
 def warmup_decay_lr(
     max_lr: float = 1e-3, *, total_steps: int, min_lr: float = 0.0, warmup_steps: int = 1000, log: bool = True
 ) -> Callable[..., Float[Array, ""]]:
-    """`WarmupDecayLR`: as `warmup_lr`, then linearly down to `min_lr` at `total_num_steps`.
+    """Return `WarmupDecayLR`: `warmup_lr`, then linearly down to `min_lr` at `total_num_steps`.
 
     Args:
         max_lr: `warmup_max_lr`.
@@ -71,7 +71,7 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     log: bool = True,
 ) -> Callable[..., Float[Array, ""]]:
-    """`WarmupCosineLR`: up, then down along half a cosine; all rates are shares of the optimizer's.
+    """Return `WarmupCosineLR`: up, then down along half a cosine. All rates are shares of the optimizer's.
 
     Args:
         lr: The optimizer's rate.
@@ -98,12 +98,12 @@ def warmup_cosine_lr(
 
 
 def _step(count):
-    """The step whose rate an update has."""
+    """Return the step whose rate an update has."""
     return jnp.maximum(jnp.asarray(count, jnp.float32) - 1, 0)
 
 
 def _warmup(steps: int, *, log: bool) -> Callable:
-    """The share of the way from the lower to the higher rate."""
+    """Return the share of the way from the lower to the higher rate."""
     steps = max(2, steps)
     rise = (lambda step: jnp.log(step + 1) / math.log(steps)) if log else (lambda step: step / steps)
     return lambda step: jnp.where(step < steps, rise(step), 1.0)

@@ -59,7 +59,7 @@ class Device:
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
-        """The GPU of a topology; `link` and `network` override the table, in bytes per second.
+        """Return the GPU of a topology. `link` and `network` override the table, in bytes per second.
 
         Raises:
             ValueError: If one of these is not above 0.
@@ -86,11 +86,11 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of a product of operands of an HLO type; that of float32 for a type without matrix units."""
+        """Return FLOP/s of a product of operands of an HLO type; float32's for a type without matrix units."""
         return self.rates.get(dtype, self.scalar)
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:
-        """Bytes per second that each device of a group sends over a ring.
+        """Return bytes per second that each device of a group sends over a ring.
 
         The ring enters and leaves each host once for every device that the group has there, each by its own
         network adapter.

@@ -61,12 +61,12 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """GPUs in all."""
+        """Return the number of all GPUs."""
         return self.hosts * self.per_host
 
 
 def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
-    """A mesh of absent GPUs, to lower and compile for.
+    """Return a mesh of absent GPUs, to lower and compile for.
 
     Args:
         topology: As `Topology.parse` reads it.
@@ -92,7 +92,7 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 
 
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
-    """A mesh of absent GPUs with the axes of another mesh.
+    """Return a mesh of absent GPUs with the axes of another mesh.
 
     Args:
         mesh: Gives the axes and their types.
@@ -123,26 +123,26 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
 
 
 def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
-    """A mesh of a number of devices of no kind, to lay out for: of several axes the first has the hosts."""
+    """Return a mesh of a number of devices of no kind, to lay out for. With several axes the first has the hosts."""
     sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def installed() -> bool:
-    """Whether the compiler plugin is installed."""
+    """Return whether the compiler plugin is installed."""
     return importlib.util.find_spec("jax_plugins") is not None and any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None for version in (13, 12)
     )
 
 
 def target_config(kind: str) -> str:
-    """XLA's description of a GPU, as text."""
+    """Return XLA's description of a GPU, as text."""
     return importlib.resources.files("zerojax.gpus").joinpath("targets", f"{kind}.txtpb").read_text()
 
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Descriptions of the devices; cached, as those of two calls are not equal."""
+    """Return descriptions of the devices; cached, because those of two calls are not equal."""
     description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,

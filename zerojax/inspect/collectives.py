@@ -36,12 +36,12 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """Size in elements."""
+        """Return the size in elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Size in bytes; types below eight bits are packed."""
+        """Return the size in bytes. Types below eight bits are packed."""
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
         width = int(bits.group(1)) if bits else {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
         if width is None:
@@ -87,32 +87,32 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """How many devices take part together."""
+        """Return how many devices take part together."""
         return len(self.group)
 
     @property
     def dtype(self) -> str:
-        """The HLO dtype that moves; a combined collective of several dtypes joins them with "+"."""
+        """Return the HLO dtype that moves. A combined collective of several dtypes joins them with "+"."""
         return "+".join(sorted({array.dtype for array in self.arrays}))
 
     @property
     def elements(self) -> int:
-        """Size of the full tensor in elements, one execution."""
+        """Return the size of the full tensor in elements, for one execution."""
         return sum(array.elements for array in self.arrays)
 
     @property
     def bytes(self) -> int:
-        """Size of the full tensor in bytes, one execution."""
+        """Return the size of the full tensor in bytes, for one execution."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def sent(self) -> int:
-        """Bytes that one device sends in one execution over a ring: x(n-1)/n, twice that for an all-reduce."""
+        """Return bytes that one device sends per execution over a ring: x(n-1)/n, twice that for an all-reduce."""
         return self._ring(self.bytes)
 
     @property
     def sent_elements(self) -> int:
-        """Elements that one device sends in one execution over a ring."""
+        """Return elements that one device sends per execution over a ring."""
         return self._ring(self.elements)
 
     def _ring(self, size: int) -> int:
@@ -137,7 +137,7 @@ class Collectives(tuple[Collective, ...]):
     __slots__ = ()
 
     def of(self, *kinds: str) -> "Collectives":
-        """Those of the given kinds; all of them when none is given.
+        """Return the collectives of the given kinds; all of them when none is given.
 
         Args:
             kinds: Some of `KINDS`.
@@ -153,7 +153,7 @@ class Collectives(tuple[Collective, ...]):
         return Collectives(c for c in self if not kinds or c.kind in kinds)
 
     def moved(self, *kinds: str, unknown_once: bool = False) -> Volume:
-        """Total of the given kinds, times their executions; all kinds when none is given.
+        """Return the total of the given kinds, times their executions; all kinds when none is given.
 
         Args:
             kinds: Some of `KINDS`.
@@ -223,7 +223,7 @@ def collectives(compiled: Any) -> Collectives:
 
 
 def collectives_of(module: Module) -> Collectives:
-    """The collectives of a parsed program."""
+    """Return the collectives of a parsed program."""
     frames, listed = frame_reader(module.text), []
     for name in module.callers_first:
         computation, count = module.computations[name], module.executions[name]
@@ -253,7 +253,7 @@ def collectives_of(module: Module) -> Collectives:
 
 
 def cause_of(c: Collective) -> str:
-    """The leaf and line that the engine noted, else the innermost line of the model, else the operation."""
+    """Return the leaf and line that the engine noted, else the innermost line of the model, else the operation."""
     if label := LABEL.search(c.op_name):
         more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
         return label.group(2).replace("\\", "") + f" and {more} combined with it" * bool(more)
@@ -261,13 +261,13 @@ def cause_of(c: Collective) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """The frames that are the model's own: not those of the code that is asking."""
+    """Return the frames of the model: not those of the code that is asking."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """The arrays that an HLO shape lists, a tuple's one after the other."""
+    """Return the arrays that an HLO shape lists, a tuple's in order."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)
@@ -289,7 +289,7 @@ def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[A
 
 
 def _group(module: Module, i: Instruction) -> tuple[int, ...]:
-    """The devices, by their number in the mesh, of the first of an instruction's groups."""
+    """Return the devices, by their number in the mesh, of the first of an instruction's groups."""
     text = i.attributes
     if pairs := re.search(r"source_target_pairs=\{([\d{},\s]*)\}", text):
         return tuple(sorted({int(n) for n in re.findall(r"\d+", pairs[1])}))
@@ -313,7 +313,7 @@ def _group(module: Module, i: Instruction) -> tuple[int, ...]:
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
-    """How far apart neighbours along each axis of a mesh are numbered."""
+    """Return how far apart neighbours along each axis of a mesh are numbered."""
     return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
 
 

@@ -27,7 +27,7 @@ def held_at_once(module: Module, gathers: Iterable[Piece]) -> list[Piece]:
 
 
 def _most(c: Computation, gathers: Sequence[Piece]) -> list[Piece]:
-    """The same within one computation."""
+    """Return the same for one computation."""
     order = {i.name: at for at, i in enumerate(c.instructions)}
     last = dict(order)  # where each result is read last
     for i in reversed(c.instructions):

@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """The text between the parentheses: operands, or a constant's value."""
+        """Return the text between the parentheses: operands, or a constant's value."""
         depth = 1
         for bracket in re.finditer(r"[()]", self.rest):
             depth += 1 if bracket.group() == "(" else -1
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of the operands."""
+        """Return the names of the operands."""
         literal = self.literal
         if "%" in literal:
             return re.findall(r"%([\w.\-]+)", literal)
@@ -51,12 +51,12 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """What follows the operands, without metadata and backend config, whose free text could match anything."""
+        """Return what follows the operands, without metadata and backend config, whose text could match anything."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property
     def is_synchronous(self) -> bool:
-        """True without a start; XLA:GPU also marks some start and done pairs as synchronous."""
+        """Return True without a start. XLA:GPU also marks some start and done pairs as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
@@ -91,7 +91,7 @@ class Module:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        """For each computation, those it runs and how often, in schedule order."""
+        """Return, for each computation, those it runs and how often, in schedule order."""
         return {
             c.name: [call for i in c.instructions for call in self._calls(c, i)] for c in self.computations.values()
         }
@@ -112,7 +112,7 @@ class Module:
 
     @cached_property
     def callers_first(self) -> tuple[str, ...]:
-        """Every computation that the entry reaches, each after all of its callers."""
+        """Return every computation that the entry reaches, each after all of its callers."""
         order, pending, seen = TopologicalSorter[str](), list(self.entries), set(self.entries)
         while pending:
             name = pending.pop()
@@ -126,7 +126,7 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[str, "Executions"]:
-        """How often each computation that the entry reaches executes in one run."""
+        """Return how often each computation that the entry reaches executes in one run."""
         counts = dict.fromkeys(self.callers_first, Executions(0, True, False))
         counts |= dict.fromkeys(self.entries, Executions(1, True, False))
         for caller in self.callers_first:
@@ -266,7 +266,7 @@ def _comparison(
 
 
 def _trip_count(module: Module, caller: Computation, loop: Instruction, callees: dict[str, str]) -> int | None:
-    """Iterations of a loop whose counter has a constant start, step and bound; None for any other."""
+    """Return the iterations of a loop whose counter has a constant start, step and bound; None otherwise."""
     condition, body = (module.computations.get(callees.get(key, "")) for key in ("condition", "body"))
     compared = condition and _comparison(module, condition, condition.root)
     if not compared or not body or compared[0] is None or compared[1] is None or compared[2] not in _MIRRORED:

@@ -4,14 +4,14 @@ from typing import Any
 
 
 def memory_analysis(compiled: Any) -> Any:
-    """`compiled.memory_analysis()`, which every supported backend gives."""
+    """Return `compiled.memory_analysis()`, which every supported backend gives."""
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Bytes per device: arguments, results that do not alias donated arguments, and temporary memory."""
+    """Return bytes per device: arguments, results that do not alias donated arguments, and temporary memory."""
     memory = memory_analysis(compiled)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes

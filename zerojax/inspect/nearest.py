@@ -47,7 +47,7 @@ class Nearest:
         return ""
 
     def _neighbours(self, where: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        """What an instruction reads and what reads it; of a parameter or a root, what runs the computation."""
+        """Return what an instruction reads and what reads it; for a parameter or a root, what runs the computation."""
         if i.opcode not in ("parameter", "constant"):
             yield from ((where, name) for name in i.operands)
         yield from ((where, name) for name in self._users_in(where).get(i.name, ()))

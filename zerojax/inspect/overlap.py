@@ -21,7 +21,7 @@ class InFlight:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full tensor times executions; a loop of unknown trip count counts as one iteration."""
+        """Return bytes of the full tensor times executions. A loop of unknown trip count counts as one iteration."""
         return self.collective.bytes * self.collective.times_if_once
 
 
@@ -32,27 +32,27 @@ class Overlap:
     in_flight: tuple[InFlight, ...]
 
     def of(self, *kinds: str) -> "Overlap":
-        """The collectives of the given kinds alone."""
+        """Return the collectives of the given kinds alone."""
         return Overlap(tuple(f for f in self.in_flight if f.collective.kind in kinds))
 
     @property
     def bytes(self) -> int:
-        """Bytes of all collectives: full tensors times executions."""
+        """Return bytes of all collectives: full tensors times executions."""
         return sum(f.bytes for f in self.in_flight)
 
     @property
     def hidden_bytes(self) -> int:
-        """Of these, the bytes of collectives during which at least one product executes."""
+        """Return the part of `bytes` during whose collectives at least one product executes."""
         return sum(f.bytes for f in self.in_flight if f.products)
 
     @property
     def hidden_share(self) -> float:
-        """`hidden_bytes / bytes`; 1.0 for a program that moves nothing."""
+        """Return `hidden_bytes / bytes`; 1.0 for a program that moves nothing."""
         return self.hidden_bytes / self.bytes if self.bytes else 1.0
 
     @property
     def exposed(self) -> tuple[InFlight, ...]:
-        """Collectives hidden by no product, most bytes first."""
+        """Return collectives that no product hides, most bytes first."""
         return tuple(sorted((f for f in self.in_flight if not f.products), key=lambda f: -f.bytes))
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def overlap(compiled: Any) -> Overlap:
 
 
 def _windows(module: Module) -> dict[str, dict[str, int]]:
-    """For each computation and asynchronous start, the products that execute before its done."""
+    """Return, for each computation and asynchronous start, the products that execute before its done."""
     products: dict[str, int] = {}
     windows: dict[str, dict[str, int]] = {}
     for name in reversed(module.callers_first):
@@ -114,7 +114,7 @@ def _windows(module: Module) -> dict[str, dict[str, int]]:
 
 
 def _schedule(module: Module, computation: str, products: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Products between each start and its done, and those of the computation; `products` are its callees'."""
+    """Return products between each start and its done, and those of the computation. `products` are its callees'."""
     started: dict[str, tuple[str, int]] = {}
     windows: dict[str, int] = {}
     called: dict[str, list[int]] = {}

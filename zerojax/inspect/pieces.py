@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def kind(self) -> str:
-        """The kind of the collective."""
+        """Return the kind of the collective."""
         return self.collective.kind
 
     @property
@@ -56,30 +56,30 @@ class Piece:
 
     @property
     def is_of_update(self) -> bool:
-        """Whether it belongs to the optimizer's update."""
+        """Return whether it belongs to the optimizer's update."""
         return UPDATE in self.op_name
 
     @property
     def is_exchange(self) -> bool:
-        """Whether it brings matrices to their owners, or back."""
+        """Return whether it brings matrices to their owners, or back."""
         return EXCHANGE in self.op_name
 
     @property
     def cause(self) -> str:
-        """The leaf and line that the engine noted, else `line`."""
+        """Return the leaf and line that the engine noted, else `line`."""
         found = LABEL.search(self.op_name)
         return found[2].replace("\\", "") if found else self.line
 
     @functools.cached_property
     def line(self) -> str:
-        """The model's line, or the nearest one, or the operation where none is known."""
+        """Return the model's line, or the nearest one, or the operation where none is known."""
         c = self.collective
         own = lines_of_model(c.frames)
         return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name
 
 
 def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[Piece]:
-    """Every piece that a program moves, in its order.
+    """Return every piece that a program moves, in its order.
 
     Args:
         module: The program.
@@ -99,7 +99,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
 
 
 def operations(op_name: str) -> list[str]:
-    """The operations that XLA joined into one name, `prefix/(a:b:c)`; the name alone where it is of one."""
+    """Return the operations that XLA joined into one name, `prefix/(a:b:c)`, or the name alone."""
     labels: list[str] = []
 
     def keep(label: re.Match) -> str:
@@ -113,7 +113,7 @@ def operations(op_name: str) -> list[str]:
 
 
 def _joined(name: str) -> tuple[str, list[str]]:
-    """What comes before the joined names, and these."""
+    """Return what comes before the joined names, and the names."""
     depth, start, ends = 0, None, []
     for at, char in enumerate(name):
         if char == "(":

@@ -89,7 +89,7 @@ def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, lis
 
 
 def note_from_layout(leaf: Leaf) -> str:
-    """Why a leaf is not sharded by dim, and its padding; empty for a sharded leaf without padding."""
+    """Explain why a leaf is not sharded by dim, and its padding; empty for a sharded leaf without padding."""
     padding = f"padded by {leaf.padding} elements" if leaf.padding else ""
     if leaf.kind == "sharded":
         return padding and f"dim {leaf.dim} {padding}"

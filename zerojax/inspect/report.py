@@ -52,11 +52,11 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device that has most."""
+        """Return bytes on the device that has most."""
         return max(self.device_bytes.values(), default=0)
 
     def __str__(self) -> str:
-        """Type, shape and sharding, and why it is not sharded."""
+        """Return type, shape and sharding, and why it is not sharded."""
         text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
         return f"{text}  ({self.note})" if self.note else text
 
@@ -87,17 +87,20 @@ class Report:
 
     @property
     def total(self) -> int:
-        """Bytes on the fullest device."""
+        """Return bytes on the fullest device."""
         return max(self.per_device.values(), default=0)
 
     @functools.cached_property
     def tree(self) -> Node:
-        """Bytes by part, module and leaf; `tree["master"]` are the master weights, `tree["opt_state"]` the rest."""
+        """Return bytes by part, module and leaf.
+
+        `tree["master"]` has the master weights, `tree["opt_state"]` the rest.
+        """
         return build_tree(Entry(row.keys, row.place, row.device_bytes, str(row)) for row in self.rows)
 
     @property
     def title(self) -> str:
-        """The totals, in one line."""
+        """Return the totals in one line."""
         count = len(self.per_device)
         offloaded = {"in host memory": sum(self.host.values()), "in files": sum(self.disk.values())}
         return "; ".join(
@@ -109,13 +112,13 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """The totals, how matrices are updated, and a line for each part, module and leaf; equal modules share one."""
+        """Return totals, how matrices are updated, and a line per part, module and leaf. Equal modules share one."""
         return f"{self._head}\n\n{as_text(self.tree)}"
 
     __repr__ = __str__
 
     def __rich__(self) -> Tree:
-        """The same for `rich.print`."""
+        """Return the same for `rich.print`."""
         return as_rich(self._head, self.tree)
 
     @property
@@ -124,7 +127,7 @@ class Report:
 
     @property
     def padding(self) -> str:
-        """What to know of padded parameters, in one line; empty if there are none."""
+        """Describe padded parameters in one line; empty if there are none."""
         count = sum(row.part == "params" and "padded" in row.note for row in self.rows)
         if not count:
             return ""
@@ -133,7 +136,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """How many leaves are placed otherwise than planned, and the first of them; empty if none is."""
+        """Describe how many leaves are placed otherwise than planned, and the first of them; empty if none is."""
         if not self.misplaced:
             return ""
         path, how = next(iter(self.misplaced.items()))
@@ -200,20 +203,20 @@ def measured(state: Any, tx: Any) -> Report:
 
 
 def place_of(array: jax.Array | Chunked) -> str:
-    """The memory of an array: `"device"`, `"host"` or `"disk"`."""
+    """Return the memory of an array: `"device"`, `"host"` or `"disk"`."""
     if isinstance(array, Chunked):
         return "host" if array.store is None else "disk"
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
 
 
 def update_choice(state: Any) -> str:
-    """Where the offloaded part of a state's update runs, and why; empty if nothing is offloaded."""
+    """Describe where the offloaded part of a state's update runs, and why; empty if nothing is offloaded."""
     choice = getattr(getattr(state, "plan", None), "choice", None)
     return f"{choice.update}: {choice.why}" if choice else ""
 
 
 def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Bytes of an array for each device of this process that has a shard."""
+    """Return bytes of an array for each device of this process that has a shard."""
     if isinstance(array, Chunked):
         return dict.fromkeys(array.sharding.addressable_devices, array.leaf.local_bytes)
     sizes = Counter[jax.Device]()
@@ -223,12 +226,12 @@ def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
 
 
 def global_bytes(array: jax.Array | Chunked) -> int:
-    """Bytes of the global array, one copy; storage shape."""
+    """Return bytes of the global array, one copy, in storage shape."""
     return math.prod(array.shape) * itemsize(array)
 
 
 def itemsize(array: jax.Array | Chunked) -> int:
-    """Bytes of one element; of a PRNG key, those of its key data."""
+    """Return bytes of one element; for a PRNG key, those of its key data."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(array)
         return math.prod(words.shape[array.ndim :]) * words.dtype.itemsize
@@ -236,7 +239,7 @@ def itemsize(array: jax.Array | Chunked) -> int:
 
 
 def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:
-    """What an array shows by itself: its padding, or that it is replicated."""
+    """Describe what an array shows without a plan: its padding, or that it is replicated."""
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
@@ -245,7 +248,7 @@ def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, 
 
 
 def describe(array: jax.Array | Chunked) -> str:
-    """The sharding of an array, its memory if that is not the device's, and its chunks."""
+    """Describe the sharding of an array, its memory if that is not the device's, and its chunks."""
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
@@ -258,5 +261,5 @@ def describe(array: jax.Array | Chunked) -> str:
 
 
 def name_of(key: Any) -> str:
-    """One key of a path as a word."""
+    """Return one key of a path as a word."""
     return jax.tree_util.keystr((key,), simple=True)

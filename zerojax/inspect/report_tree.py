@@ -54,7 +54,7 @@ class Node:
     children: tuple[tuple[str, Node], ...] = ()
 
     def __getitem__(self, name: str) -> Node:
-        """The child of a name.
+        """Return the child of a name.
 
         Raises:
             KeyError: If there is none.
@@ -79,7 +79,7 @@ class Line(NamedTuple):
 
 
 def build_tree(entries: Iterable[Entry]) -> Node:
-    """The tree of some leaves."""
+    """Build the tree of some leaves."""
     branches: dict[str, list[Entry]] = {}
     totals: dict[str, Counter] = {place: Counter() for place in PLACES}
     text = ""
@@ -95,7 +95,7 @@ def build_tree(entries: Iterable[Entry]) -> Node:
 
 
 def lines(node: Node, depth: int = 0) -> Iterator[Line]:
-    """Everything below a node: equal neighbours on one line, an only child on the line of its parent."""
+    """Return everything below a node: equal neighbours on one line, an only child on its parent's line."""
     for names, child in fold_equal(node.children):
         label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} alike"
         while len(child.children) == 1 and len(names) == 1:
@@ -106,7 +106,7 @@ def lines(node: Node, depth: int = 0) -> Iterator[Line]:
 
 
 def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str], Node]]:
-    """Runs of equal children whose names differ by one number, counting up."""
+    """Return runs of equal children whose names differ by one number, counting up."""
     first: dict[str, int] = {}
     for i, (name, _) in enumerate(children):
         first.setdefault(NUMBER.sub("#", name), i)
@@ -122,14 +122,14 @@ def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str]
 
 
 def run_key(index: int, child: tuple[str, Node]) -> tuple:
-    """Equal for children of one run: the name without its number, the node, and the number less the index."""
+    """Return a key that children of one run share: name without number, node, and number minus index."""
     name, node = child
     numbers = NUMBER.findall(name)
     return (NUMBER.sub("#", name), int(numbers[0]) - index, node) if len(numbers) == 1 else (name,)
 
 
 def as_text(node: Node) -> str:
-    """A table: the tree on the left, bytes by place, and the text of each leaf."""
+    """Return a table: the tree on the left, bytes by place, and the text of each leaf."""
     all_lines = list(lines(node))
     places = ["device", *(place for place in OFFLOADED if getattr(node, place))]
     labels = ["  " * line.depth + line.label for line in all_lines]
@@ -145,7 +145,7 @@ def as_text(node: Node) -> str:
 
 
 def size_text(line: Line, place: str) -> str:
-    """Bytes of a line in one place; empty if all of them are elsewhere."""
+    """Return bytes of a line in one place; empty if all of them are elsewhere."""
     size = getattr(line.node, place)
     if not size and (place != "device" or line.node.host or line.node.disk):
         return ""
@@ -153,7 +153,7 @@ def size_text(line: Line, place: str) -> str:
 
 
 def as_rich(title: str, node: Node) -> Tree:
-    """The same as a tree for rich's consoles."""
+    """Return the same as a tree for rich's consoles."""
     from rich.text import Text
     from rich.tree import Tree
 

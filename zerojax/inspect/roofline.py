@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     unknown: str = ""
 
     def seconds(self, device: Device) -> float:
-        """Least time of one execution."""
+        """Return the least time of one execution."""
         return max(product_seconds(self.operations, device), self.traffic / device.bandwidth)
 
 
@@ -90,7 +90,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """`max(kernels + exposed, communication)`: a hidden collective costs nothing while the link keeps up."""
+        """Return `max(kernels + exposed, communication)`: a hidden collective costs nothing while the link keeps up."""
         return max(self.kernels + self.exposed, self.communication)
 
 
@@ -118,7 +118,7 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
 
 
 def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
-    """FLOPs of the matrix products of one run on one device, by type of the operands."""
+    """Return FLOPs of the matrix products of one run on one device, by type of the operands."""
     found = Counter[str]()
     for kernel in launched:
         found.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
@@ -136,7 +136,7 @@ def collective_seconds(c: Collective, device: Device) -> float:
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:
-    """Whether an instruction is a kernel: of an asynchronous one its start is; a fused collective is not."""
+    """Return whether an instruction is a kernel. An asynchronous one is its start; a fused collective is not one."""
     if i.opcode in FREE or i.opcode.endswith(("-update", "-done")):
         return False
     fused = _fused(module, i) if i.opcode in FUSIONS else []
@@ -144,7 +144,7 @@ def is_kernel(module: Module, i: Instruction) -> bool:
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
-    """Every kernel that a run of the program launches."""
+    """Return every kernel that a run of the program launches."""
     executed = set(module.entries)
     for name in module.callers_first:
         if name not in executed:
@@ -158,7 +158,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """FLOPs of the products in an instruction, and the library function it calls if its FLOPs are not known."""
+    """Return FLOPs of the products in an instruction, and the library function it calls if they are unknown."""
     if i.opcode in FUSIONS:
         total, unknown = Counter[str](), ""
         for computation in _fused(module, i):
@@ -177,7 +177,7 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
-    """Two FLOPs for each element of the result and each contracted index."""
+    """Count two FLOPs for each element of the result and each contracted index."""
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
@@ -185,7 +185,7 @@ def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
-    """Two FLOPs for each output element of the forward convolution and each kernel element that contributes to it."""
+    """Count two FLOPs for each output element of the forward convolution and each contributing kernel element."""
     kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]
@@ -197,13 +197,13 @@ def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[st
 
 
 def _rate_dtype(i: Instruction, operand: Array) -> str:
-    """The type that decides at which rate a product runs."""
+    """Return the type that decides at which rate a product runs."""
     highest = operand.dtype == "f32" and re.search(r'operand_precision(?:=\{|":\[")highest', i.rest, re.IGNORECASE)
     return HIGHEST if highest else operand.dtype
 
 
 def _traffic(module: Module, c: Computation, i: Instruction) -> int:
-    """Bytes that one execution of a kernel reads and writes, each operand once."""
+    """Return bytes that one execution of a kernel reads and writes, each operand once."""
     operands = i.operands
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
@@ -220,7 +220,7 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
 
 
 def _bytes_read(fused: Computation) -> int:
-    """Bytes that a fused computation reads of its parameters."""
+    """Return bytes that a fused computation reads of its parameters."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     for i in fused.instructions:
         for name in i.operands if i.opcode != "parameter" else ():
@@ -244,7 +244,7 @@ def _bytes_read(fused: Computation) -> int:
 
 
 def _bytes_written(fused: Computation, root: Instruction | None) -> int:
-    """Bytes that a fused computation writes; of an update in place, those that are updated."""
+    """Return bytes that a fused computation writes; for an update in place, the updated bytes."""
     if root is None:
         return 0
     if root.opcode == "bitcast":
@@ -257,7 +257,7 @@ def _bytes_written(fused: Computation, root: Instruction | None) -> int:
 
 
 def _update_bytes(c: Computation, i: Instruction) -> int:
-    """Bytes of the update operand of an update in place."""
+    """Return bytes of the update operand of an update in place."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 

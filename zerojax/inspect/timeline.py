@@ -78,12 +78,12 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last span is done, with one iteration of each loop."""
+        """Return when the last span is done, with one iteration of each loop."""
         return max((span.done for span in self.spans), default=0.0)
 
     @property
     def waits(self) -> dict[Collective, float]:
-        """Seconds that kernels wait for each collective, in all iterations of its loops."""
+        """Return the seconds that kernels wait for each collective, in all iterations of its loops."""
         found = dict[Collective, float]()
         for span in self.spans:
             if span.kind == "waiting" and span.collective:
@@ -91,7 +91,7 @@ class Timeline:
         return found
 
     def _times(self, span: Span) -> int:
-        """How often a span runs; loops of unknown trip count run once."""
+        """Return how often a span runs. Loops of unknown trip count run once."""
         around = (loop for loop in self.loops if loop.begin <= span.begin and span.end <= loop.end)
         return math.prod(loop.trip_count or 1 for loop in around)
 
@@ -191,7 +191,7 @@ class _Streams:
             span.done = max(self.now, span.end)
 
     def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
-        """The collective that an instruction is or, as an asynchronous start or a fusion, wraps."""
+        """Return the collective that an instruction is or, as an asynchronous start or a fusion, wraps."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]

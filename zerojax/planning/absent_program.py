@@ -42,12 +42,12 @@ class AbsentProgram(NamedTuple):
     facts: StepFacts
 
     def compile(self, batch: Any) -> Any:
-        """The compiled program for a batch."""
+        """Compile the program for a batch."""
         return self.lower(batch).compile()
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """A step of `train_step` on absent GPUs: its state is sharded anew for them.
+    """Return a step of `train_step` on absent GPUs. Its state is sharded anew for them.
 
     Raises:
         TypeError: If `state` is no `ZeroState`.
@@ -75,7 +75,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
 
 def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
-    """A state of any mesh as shapes on the mesh of a transformation."""
+    """Return a state of any mesh as shapes on the mesh of a transformation."""
     params = params_on_mesh(state.plan.layout, tx.config.mesh)
     shapes = tx.create(params, mutable=abstract(state.mutable))
     if not any(shapes.plan.chunkings):
@@ -86,7 +86,7 @@ def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
 
 
 def params_on_mesh(layout: Layout, mesh: Mesh) -> Any:
-    """Logical shapes of the parameters of a layout, sharded over other mesh axes only, as a user gives them."""
+    """Return logical shapes of parameters, sharded over other mesh axes only, as a user gives them."""
     leaves = [
         jax.ShapeDtypeStruct(
             leaf.shape,
@@ -99,7 +99,7 @@ def params_on_mesh(layout: Layout, mesh: Mesh) -> Any:
 
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
-    """What a plan does not show of offloaded state, if there is any."""
+    """Describe what a plan does not show of offloaded state, if there is any."""
     if not any(state.plan.chunkings):
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
@@ -112,7 +112,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """A jitted function on absent GPUs: its arguments keep their specs.
+    """Return a jitted function on absent GPUs. Its arguments keep their specs.
 
     Raises:
         TypeError: If `f` is not jitted.
@@ -154,18 +154,18 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
 
 def batch_axes(batch: Any) -> tuple[str, ...]:
-    """The mesh axes that the rows of a batch are sharded over, if all leaves agree on them."""
+    """Return the mesh axes that the rows of a batch are sharded over, if all leaves agree on them."""
     specs = [sharding.spec for x in jax.tree.leaves(batch) if (sharding := named_sharding(x))]
     entries = {spec[0] for spec in specs if len(spec)}
     return entry_axes(entries.pop()) if len(entries) == 1 else ()
 
 
 def row_shards(sharding: NamedSharding) -> int:
-    """Into how many shards a sharding divides dim 0."""
+    """Return the number of shards into which a sharding divides dim 0."""
     axes = entry_axes(sharding.spec[0]) if len(sharding.spec) else ()
     return math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a `PartitionSpec`."""
+    """Return the mesh axes of one entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -50,11 +50,11 @@ class GradientCost:
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels of the program."""
+        """Return the kernels of the program."""
         return tuple(kernels(read(self.compiled)))
 
     def seconds(self, device: Device) -> float:
-        """Least time of all its kernels."""
+        """Return the least time of all its kernels."""
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
 
@@ -80,7 +80,7 @@ class PlainGradient:
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
-        """What it costs at a stage, given shapes of the rows that a device differentiates at a time."""
+        """Return the cost at a stage, given shapes of the rows that a device differentiates at a time."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
@@ -94,7 +94,7 @@ class PlainGradient:
         return self._costs[key]
 
     def _compile(self, layout: Layout, rows: Any, accumulated: frozenset[int]) -> Any:
-        """The program, shared by all stages and meshes that accumulate the same gradients."""
+        """Compile the program, shared by all stages and meshes that accumulate the same gradients."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         key = (layout.compute, layout.trained, accumulated, types)
         if key not in self._compiled:
@@ -104,7 +104,7 @@ class PlainGradient:
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
-    """What stage 3 gathers of a loss, read off its program; nothing at the other stages.
+    """Return what stage 3 gathers of a loss, read off its program; nothing at the other stages.
 
     Args:
         config: Stage and mesh.
@@ -125,7 +125,7 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Shapes of the rows of a global batch that a device differentiates at a time, in the types the loss sees.
+    """Return shapes of the rows that a device differentiates at a time, in the types that the loss sees.
 
     Raises:
         ValueError: If devices and microbatches do not divide the batch.
@@ -150,7 +150,7 @@ def plain_gradient(
     mesh: Mesh,
     accumulated: frozenset[int] = frozenset(),
 ) -> Any:
-    """The gradient by plain jit on replicated parameters, compiled: its temporary memory is a device's activations.
+    """Compile the gradient by plain jit on replicated parameters. Its temporary memory is a device's activations.
 
     XLA allocates activations in the buffers of gradients that are not computed yet. A
     gradient that stage 3 shards has no such buffer: here it is added to one that is live

@@ -67,24 +67,24 @@ class Candidate:
 
     @property
     def sharding(self) -> str:
-        """The option that keeps shards within a host, or that there is none."""
+        """Return the option that keeps shards within a host, or that there is none."""
         options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
         return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
 
     @property
     def placement(self) -> str:
-        """The memory of the optimizer state, and `params` if parameters are offloaded."""
+        """Return the memory of the optimizer state, and `params` if parameters are offloaded."""
         if self.offload is None:
             return "device"
         return " + ".join([str(self.offload.optimizer), *(["params"] if self.offload.params else [])])
 
     @property
     def variant(self) -> tuple:
-        """All that was chosen but the batch."""
+        """Return all choices except the batch."""
         return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
 
     def __str__(self) -> str:
-        """The choice, in one line."""
+        """Return the choice in one line."""
         sharding = f", {self.sharding}" if self.shard_axis or self.params_axis else ""
         return f"stage {self.stage}{sharding}, loss {self.loss!r}, state on the {self.placement}, {self.rows:,} rows"
 
@@ -129,19 +129,19 @@ class SearchSpace:
                 raise ValueError(f"{name} is a GPU's, in bytes{unit}, and must be above 0, not {given}.")
 
     def device(self, count: int) -> Device:
-        """One of `count` GPUs."""
+        """Return one of `count` GPUs."""
         return Device.of(Topology.parse(self.topology(count)), link=self.link, network=self.network)
 
     def topology(self, count: int) -> str:
-        """The GPUs, as a topology is written."""
+        """Return the GPUs as a topology is written."""
         return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
 
     def axes(self, config: Config) -> tuple[str, ...]:
-        """The data axes to lay out: hosts and the GPUs of each, where hosts are told apart."""
+        """Return the data axes to lay out: hosts and the GPUs of each, where hosts are told apart."""
         return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
 
     def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
-        """Over which axes a stage may shard, as fields of a configuration: over all, or within hosts as well."""
+        """Return the axes that a stage may shard over, as fields of a configuration: all, or within hosts as well."""
         if self.hosts is None:
             return [{}]
         axes = self.axes(config)
@@ -154,12 +154,12 @@ class SearchSpace:
         return found
 
     def usable(self, count: int) -> float:
-        """Bytes of one of `count` GPUs that may be used."""
+        """Return the bytes of one of `count` GPUs that may be used."""
         return USABLE * self.device(count).memory if self.memory is None else self.memory
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
-        """Stages with what they can offload: nothing at stage 0, parameters at stage 3 alone."""
+        """Return stages with what they can offload: nothing at stage 0, parameters at stage 3 alone."""
         return [
             (stage, offload)
             for stage in self.stages
@@ -187,7 +187,7 @@ class Setup(NamedTuple):
 def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
-    """Every way to train on a number of devices, estimated."""
+    """Estimate every way to train on a number of devices."""
     setups = [
         Setup.of(config, params, space, count, {"stage": stage, "offload": offload} | sharding)
         for stage, offload in space.combinations
@@ -215,7 +215,7 @@ def candidates(
 def estimate_candidate(
     name: str, loss: PlainGradient, setup: Setup, batch: Any, space: SearchSpace, rows: int
 ) -> Candidate:
-    """One candidate; the loss is not compiled for one that does not fit whatever the batch."""
+    """Estimate one candidate. The loss is not compiled for one that fits with no batch."""
     config, layout, row = setup
     least = row.resident + row.update // 2  # the state, and the gradients as the optimizer sees them
     candidate = Candidate(row.devices, row.stage, name, config.offload, rows, least, row.host + row.disk)
@@ -232,7 +232,7 @@ def estimate_candidate(
 
 
 def rejection(candidate: Candidate, usable: float) -> str:
-    """Why a candidate is not worth compiling; empty if it is."""
+    """Explain why a candidate is not worth compiling; empty if it is."""
     if candidate.peak <= (1 + PEAK_MARGIN) * usable:
         return ""
     least = "at least " if candidate.seconds == math.inf else ""
@@ -240,19 +240,19 @@ def rejection(candidate: Candidate, usable: float) -> str:
 
 
 def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
-    """Least time of a step's collectives, one after the other: each over the links of the devices it goes around."""
+    """Return the least time of a step's collectives in sequence, each over the links of its own devices."""
     sent = sent_bytes(config, layout, accumulate=1)
     return sum(count / device.ring_bandwidth(group_along(config.data, axes)) for axes, count in sent.items())
 
 
 def group_along(data: DataMesh, axes: tuple[str, ...]) -> list[int]:
-    """The devices along some axes, and first along the others, by their number in the mesh."""
+    """Return the devices along some axes, and first along the others, by their number in the mesh."""
     numbers = np.arange(math.prod(size for _, size in data.sizes)).reshape([size for _, size in data.sizes])
     return numbers[tuple(slice(None) if name in axes else 0 for name, _ in data.sizes)].ravel().tolist()
 
 
 def step_seconds(row: StageEstimate, kernels: float, communication: float, space: SearchSpace) -> float:
-    """Least time of a step.
+    """Return the least time of a step.
 
     Args:
         row: The estimate of its stage.

@@ -98,11 +98,11 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the contract is kept."""
+        """Return whether the contract is kept."""
         return not self.findings
 
     def __str__(self) -> str:
-        """A table, then the findings."""
+        """Return a table, then the findings."""
         hidden = "no overlap on CPU: collectives are synchronous" if self.hidden is None else f"{self.hidden:.1%}"
         row = lambda name, compiled, contract: f"  {name:20} {compiled:>12}   {contract:>14}"
         mib, count, mflop = lambda n: f"{n / MIB:,.1f}", lambda n: f"{n:,d}", lambda n: f"{n / 1e6:,.1f}"
@@ -205,7 +205,7 @@ def check(
 
 
 def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: str | None) -> Check:
-    """`check` of a training step.
+    """Check a training step, as `check` does.
 
     Raises:
         TypeError: If `state` is no `ZeroState`.
@@ -226,7 +226,7 @@ def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: 
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
-    """A configuration on absent GPUs, or as it is."""
+    """Return a configuration on absent GPUs, or unchanged."""
     mesh = config.user_mesh if topology is None else absent_mesh_like(config.user_mesh, topology, axes=config.axis)
     return dataclasses.replace(config, user_mesh=mesh)
 
@@ -286,7 +286,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
 
 
 def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
-    """The pieces that move along the data axes: the other axes are the model's, and what it moves along them too."""
+    """Return the pieces that move along the data axes. The model also moves pieces along the other axes."""
     mesh, data = config.mesh, config.data.batch
     for piece in found:
         at = np.unravel_index(piece.collective.group, mesh.devices.shape)
@@ -295,12 +295,12 @@ def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
 
 
 def of_kind(found: Iterable[Piece], kind: str) -> list[Piece]:
-    """The pieces of one kind of collective."""
+    """Return the pieces of one kind of collective."""
     return [piece for piece in found if piece.kind == kind]
 
 
 def _elements(which: Sequence[Piece], fmt: str | None, wire: Wire | None) -> int:
-    """Elements that are moved; bytes of quantised ones are counted as the elements they stand for."""
+    """Return elements that are moved. Bytes of quantised ones count as the elements they stand for."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
         return moved

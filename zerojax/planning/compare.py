@@ -86,7 +86,7 @@ def compare(
 def compare_step(
     step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
 ) -> Comparison:
-    """`compare` for a training step, with its options.
+    """Compare a training step, with its options, as `compare` does.
 
     Args:
         step: Of `train_step`.
@@ -156,7 +156,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """The configuration at another stage, that keeps the gradients; offloaded is what the stage can offload.
+    """Return the configuration at another stage that keeps the gradients, and offloads what that stage can.
 
     Raises:
         ValueError: If the stage is unknown.
@@ -168,7 +168,7 @@ def at_stage(config: Config, stage: int) -> Config:
 
 
 def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> list[Snapshot]:
-    """What each step gives on the mesh."""
+    """Return the results of each step on the mesh."""
     tx, snapshots = ZeroTransformation.of(step.config), []
     state = tx.create(params, mutable=mutable)
     for _ in range(STEPS):
@@ -178,7 +178,7 @@ def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) 
 
 
 def kept_gradients(state: ZeroState) -> Any:
-    """The gradients that the optimizer was given, the first leaves of its state; logical shapes."""
+    """Return the gradients that the optimizer got, the first leaves of its state, in logical shapes."""
     plan = state.plan
     arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
     values = [logical(joined(x) if is_chunked(x) else x, leaf) for x, leaf in zip(arrays, plan.state, strict=False)]
@@ -186,7 +186,7 @@ def kept_gradients(state: ZeroState) -> Any:
 
 
 def logical(stored: Any, leaf: Leaf) -> np.ndarray:
-    """An array in storage without its padding, on the host; logical shape."""
+    """Return an array in storage without its padding, on the host, in logical shape."""
     x = np.asarray(stored)
     return x[: leaf.size].reshape(leaf.shape) if leaf.kind == "flat" else x[tuple(slice(n) for n in leaf.shape)]
 

@@ -47,12 +47,12 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains it."""
+        """Return whether rounding explains it."""
         return self.difference <= self.allowed
 
     @property
     def share(self) -> float:
-        """The difference as a share of what is allowed."""
+        """Return the difference as a share of what is allowed."""
         return self.difference / self.allowed if self.allowed else (0.0 if self.ok else math.inf)
 
 
@@ -75,7 +75,7 @@ class NonFinite:
     origins: tuple[Origin, ...]
 
     def __str__(self) -> str:
-        """Leaf, then line."""
+        """Return leaf, then line."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
         by_line = {origin.where: origin for origin in self.origins}  # of one line the NaN says enough
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
@@ -105,17 +105,17 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether the mesh gives what one device gives, all of it finite."""
+        """Return whether the mesh gives what one device gives, and all of it is finite."""
         return self.nonfinite is None and not self.differing
 
     @property
     def differing(self) -> tuple[Difference, ...]:
-        """The leaves that differ by more than rounding, in the order in which a step computes them."""
+        """Return the leaves that differ by more than rounding, in the order in which a step computes them."""
         bad = [leaf for leaf in self.leaves if not leaf.ok]
         return tuple(sorted(bad, key=lambda leaf: (leaf.step, QUANTITIES.index(leaf.quantity))))
 
     def __str__(self) -> str:
-        """The largest difference of each quantity and stage, then the leaves that differ, and why they may."""
+        """Return the largest difference per quantity and stage, then the leaves that differ, and why they may."""
         present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
         if not self.leaves:
             return str(self.nonfinite)
@@ -134,7 +134,7 @@ class Comparison:
         return "\n".join([*lines, *self._differing_lines()])
 
     def _differing_lines(self) -> list[str]:
-        """One line for a leaf of a step, its stages together."""
+        """Return one line per leaf of a step, its stages together."""
         groups: dict[tuple, list[Difference]] = {}
         for leaf in self.differing:
             groups.setdefault((leaf.step, leaf.quantity, leaf.path), []).append(leaf)
@@ -153,5 +153,5 @@ class Comparison:
 
 
 def max_of(values: list[float]) -> float:
-    """The largest; NaN if one is, 0 of none."""
+    """Return the largest value; NaN if one is NaN, 0 if there are none."""
     return next((x for x in values if x != x), max(values, default=0.0))

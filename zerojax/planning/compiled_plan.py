@@ -58,32 +58,32 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Most bytes on a device in a step."""
+        """Return the most bytes on a device in a step."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a device's usable memory."""
+        """Return whether the peak is within a device's usable memory."""
         return self.peak <= self.usable
 
     @property
     def collectives(self) -> Collectives:
-        """Every collective of the program."""
+        """Return every collective of the program."""
         return Collectives(f.collective for f in self.overlap.in_flight)
 
     @property
     def sent(self) -> int:
-        """Bytes a device sends in a step, over rings; a loop of unknown trip count counts as one iteration."""
+        """Return bytes a device sends in a step, over rings. A loop of unknown trip count counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
 
     @property
     def exposed(self) -> int:
-        """Of these, bytes that no matrix product hides."""
+        """Return the part of `sent` that no matrix product hides."""
         return Collectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
 
     @property
     def across_hosts(self) -> int:
-        """Of these, bytes of collectives whose groups have devices of several hosts."""
+        """Return the part of `sent` in collectives whose groups have devices of several hosts."""
         per_host = Topology.parse(self.topology).per_host
         return Collectives(c for c in self.collectives if _spans_hosts(c, per_host)).moved(unknown_once=True).sent
 
@@ -100,11 +100,11 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Least time of a step, by the roofline."""
+        """Return the least time of a step, by the roofline."""
         return self.roofline.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON; without the program's text."""
+        """Return all figures, ready for JSON, without the program's text."""
         fields = dataclasses.asdict(dataclasses.replace(self, text="", overlap=Overlap(())))
         derived = {name: getattr(self, name) for name in DERIVED}
         columns = ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name")
@@ -116,7 +116,7 @@ class Plan:
         return fields | derived | {"collectives": listed}
 
     def __str__(self) -> str:
-        """Tables: memory, what is sent, time; then notes."""
+        """Return tables of memory, what is sent, and time; then notes."""
         line = lambda name, *cells: f"  {name:24s}" + "".join(f"{cell:>12s}" for cell in cells)
         verdict = f"  of {format_bytes(self.usable)} usable: {'fits' if self.fits else 'does not fit'}"
         rows = "" if self.batch is None else f", {self.batch:,} rows"
@@ -140,7 +140,7 @@ class Plan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Collectives by kind, type and whether they are between hosts: how often, how much, how much of it hidden."""
+        """Return collectives by kind, type and whether they cross hosts: how often, how much, how much hidden."""
         topology, groups = Topology.parse(self.topology), dict[tuple, list]()
         for f in self.overlap.in_flight:
             between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)
@@ -166,5 +166,5 @@ class Plan:
 
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
-    """Whether a collective's group has devices of several hosts."""
+    """Return whether a collective's group has devices of several hosts."""
     return len({device // per_host for device in c.group}) > 1

@@ -57,7 +57,7 @@ class Checked:
 
     @property
     def microbatch(self) -> Any:
-        """The rows that are differentiated at a time."""
+        """Return the rows that are differentiated at a time."""
         one = lambda x: jax.ShapeDtypeStruct(
             (x.shape[0] // self.accumulate, *x.shape[1:]), x.dtype, sharding=x.sharding
         )
@@ -150,22 +150,22 @@ def contract_of(checked: Checked) -> Contract:
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Whether a parameter is of a type with gradients."""
+    """Return whether a parameter is of a type with gradients."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def sharded_params(layout: Layout) -> list[Leaf]:
-    """The parameters that the stage gathers on use."""
+    """Return the parameters that the stage gathers on use."""
     return [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
 
 
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Elements of each parameter, as often as a loop over microbatches of the loss's own uses it."""
+    """Return elements of each parameter, as often as the loss's own loop over microbatches uses it."""
     return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    """Elements that forward and backward passes gather."""
+    """Return elements that forward and backward passes gather."""
     sizes, passes = sizes_of(checked.layout, program), 2 if checked.config.reshard_after_forward else 1
     return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded_params(checked.layout))
 
@@ -181,7 +181,7 @@ def gathered_after_update(plan: ShardingPlan) -> int:
 
 
 def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
-    """Elements that are reduced, and those of them whose gradients stay replicated."""
+    """Return elements that are reduced, and those of them whose gradients stay replicated."""
     config, sizes = checked.config, sizes_of(checked.layout, program)
     trained = checked.layout.trained_only()
     grads = trained.grads if checked.plan is None else checked.plan.grads
@@ -201,14 +201,14 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """How often an element of a gradient is reduced: one that is quantised axis by axis, each time among those left."""
+    """Return how often an element of a gradient is reduced. Quantised ones are reduced axis by axis."""
     if Encoding(wire=config.wire).reduce_codec(leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 
 
 def plain_update(plan: ShardingPlan, config: Config) -> Any:
-    """The optimizer's update by plain jit on one device's full arrays, compiled."""
+    """Compile the optimizer's update by plain jit on one device's full arrays."""
     everywhere = NamedSharding(config.mesh, PartitionSpec())
     logical = lambda leaves: [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere) for leaf in leaves]
     tree = lambda leaves: jax.tree.unflatten(plan.trained.treedef, leaves)
@@ -226,5 +226,5 @@ class WithMutable:
     loss: Loss
 
     def call(self, params: Any, mutable: Any, batch: Any, args: tuple) -> Returned:
-        """As `Loss.call`."""
+        """Call the loss; see `Loss.call`."""
         return self.loss.call(params, args[0], batch, args[1:])

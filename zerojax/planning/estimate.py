@@ -56,7 +56,7 @@ def estimate(
     gpu: str | None = None,
     **options: Unpack[EstimateOptions],
 ) -> Estimate:
-    """Bytes per device and bytes sent per step, for every stage, without building anything.
+    """Estimate bytes per device and bytes sent per step, for every stage, without building anything.
 
     Given the loss and a batch, the peak of a step too: the gradient is compiled for one
     device (which takes seconds), and its temporary memory is the activations of any stage.
@@ -131,7 +131,7 @@ def estimate(
 
 
 def mesh_axes(devices: int | str) -> dict[str, Any]:
-    """The mesh and data axes of a number of devices, or of hosts with some each."""
+    """Return the mesh and data axes of a number of devices, or of hosts with some each."""
     if not isinstance(devices, str):
         check_count("devices", devices, "devices", least=1)
         return {"user_mesh": abstract_mesh(devices)}
@@ -141,7 +141,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
-    """The options of `zero_shard` for one stage of a model, or of a mere number of parameters."""
+    """Return the options of `zero_shard` for one stage of a model, or of a mere number of parameters."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
         raise TypeError(
             f"estimate() has no option {unknown[0]!r}. It has {', '.join(EstimateOptions.__annotations__)}."
@@ -162,7 +162,7 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
 
 
 def wire_of_stage(wire: Wire, stage: int, *, known_shapes: bool) -> Wire | None:
-    """What of it a stage can carry; of a mere number of parameters, all of them."""
+    """Return the part of it that a stage can use; for a mere number of parameters, all of it."""
     changes: dict[str, Any] = {"gather": wire.gather if stage == 3 else None}
     changes["error_feedback"] = wire.error_feedback and stage == 3
     changes |= {} if known_shapes else {"where": lambda path, leaf: True}
@@ -170,7 +170,7 @@ def wire_of_stage(wire: Wire, stage: int, *, known_shapes: bool) -> Wire | None:
 
 
 def vector(count: float, devices: int) -> PyTree:
-    """Parameters of which only the number is known: one vector, rounded up so that the devices divide it.
+    """Return parameters of which only the number is known: one vector, rounded up so that the devices divide it.
 
     Raises:
         ValueError: If the number is below 1.
@@ -182,7 +182,7 @@ def vector(count: float, devices: int) -> PyTree:
 
 
 def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
-    """The shapes of a model's parameters.
+    """Return the shapes of a model's parameters.
 
     Raises:
         TypeError: If it is no tree of arrays or shapes, and no Flax module that `inputs` initialise.

@@ -52,12 +52,12 @@ class StageEstimate:
 
     @property
     def resident(self) -> int:
-        """Bytes on a device from step to step: model states without gradients."""
+        """Return bytes on a device from step to step: model states without gradients."""
         return self.params + self.master + self.opt_state + self.errors
 
     @property
     def peak(self) -> int | None:
-        """Most bytes on a device in a step; None where activations are not known.
+        """Return the most bytes on a device in a step, or None where activations are not known.
 
         `resident`, and the larger of what the backward pass needs (gradients, activations,
         gathered parameters) and what the update does. At stages 1 and 2 it is an upper bound
@@ -70,7 +70,7 @@ class StageEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of all model states on a device, gradients included; without gathered parameters."""
+        """Return bytes of all model states on a device, gradients included, without gathered parameters."""
         return self.resident + self.grads
 
 
@@ -89,7 +89,7 @@ class Estimate:
     rows: tuple[StageEstimate, ...]
 
     def __getitem__(self, stage: int) -> StageEstimate:
-        """The row of a stage, on the first number of devices.
+        """Return the row of a stage, on the first number of devices.
 
         Raises:
             KeyError: If it was not asked for.
@@ -97,7 +97,7 @@ class Estimate:
         return {row.stage: row for row in reversed(self.rows)}[stage]
 
     def break_even_tokens(self, stage: int, *, link: float, flops: float, recomputed: bool = True) -> float:
-        """Tokens per device and step at which compute takes as long as communication.
+        """Return tokens per device and step at which compute takes as long as communication.
 
         A token costs `6 x parameters` FLOPs, `8 x` where the forward pass is recomputed;
         communication takes `sent / link`. With fewer tokens the step is bound by the link,
@@ -115,7 +115,7 @@ class Estimate:
         return self[stage].sent / link * flops / ((8 if recomputed else 6) * self.parameters)
 
     def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
-        """Least time of a step's offloaded update, streamed through the device.
+        """Return the least time of a step's offloaded update, streamed through the device.
 
         Offloaded state comes in and goes out once, both ways at once: `bytes / link`; on disk
         it is read and written: `2 x bytes / disk`. The slower of the two decides.
@@ -133,7 +133,7 @@ class Estimate:
         return max(seconds, 2 * row.disk / disk) if disk else seconds
 
     def __str__(self) -> str:
-        """A table: stages in rows, parts in columns."""
+        """Return a table: stages in rows, parts in columns."""
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []

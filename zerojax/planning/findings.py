@@ -53,12 +53,12 @@ class Exchanged:
 
     @property
     def bytes(self) -> int:
-        """Bytes of full tensors that the loss moves."""
+        """Return bytes of full tensors that the loss moves."""
         return sum(size for piece, size in self.pieces if not piece.is_of_update)
 
     @property
     def of_update(self) -> int:
-        """Bytes of full tensors that the compiler moves for the optimizer's update."""
+        """Return bytes of full tensors that the compiler moves for the optimizer's update."""
         return sum(size for piece, size in self.pieces if piece.is_of_update)
 
 
@@ -96,7 +96,7 @@ def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> 
 
 
 def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, contract: Contract) -> list[str]:
-    """Activations that are moved beyond what plain jit moves, by kind and line of the model."""
+    """Find activations that are moved beyond what plain jit moves, by kind and line of the model."""
     over = moved.bytes - contract.times * plain.bytes
     if over <= _slack(contract) + (VOLUME_SLACK - 1) * contract.times * plain.bytes:
         return []
@@ -112,7 +112,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
 
 
 def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Gradients that the compiler all-reduces although the stage shards them."""
+    """Find gradients that the compiler all-reduces although the stage shards them."""
     over = moved.completed - contract.replicated
     if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
         return []
@@ -131,7 +131,7 @@ def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """What the compiler moves for an update that should move nothing."""
+    """Find what the compiler moves for an update that should move nothing."""
     if contract.update or moved.of_update <= _slack(contract):
         return []
     sizes: Counter[str] = Counter()
@@ -146,7 +146,7 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
-    """Memory beyond the floor, and parameters that are gathered whole."""
+    """Find memory beyond the floor, and parameters that are gathered whole."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
@@ -158,7 +158,7 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 
 
 def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
-    """More parameters that are gathered at the same time than one use and what is fetched ahead of it.
+    """Find more parameters gathered at the same time than one use and what is fetched ahead of it.
 
     Args:
         held: Gathers whose results are held at the same time.
@@ -178,7 +178,7 @@ def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsiz
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Products beyond plain jit's."""
+    """Find products beyond plain jit's."""
     formula, program = contract.flops, contract.program
     if flops <= FLOPS_SLACK * formula:
         return []
@@ -187,14 +187,14 @@ def flops_findings(flops: int, contract: Contract) -> list[str]:
 
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
-    """Elements of parameters or gradients that are moved beyond the formula."""
+    """Find elements of parameters or gradients that are moved beyond the formula."""
     if elements <= VOLUME_SLACK * formula + FREE * len(which):  # norms, weights and counts are scalars, and free
         return []
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
 
 
 def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
-    """Communication that no product hides."""
+    """Find communication that no product hides."""
     if not hiding.in_flight or hiding.hidden_share >= LEAST_HIDDEN:
         return []
     exposed = pieces(module, (f.collective for f in hiding.exposed))
@@ -202,7 +202,7 @@ def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
 
 
 def causes_of(which: Iterable[Piece]) -> str:
-    """The leaves and lines that cause some collectives, most bytes first."""
+    """Return the leaves and lines that cause some collectives, most bytes first."""
     sizes: Counter[str] = Counter()
     for piece in which:
         sizes[piece.cause] += piece.bytes
@@ -214,7 +214,7 @@ def _listed(sizes: Counter[str]) -> str:
 
 
 def _slack(contract: Contract) -> float:
-    """Bytes that are little beside what the stage moves anyway."""
+    """Return bytes that are small compared with what the stage moves anyway."""
     return (VOLUME_SLACK - 1) * 4 * (contract.gathered + contract.reduced)
 
 
@@ -231,7 +231,7 @@ def _noun(kind: str) -> str:
 
 
 def _what(moved: Exchanged, kind: str, line: str) -> str:
-    """The largest array of a kind at a line, and along which dim it is gathered."""
+    """Return the largest array of a kind at a line, and along which dim it is gathered."""
     found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
     c = max(found, key=lambda piece: piece.bytes).collective
     array = max(c.arrays, key=lambda array: array.bytes)

@@ -29,7 +29,7 @@ class Fit:
     tried: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        """The choice, then a table: for each stage, loss and offload the preferred batch."""
+        """Return the choice, then a table: for each stage, loss and offload the preferred batch."""
         shown: dict[tuple, Candidate] = {}
         for candidate in self.tried:
             if candidate.variant not in shown or candidate == self.chosen:
@@ -109,7 +109,7 @@ def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iter
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
-    """The error when nothing fits."""
+    """Return the error for the case that nothing fits."""
     among = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if not tried:
         return (

@@ -7,7 +7,7 @@ ROUND_BITS = 5
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
-    """The largest round count whose peak is at most `usable`.
+    """Return the largest round count whose peak is at most `usable`.
 
     Peaks are almost linear over round counts; over others they jump, as the compiler pads.
     So the next guess is where the line through the two peaks nearest to the limit meets it.
@@ -31,7 +31,7 @@ def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int
 
 
 def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int | None) -> int:
-    """A round count between one that fits and one that does not, if one is known that does not."""
+    """Return a round count between one that fits and one that does not, if one that does not is known."""
     guess = 8 * fits if exceeds is None else (fits + exceeds) // 2
     if 2 <= len(peaks) <= PATIENCE:
         (a, x), (b, y) = sorted(sorted(peaks.items(), key=lambda item: abs(item[1] - usable))[:2])
@@ -41,11 +41,11 @@ def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int |
 
 
 def round_down(count: int) -> int:
-    """The largest round count up to `count`; round are counts of five significant bits."""
+    """Return the largest round count up to `count`. Round counts have five significant bits."""
     zeros = max(0, count.bit_length() - ROUND_BITS)
     return count >> zeros << zeros
 
 
 def next_round(count: int) -> int:
-    """The smallest round count above `count`."""
+    """Return the smallest round count above `count`."""
     return round_down(count) + (1 << max(0, count.bit_length() - ROUND_BITS))

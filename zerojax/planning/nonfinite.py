@@ -30,14 +30,14 @@ class Origin:
     where: str
 
     def __str__(self) -> str:
-        """In words."""
+        """Describe the origin."""
         if not self.primitive:
             return f"the first {self.kind} is given in {self.where}"
         return f"the first {self.kind} is made by {self.primitive} at {self.where or 'a line of no model'}"
 
 
 def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
-    """Where a function makes its first NaN, and its first inf where that comes before.
+    """Find where a function makes its first NaN, and its first inf where that comes before.
 
     An inf alone is often meant, as in a mask: callers ask when a result is not finite.
 
@@ -108,15 +108,15 @@ class Walk:
 
 
 def has(kind: str, values: Sequence) -> bool:
-    """Whether any of some arrays has a NaN, or an inf."""
+    """Return whether any of some arrays has a NaN, or an inf."""
     return any(bool(TESTS[kind](x).any()) for x in values if is_float(x))
 
 
 def has_before(kind: str, values: Sequence) -> bool:
-    """Whether operands explain a result that is not finite: a NaN comes of a NaN, an inf of either."""
+    """Return whether operands explain a nonfinite result: a NaN comes from a NaN, an inf from either."""
     return has("nan", values) or (kind == "inf" and has("inf", values))
 
 
 def is_float(x: Any) -> bool:
-    """Whether a value can be other than finite; a dropped result is None."""
+    """Return whether a value can be nonfinite. A dropped result is None."""
     return x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -37,6 +37,6 @@ class FitOptions(LossOptions, total=False):
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, Any]]:
-    """What the loss returns, with defaults; and the other options given."""
+    """Return what the loss returns, with defaults, and the other given options."""
     others = dict(options)
     return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others

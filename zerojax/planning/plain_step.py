@@ -54,7 +54,7 @@ class PlainStep:
     axes: tuple[str, ...] = ()
 
     def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
-        """The state of step 0."""
+        """Return the state of step 0."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
         params = self.layout.treedef.unflatten(cast(leaves, [leaf.dtype for leaf in self.layout.grads]))
         scaling = init_scaling(self.program.config.precision, len(self.layout.trained))
@@ -63,13 +63,13 @@ class PlainStep:
     def value_and_grad(
         self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float = 1.0
     ) -> tuple[Returned, list[Array]]:
-        """What the loss returned, and `scale` times its gradient, one array a trained parameter."""
+        """Return what the loss returned, and `scale` times its gradient, one array per trained parameter."""
         return self._differentiated(params, mutable, batch, args, scale)[:2]
 
     def _differentiated(
         self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float
     ) -> tuple[Returned, list[Array], list[Array]]:
-        """As `value_and_grad`, and one array an overwritten parameter: its new value."""
+        """Do the same as `value_and_grad`, and return one array per overwritten parameter: its new value."""
         leaves = jax.tree.leaves(params)
         chosen = (*self.layout.trained, *self.layout.overwritten)
 

@@ -114,7 +114,7 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
-    """Bytes by part; they add up to `peak_bytes`."""
+    """Return bytes by part. They add up to `peak_bytes`."""
     sizes = Counter[str]()
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
@@ -130,7 +130,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
 
 
 def part_of(argument: str, parts: Mapping[str, str]) -> str:
-    """The part of an argument: by its longest known prefix, else its own name."""
+    """Return the part of an argument: by its longest known prefix, else its own name."""
     for prefix in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(prefix)}(?![\w])", argument):
             return parts[prefix]

@@ -28,7 +28,7 @@ REPEATS = 3
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, the first leaves of whose state are the gradients it was given last."""
+    """Return the same transformation, whose state's first leaves are the gradients it was given last."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
@@ -52,7 +52,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """A transformation that moves gradients as rounding may; by nothing until its state is replaced."""
+    """Return a transformation that moves gradients as rounding may, by nothing until its state is replaced."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))
@@ -87,7 +87,7 @@ class Reference:
 
     @classmethod
     def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> Reference:
-        """What a training step is to give, its arguments taken off their mesh."""
+        """Return what a training step should give, with its arguments taken off their mesh."""
         program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
         tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
@@ -101,7 +101,7 @@ class Reference:
         return made
 
     def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
-        """The arguments of `plain.value_and_grad`: on all rows, or on those of one device."""
+        """Return the arguments of `plain.value_and_grad`: on all rows, or on those of one device."""
         workers = self.plain.program.config.data.workers
 
         def share(x: Any) -> Any:
@@ -113,23 +113,23 @@ class Reference:
 
     @functools.cached_property
     def before(self) -> Snapshot:
-        """The parameters before the first step."""
+        """Return the parameters before the first step."""
         return snapshot({}, None, self.start.params, None)
 
     @functools.cached_property
     def unit(self) -> float:
-        """The unit in the last place of 1, in the narrowest floating type that the gradient is computed in."""
+        """Return the unit in the last place of 1, in the narrowest floating type of the gradient's computation."""
         closed = jax.make_jaxpr(lambda given: self.plain.value_and_grad(**given))(self.inputs(self.start))
         floats = {dtype for dtype in dtypes_in(compat.opened(closed)[0]) if jnp.issubdtype(dtype, jnp.floating)}
         return max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
 
     @functools.cached_property
     def step(self) -> Any:
-        """The step, jitted."""
+        """Return the step, jitted."""
         return jax.jit(self.plain.step)
 
     def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
-        """The state before each step, and what each gave."""
+        """Return the state before each step, and the results of each."""
         states, snapshots = [], []
         for _ in range(steps):
             states.append(state)
@@ -138,7 +138,7 @@ class Reference:
         return states, snapshots
 
     def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
-        """For each step and leaf, how far moving parameters and gradients by one unit moves the result.
+        """Return, for each step and leaf, how far moving parameters and gradients by one unit moves the result.
 
         Far where terms cancel, as in the gradient of a bias before a normalisation, and where an
         optimizer divides a gradient by its own size.
@@ -169,12 +169,12 @@ class Reference:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays of NumPy, which jit puts on the default device; PRNG keys as they are."""
+    """Return arrays of NumPy, which jit puts on the default device. PRNG keys stay unchanged."""
     return jax.tree.map(lambda x: jax.device_get(x) if is_numeric(jnp.result_type(x)) else x, tree)
 
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """Types of the results of a jaxpr's equations, and of the jaxprs inside."""
+    """Return types of the results of a jaxpr's equations, and of the jaxprs inside."""
     for eqn in jaxpr.eqns:
         yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
         for inner in compat.inner_jaxprs(eqn):

@@ -13,28 +13,28 @@ from zerojax.layout.tree import canonical
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is an array or its shape: no Python number, and no type, which has a dtype and no shape."""
+    """Return whether a leaf is an array or its shape: not a Python number, and not a type, which has no shape."""
     return hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    """Shape of an array or a number, in the type that jit gives it."""
+    """Return the shape of an array or a number, in the type that jit gives it."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
 
 
 def abstract(tree: Any) -> Any:
-    """Arrays as shapes without shardings; static arguments and Python numbers as they are."""
+    """Return arrays as shapes without shardings; static arguments and Python numbers unchanged."""
     return jax.tree.map(lambda x: shape_of(x) if is_array(x) else x, tree)
 
 
 def named_sharding(x: Any) -> NamedSharding | None:
-    """The sharding of a leaf, if it names mesh axes."""
+    """Return the sharding of a leaf, if it names mesh axes."""
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def on_mesh(mesh: Mesh, tree: Any) -> Any:
-    """Arrays as shapes with their specs on another mesh; those without a spec replicated."""
+    """Return arrays as shapes with their specs on another mesh. Those without a spec are replicated."""
 
     def move(x: Any) -> Any:
         sharding = named_sharding(x)
@@ -45,7 +45,7 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
 
 
 def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
-    """Logical shapes of parameters in any form.
+    """Return logical shapes of parameters in any form.
 
     Args:
         params: Arrays, `Padded` arrays or shapes.
@@ -60,14 +60,14 @@ def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Rows of a batch; None if its leaves differ or have none."""
+    """Return the rows of a batch, or None if its leaves differ or have none."""
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
     (only,) = lengths if len(lengths) == 1 else ((),)
     return only[0] if only else None
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """Shapes of a batch with another number of rows; shardings are kept."""
+    """Return shapes of a batch with another number of rows. Shardings are kept."""
 
     def resize(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), jnp.result_type(x), sharding=named_sharding(x))

@@ -20,7 +20,7 @@ Snapshot = dict[Key, np.ndarray]
 
 
 def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) -> Snapshot:
-    """What one step gave, by quantity and leaf."""
+    """Return the results of one step, by quantity and leaf."""
     trees = {"value": metrics.get("loss"), "gradient": grads, "parameters": params, "mutable": mutable}
     trees["aux"] = metrics.get("aux")
     return {
@@ -39,7 +39,7 @@ def differences(
     noise: dict[Key, float],
     tolerance: float,
 ) -> Iterator[Difference]:
-    """Each leaf of one step beside the reference."""
+    """Compare each leaf of one step with the reference."""
     sizes = {key: largest(x) for key, x in expected.items()}
     of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
     for key, y in expected.items():
@@ -55,7 +55,7 @@ def differences(
 
 
 def off_by(x: np.ndarray, y: np.ndarray) -> float:
-    """The largest difference; NaN where one is not finite and the other is another value."""
+    """Return the largest difference; NaN where one is not finite and the other has another value."""
     with np.errstate(invalid="ignore"):
         same = (x == y) | ((x != x) & (y != y))
         off = np.abs(np.where(same, 0, wide(x) - wide(y)))
@@ -63,18 +63,18 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def largest(x: np.ndarray) -> float:
-    """The largest finite magnitude; 0 of none."""
+    """Return the largest finite magnitude; 0 if there is none."""
     size = np.abs(wide(x))
     return float(np.max(size, initial=0.0, where=np.isfinite(size)))
 
 
 def wide(x: np.ndarray) -> np.ndarray:
-    """In double precision, which subtracts every type exactly enough."""
+    """Return the array in double precision, which subtracts every type exactly enough."""
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """The loss, gradient or parameter that is not finite, unless the parameter was given so."""
+    """Return the loss, gradient or parameter that is not finite, unless the parameter was given so."""
     for key, x in found.items():
         given = before.get(key) if key[0] == "parameters" else None
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -65,7 +65,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
-    """Gradients on a device during the backward pass.
+    """Return gradients on a device during the backward pass.
 
     That of a parameter which is gathered on use is reduce-scattered at once; all others are full, in
     the compute type, until the pass ends. Stages 0 and 1 accumulate full gradients, the others shards.
@@ -83,7 +83,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Parameters that stage 3 gathers at a time: the largest layer, and as much for each that is prefetched.
+    """Return parameters that stage 3 gathers at a time: the largest layer, and as much for each prefetched one.
 
     A layer is all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A
     stack of layers cannot be told from other arrays: all of it counts as one layer.
@@ -98,7 +98,7 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
 
 
 def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
-    """What a device sends in a step, by mesh axes: reductions in the reduce type, gathers in the compute type.
+    """Return what a device sends per step, by mesh axes: reductions in the reduce type, gathers in the compute type.
 
     Over N devices `(N - 1) / N` of the logical bytes for each. Stages 0 and 1 reduce once and gather once;
     stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch. In hybrid sharding shards
@@ -133,7 +133,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
 
 
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
-    """Bytes that a device sends to gather a leaf once, by mesh axes."""
+    """Return bytes that a device sends to gather a leaf once, by mesh axes."""
     encoding, size = Encoding(wire=config.wire), config.data.size
     codec, narrow = encoding.gather_codec(leaf), encoding.axes(leaf)
     if codec is None:
@@ -147,7 +147,7 @@ def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
-    """Bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
+    """Return bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
     encoding = Encoding(wire=config.wire)
     codec, narrow = encoding.reduce_codec(leaf), encoding.axes(leaf)
     if codec is None:
@@ -162,14 +162,14 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
-    """Bytes of an element that is gathered: stage 0 gathers gradients, the others parameters."""
+    """Return bytes of an element that is gathered: stage 0 gathers gradients, the others parameters."""
     if config.stage == 0:
         return reduce_itemsize(config, compute)
     return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize
 
 
 def reduce_itemsize(config: Config, compute: Any) -> int:
-    """Bytes of an element of a gradient in the type in which it is reduced over the devices."""
+    """Return bytes of an element of a gradient in the type in which it is reduced over the devices."""
     if config.precision is None or not jnp.issubdtype(compute, jnp.floating):
         return np.dtype(compute).itemsize
     return np.dtype(config.precision.reduce).itemsize

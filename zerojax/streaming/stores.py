@@ -116,26 +116,26 @@ class DiskStateStore(StateStore):
         return [(k, n, self._files.read(k, n), kind) for k in group.state]
 
     def receive(self, ticket: list) -> list[Array]:
-        """As `StateStore`."""
+        """Receive what was read; see `StateStore`."""
         return [self._files.receive(*reading) for reading in ticket]
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> list:
-        """As `StateStore`."""
+        """Write a chunk; see `StateStore`."""
         for x in arrays:
             x.copy_to_host_async()
         return [(k, n, x) for k, x in zip(group.state, arrays, strict=True)]
 
     def complete(self, ticket: list) -> None:
-        """As `StateStore`: the state is in buffers that are being written."""
+        """Complete a write; see `StateStore`. The state is in buffers that are being written."""
         for writing in ticket:
             self._files.write(*writing)
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
-        """As `StateStore`."""
+        """Return the nodes of a group; see `StateStore`."""
         return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]
 
     def abandon(self) -> None:
-        """As `StateStore`."""
+        """Abandon the update; see `StateStore`."""
         self._files.abandon()
 
 

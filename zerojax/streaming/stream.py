@@ -79,7 +79,7 @@ class StreamedUpdate:
     """
 
     def __init__(self, config: Config, plan: ShardingPlan):
-        """Nothing is compiled yet."""
+        """Store the configuration; nothing is compiled yet."""
         self.config = config
         self.plan = plan
         choice = plan.choice or choose_update(config, plan)
@@ -91,11 +91,11 @@ class StreamedUpdate:
 
     @property
     def host_threads(self) -> int:
-        """Chunks of each device that are updated on the host at a time."""
+        """Return how many chunks per device are updated on the host at a time."""
         return max(1, min(IN_FLIGHT, cores() // len(self.config.mesh.local_devices)))
 
     def lower(self) -> list[Any]:
-        """The programs that update a chunk on the device, one a key, lowered as `jax.jit(...).lower` does."""
+        """Lower the programs that update a chunk on the device, one per key, as `jax.jit(...).lower` does."""
         shared, consts = self.partition.shared_shapes, self.partition.consts
         groups = {self.key(g, n): group for g, group in enumerate(self.partition.groups) for n in group.equations}
         lowered = []
@@ -128,7 +128,7 @@ class StreamedUpdate:
             raise
 
     def _skip(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
-        """A step that changes nothing."""
+        """Run a step that changes nothing."""
         params, state = list(inputs.params), list(inputs.state)
         for group in self.partition.groups:
             for k, node in zip(group.state, store.unchanged(group), strict=True):
@@ -139,11 +139,11 @@ class StreamedUpdate:
         return params, state
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
-        """Whether the host updates a group; full arrays need programs that span all devices."""
+        """Return whether the host updates a group. Full arrays need programs that span all devices."""
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
-        """The update of a chunk on the host, compiled for such arguments.
+        """Return the update of a chunk on the host, compiled for such arguments.
 
         Threads are given compiled programs alone: tracing would not see what the caller set
         for its own thread, such as whether numbers may have 64 bits.
@@ -154,7 +154,7 @@ class StreamedUpdate:
         return self._compiled[key, shapes]
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
-        """Parameters as they are stored: gathered where the stage keeps them replicated."""
+        """Return parameters as they are stored: gathered where the stage keeps them replicated."""
         plan, bare = self.plan, functools.partial(dataclasses.replace, path="", reason="")
         moved = {
             j: (bare(plan.grads[i]), bare(plan.trained.params[i]))
@@ -196,7 +196,7 @@ class UpdateQueue:
     """One step's update, chunk by chunk: those being fetched, updated on the host, and written."""
 
     def __init__(self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor):
-        """Nothing is fetched yet; `threads` update chunks on the host."""
+        """Prepare the queue; nothing is fetched yet. `threads` update chunks on the host."""
         self._streamed, self._inputs, self._store, self._threads = streamed, inputs, store, threads
         self._groups = streamed.partition.groups
         self._host = host_kind(streamed.config.mesh)
@@ -246,7 +246,7 @@ class UpdateQueue:
         self._write(chunk, state)
 
     def _begin_on_host(self, chunk: Chunk) -> None:
-        """Gradients go to the host, where a thread updates the chunk."""
+        """Send gradients to the host, where a thread updates the chunk."""
         state, group = self._store.receive(self._fetching.popleft()), chunk.of.group
         inputs = self._inputs_of(group)
         chunks = self._streamed.program(chunks_for_host, chunk.key)(chunk.of.params, inputs.grads, chunk.start)
@@ -257,7 +257,7 @@ class UpdateQueue:
         self._complete_on_host(most=self._streamed.host_threads - 1)
 
     def _complete_on_host(self, most: int) -> None:
-        """Block until at most `most` chunks are being updated on the host; of the others, parameters come back."""
+        """Block until at most `most` chunks are being updated on the host, and take back the others' parameters."""
         while len(self._on_host) > most:
             chunk, updated = self._on_host.popleft()
             new, state = updated.result()
@@ -295,5 +295,5 @@ class UpdateQueue:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
