@@ -49,7 +49,7 @@ class StateLeaf:
 
     @property
     def dtype(self) -> str:
-        """Element type of the array, by name."""
+        """Return the element type of the array, by name."""
         return str(self.array.dtype)
 
 
@@ -145,7 +145,7 @@ def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]
 
 
 def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
-    """The leaves of a field that is replicated."""
+    """Return the leaves of a field that is replicated."""
     return [
         state_leaf(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, data.batch, data.workers), x)
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field))[0]
@@ -153,20 +153,20 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    """One leaf, named."""
+    """Return one leaf with its name."""
     return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 
 def name_of(field: str, path: tuple) -> str:
-    """A leaf's name as errors have it."""
+    """Return a leaf's name as errors have it."""
     return field + jax.tree_util.keystr(path)
 
 
 def key_paths(tree: PyTree) -> list[tuple]:
-    """The key paths of a tree's leaves."""
+    """Return the key paths of a tree's leaves."""
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_chunked)[0]]
 
 
 def keys_of(path: tuple) -> tuple[str, ...]:
-    """The keys of a path as they are written."""
+    """Return the keys of a path as they are written."""
     return tuple(path_of((key,)) for key in path)

@@ -33,7 +33,7 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """The checkpoint of a step, None being the newest, or with `fallback` the newest one that is intact.
+    """Return the checkpoint of a step, the newest for None, or with `fallback` the newest intact one.
 
     Raises:
         CheckpointError: If there is none, or it vanished.
@@ -60,7 +60,7 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
 
 
 def existing_step(root: Path, step: int | None) -> int:
-    """The step asked for, None being the newest.
+    """Return the step asked for, or the newest for None.
 
     Raises:
         CheckpointError: If it has no checkpoint, saying which have one.
@@ -76,7 +76,7 @@ def existing_step(root: Path, step: int | None) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """The manifest of a checkpoint, once all its files are verified; each process reads its share of them.
+    """Return the manifest of a checkpoint whose files are verified. Each process reads its share of them.
 
     Raises:
         DamagedError: If files are not as they were written, naming the first.
@@ -103,7 +103,7 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 
 @contextlib.contextmanager
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
-    """Around what reads a verified checkpoint, beside a run that may remove or replace it.
+    """Enter a context that reads a verified checkpoint while a run may remove or replace it.
 
     Raises:
         ReplacedError: If that happened: zarr reads files that vanish as zeros.

@@ -119,7 +119,10 @@ class GlobalCollectives:
         return self.manual.defers
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """See `Collectives`; one summand a group where it is left to be reduced across."""
+        """Return a gradient's shape after the backward pass; see `Collectives`.
+
+        A pending one has partial sums per group.
+        """
         groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 

@@ -189,7 +189,7 @@ def at(leaf: Leaf) -> int:
 
 
 def _repeated(stack: Array, slots: int) -> Array:
-    """A stack with as many items as there are slots, from the start again: nothing is computed of zeros."""
+    """Repeat a stack's items until there are as many as slots, so that nothing computes on zeros."""
     times = -(-slots // stack.shape[0])
     return stack if stack.shape[0] == slots else jnp.concatenate([stack] * times)[:slots]
 

@@ -272,7 +272,7 @@ def _is_one(atom) -> bool:
 
 
 def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
-    """The index of each row that a loop's body reads of a stack; None if it does anything else with it."""
+    """Return the index of each row that a loop's body reads of a stack, or None for any other use."""
     known, found = dict(known), []
     for eqn in body.eqns:
         at = [i for i, atom in enumerate(eqn.invars) if atom is stack]

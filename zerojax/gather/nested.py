@@ -99,7 +99,7 @@ class NestedSegment(Segment):
         grads.add_others(wanted, gathers.finish(to_wanted))
 
     def _differentiated(self, run: Callable, values: list, inputs: list, moving: Set) -> tuple[list, NestedResiduals]:
-        """`run(values)`, and what pulls cotangents of its results back to the values, which are called `inputs`."""
+        """Return `run(values)` and a function that pulls cotangents back to the values, called `inputs`."""
         live = set(self.live_results(moving))
         outputs = [i for i, key in enumerate(self.results) if key in live]
 
@@ -137,7 +137,7 @@ class NestedSegment(Segment):
 
 
 def iterations_are_independent(scan: compat.ScanParams) -> bool:
-    """Whether each iteration of a loop does the same work whatever the others did, and sums what it carries."""
+    """Return whether iterations work independently of each other and only add to what they carry."""
     body = compat.opened(scan.body)[0]
     uses, _ = jaxprs.uses_of(body)
     carried = zip(body.invars[scan.consts :], body.outvars[: scan.carry], strict=False)

@@ -242,7 +242,7 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """The program of a loop's body and its constants, if the parameters had better stay sharded until it uses them."""
+    """Return the program of a loop's body and its constants, if parameters should stay sharded until it uses them."""
     scan = compat.scan_params(eqn)
     constants = set(jaxprs.variables_in(eqn.invars[: scan.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
@@ -296,7 +296,7 @@ def _flops(eqn) -> int:
 
 
 def _changes_a_weight(eqn, params: Mapping, repeated: Mapping) -> bool:
-    """Whether an equation combines a parameter, element by element, with something else (a mask, noise, a gain)."""
+    """Return whether an equation combines a parameter elementwise with another value (a mask, noise, a gain)."""
 
     def is_weight(atom) -> bool:
         if compat.is_literal(atom) or atom.aval.shape != eqn.outvars[0].aval.shape:
@@ -344,7 +344,7 @@ def _joined(var, eqn, params: Mapping, repeated: Mapping) -> tuple[ShardedParam,
 
 
 def _between_refs(jaxpr) -> range:
-    """The equations, by index, from a first `jax.new_ref` to the last use of one: a ref cannot leave its segment."""
+    """Return indices of equations from the first `jax.new_ref` to the last use of a ref, which share a segment."""
     touching = [i for i, eqn in enumerate(jaxpr.eqns) if any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))]
     return range(touching[0], touching[-1] + 1) if touching else range(0)
 

@@ -120,7 +120,7 @@ def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
 
 
 def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
-    """The equation, if there is one, that changes a parameter element by element by what is not of parameters alone."""
+    """Return the equation that changes a parameter elementwise with a value that depends on more than parameters."""
     if len(param.leaf.shape) < 2:
         return None
     params = set(segment.jaxpr.invars[: len(segment.params)])

@@ -253,7 +253,7 @@ def _trace(
 def _comparison(
     module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
 ) -> tuple | None:
-    """`(left, right, direction)` of the compare that ends a loop; None where the condition is no single compare."""
+    """Return `(left, right, direction)` of the compare that ends a loop; None for any other condition."""
     i = c.by_name.get(name)
     if i is None or i.opcode not in ("compare", "fusion", "call"):
         return None

@@ -50,7 +50,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """What zerojax does with a parameter here: `"gather"`, `"reduce_scatter"`, `"all_reduce"`; else empty."""
+        """Return what zerojax does here: `"gather"`, `"reduce_scatter"`, `"all_reduce"`, or `""`."""
         found = LABEL.search(self.op_name)
         return found[1] if found else ""
 

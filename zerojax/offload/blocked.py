@@ -132,7 +132,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
         return carry
 
     def together(i, carry):
-        """In a `cond` that is always taken: XLA computes all outputs before it overwrites an operand."""
+        """Compute in a `cond` that is always taken: XLA computes all outputs before it overwrites an operand."""
         start = jnp.minimum(i * block, size - block)
         outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
         return tuple(write(x, new, i, start) for x, new in zip(carry, outputs, strict=True))

@@ -46,7 +46,7 @@ class Core:
     small_outs: tuple[int, ...]
 
     def jaxpr(self, traced: TracedUpdate) -> Any:
-        """`(*arrays, *small, *shared) -> (*outs, *small_outs)`, on the arrays of a trace of the same structure."""
+        """Return `(*arrays, *small, *shared) -> (*outs, *small_outs)` for arrays of a trace with this structure."""
         of = lambda indices: [traced.variables[n] for n in indices]
         invars = of([*(n for n, _ in self.arrays), *self.small, *self.shared])
         outvars = of([*(n for n, _ in self.outs), *self.small_outs])
@@ -100,7 +100,7 @@ class CoreFinder:
         return functools.reduce(frozenset.union, known, frozenset())
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """The cores, by parameter; and why other parameters, whose matrices are multiplied, have none."""
+        """Return the cores by parameter, and why other parameters whose matrices are multiplied have none."""
         cores, refused = {}, {}
         for i, leaf in enumerate(self.grads):
             eqns = self._needed(i)

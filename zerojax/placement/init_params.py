@@ -23,7 +23,7 @@ MOST_PROGRAMS = 8
 
 
 def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> list[Any]:
-    """The jitted programs of `args` that together make the parameters, each the next few leaves; storage shape."""
+    """Return jitted programs of `args`. Each makes the next few parameters, in storage shape."""
     jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 
     def some(indices, *args):

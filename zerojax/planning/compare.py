@@ -192,7 +192,7 @@ def logical(stored: Any, leaf: Leaf) -> np.ndarray:
 
 
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
-    """The first leaf that is not finite, and where that begins.
+    """Return the first leaf that is not finite, and where that begins.
 
     Args:
         reference: Run where a line is looked for.

@@ -171,7 +171,7 @@ def gathered_elements(checked: Checked, program: WorkingSet) -> int:
 
 
 def gathered_after_update(plan: ShardingPlan) -> int:
-    """Elements of updated parameters that are gathered: all of one kept replicated, a part of one divided further."""
+    """Return elements that are gathered of updated parameters: all of a replicated one, a part of a divided one."""
     pairs = zip(plan.trained.params, plan.grads, strict=True)
     return sum(
         grad.size if leaf.dim is None else grad.size // leaf.shards

@@ -98,7 +98,7 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """The cheapest first; among equals: no offload, a low stage, shards over all, an early loss, a small batch."""
+    """Order the cheapest first. Among equals: no offload, low stage, shards over all, early loss, small batch."""
     rest = sorted(estimated, key=lambda c: c.seconds)
     within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
     simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)

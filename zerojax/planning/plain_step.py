@@ -85,7 +85,7 @@ class PlainStep:
         return returned, grads[:count], grads[count:]
 
     def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
-        """One step; traced under jit. Metrics have `loss`, and `aux` where the loss has it."""
+        """Run one step, traced under jit. Metrics have `loss`, and `aux` where the loss has it."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
         returned, grads, values = self._differentiated(state.params, state.mutable, batch, args, scale)
@@ -108,7 +108,7 @@ class PlainStep:
         return selected._replace(scaling=scaling), metrics
 
     def _call(self, *args: Any) -> Returned:
-        """The loss, its axes bound: over one device their collectives are identities."""
+        """Return the loss with its axes bound: over one device their collectives are identities."""
         fn = TypedLoss(on_one_device(self.program.config), self.layout, self.program.loss).call
         for axis in self.axes:
             fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]
@@ -118,6 +118,6 @@ class PlainStep:
         return returned
 
     def _trained(self, params: PyTree) -> Any:
-        """The parameters that are trained, the others holes in the tree."""
+        """Return the trained parameters, with holes in the tree for the others."""
         leaves = jax.tree.leaves(params)
         return self.layout.trained_only().treedef.unflatten([leaves[i] for i in self.layout.trained])

@@ -191,12 +191,12 @@ plan = Planner()
 
 
 def as_sequence(given: Any) -> Sequence[Any]:
-    """One thing alone as a sequence of one."""
+    """Return a single thing as a sequence of one."""
     return given if isinstance(given, Sequence) else (given,)
 
 
 def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usable: float) -> int:
-    """Rows of the largest batch that fits, given the peak of a batch of `rows`."""
+    """Return the rows of the largest batch that fits, given the peak of a batch of `rows`."""
     unit = program.row_multiple
     peaks = {rows // unit: peak}
 

@@ -91,7 +91,7 @@ def read_plan(
 
 
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    """Seconds that kernels wait for collectives in one run, by what causes these; the longest first."""
+    """Return seconds that kernels wait for collectives in one run, by cause, the longest first."""
     waits = Counter[str]()
     for collective, seconds in simulate(module.text, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
@@ -99,7 +99,7 @@ def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
 
 
 def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:
-    """What the figures of a program do not show, in sentences."""
+    """Return sentences about what the figures of a program do not show."""
     if unknown:
         yield f"The FLOPs of {', '.join(unknown)} are not counted."
     if gpus.per_host > GPUS_PER_HOST:

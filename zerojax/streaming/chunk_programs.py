@@ -67,7 +67,7 @@ class ProgramKey:
 
     @classmethod
     def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:
-        """The key for a group's chunks of some length; 0 for a group that is not chunked."""
+        """Return the key for a group's chunks of some length; 0 for a group that is not chunked."""
         equations = group.equations[length]
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
@@ -89,11 +89,11 @@ class ProgramKey:
 
     @property
     def reads_params(self) -> bool:
-        """Whether the equations read the parameters; with master weights they do not."""
+        """Return whether the equations read the parameters. With master weights they do not."""
         return any(kind == PARAM for kind, _ in self.reads)
 
     def shapes(self, config: Config) -> tuple[list, list, list, list]:
-        """Parameters, offloaded and resident state, and gradients as shapes with their shardings."""
+        """Return parameters, offloaded and resident state, and gradients as shapes with their shardings."""
 
         def shape(leaf: Leaf, dtype: Any = None, *, dim: int | None = None) -> Any:
             full = leaf.storage_shape if dim is None else Chunking(dim, ()).chunk_shape(leaf, self.length)
@@ -105,7 +105,7 @@ class ProgramKey:
 
 
 def update_on_device(config: Config, key: ProgramKey) -> Callable:
-    """A chunk's update: `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`.
+    """Return a chunk's update: `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`.
 
     These are donated. If the step is skipped, they are unchanged, bit for bit.
     """
@@ -138,7 +138,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
 
 
 def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
-    """`f(params, grads, start) -> (params, grads)`: the chunks that an update on the host needs."""
+    """Return `f(params, grads, start) -> (params, grads)`: the chunks that an update on the host needs."""
 
     def run(params, grads, start):
         params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
@@ -148,7 +148,7 @@ def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def params_from_host(config: Config, key: ProgramKey) -> Callable:
-    """`f(params, new, start, skipped) -> params`: writes the chunks that the host has updated. `params` are donated."""
+    """Return `f(params, new, start, skipped) -> params`, which writes updated chunks. `params` are donated."""
 
     def run(params, new, start, skipped):
         return write_params(config, key, params, new, start, skipped)
@@ -157,14 +157,14 @@ def params_from_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def gather_params(config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf]) -> Callable:
-    """`f(shards) -> params`: parameters as `targets` say from their updated shards, which are donated."""
+    """Return `f(shards) -> params`, which gathers updated, donated shards as `targets` say."""
     return jax.jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0)
 
 
 def slice_chunks(
     config: Config, key: ProgramKey, arrays: Sequence[Array], leaves: Sequence[Leaf], start: Int[Array, ""]
 ) -> list[Array]:
-    """The chunks of some arrays; the arrays themselves if the update is not chunked."""
+    """Return the chunks of some arrays, or the arrays if the update is not chunked."""
     dim = key.dim
     if dim is None:
         return list(arrays)
@@ -175,7 +175,7 @@ def slice_chunks(
 def write_params(
     config: Config, key: ProgramKey, params: Sequence, new: Sequence, start: Int[Array, ""], skipped: Bool[Array, ""]
 ) -> list:
-    """The parameters with new chunks, unless the step is skipped."""
+    """Return the parameters with new chunks, unless the step is skipped."""
     dim = key.dim
     if dim is None:
         return roll_back(~skipped, list(new), list(params))

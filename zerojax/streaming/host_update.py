@@ -21,7 +21,7 @@ from zerojax.streaming.chunk_programs import ProgramKey
 
 
 def update_on_host(config: Config, key: ProgramKey) -> Callable:
-    """`f(params, grads, state, shared, consts) -> (params, state)`, all in host memory.
+    """Return `f(params, grads, state, shared, consts) -> (params, state)`, all in host memory.
 
     Takes and gives chunks; results overwrite operands where they can. New parameters are in
     the type they are stored in.
@@ -52,7 +52,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """New parameters and new state of a chunk."""
+    """Return new parameters and new state of a chunk."""
     inputs = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
     leaves = {PARAM: key.params, GRAD: key.grads, STATE: key.state}
 
@@ -66,7 +66,7 @@ def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared
 
 
 def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """The same, block by block, each output over an operand where there is one of its type."""
+    """Return the same block by block, with each output over an operand of its type if there is one."""
     operands = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 
@@ -103,13 +103,13 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
 
 
 def select(index: Any, cases: Sequence) -> Any:
-    """One of several arrays, which may differ in shape by broadcasting."""
+    """Return one of several arrays, which may differ in shape by broadcasting."""
     shape = jnp.broadcast_shapes(*map(jnp.shape, cases))
     return lax.select_n(index, *(jnp.broadcast_to(x, shape) for x in cases))
 
 
 def may_block(key: ProgramKey) -> bool:
-    """Whether the equations are known to give the same on a block as on the chunk."""
+    """Return whether the equations are known to give the same on a block as on the chunk."""
     jaxpr = key.equations.jaxpr
     elementwise = all(eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
     scalars = all(

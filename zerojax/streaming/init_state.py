@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """The wrapped transformation's first state, sharded and offloaded by a plan.
+    """Return the wrapped transformation's first state, sharded and offloaded by a plan.
 
     Raises:
         MemoryError: If the offloaded part is for host memory, and there is not enough of it.
@@ -48,7 +48,7 @@ def check_host_room(config: Config, plan: ShardingPlan) -> None:
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """The state from one program, which may be traced into another; all of it is on the device for a moment."""
+    """Make the state with one program, which may be traced into another. All of it is on the device for a moment."""
 
     def init(stored):
         state = logical_state(config, plan, [to_device(x) for x in stored])
@@ -61,14 +61,14 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """The state, from one program for what stays on the device and one for each group, whose chunks `store` takes."""
+    """Make the state with one program for what stays on the device, and one per group whose chunks `store` takes."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
     producers = producers_of(jaxpr)
 
     def init(leaves: Sequence[int]) -> list[list[Array]]:
-        """Some leaves of the state, each in its chunks, on the device."""
+        """Return some leaves of the state, each in its chunks, on the device."""
         outvars = [jaxpr.outvars[k] for k in leaves]
         eqns, invars = equations_behind(jaxpr, producers, outvars)
         equations = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], invars, outvars)
@@ -111,7 +111,7 @@ def store_by_group(
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """The state as shapes with their shardings; storage shapes. No file is made for what is on disk."""
+    """Return the state as shapes with their shardings, in storage shape. No file is made for state on disk."""
     on_disk = config.offload is not None and config.offload.optimizer == "disk" and plan.offloaded
     nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if on_disk else {}
 
@@ -127,7 +127,7 @@ def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
 
 
 def logical_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:
-    """The leaves of the wrapped transformation's first state; traced under jit."""
+    """Return the leaves of the wrapped transformation's first state. Traced under jit."""
     layout = plan.layout
     params = [unpadded(stored[i], layout.params[i]) for i in layout.trained]
     wide = cast(params, [leaf.dtype for leaf in plan.grads])

@@ -31,7 +31,7 @@ class StateStore(abc.ABC):
     """Offloaded state between steps."""
 
     def __init__(self, nodes: dict[int, Chunked]):
-        """`nodes` are those of the offloaded leaves, by index; none for a first state."""
+        """Store the `nodes` of the offloaded leaves, by index; none for a first state."""
         self._nodes = nodes
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class StateStore(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, ticket: Any) -> list[Array]:
-        """What `fetch` brings, one array a leaf."""
+        """Return what `fetch` brings, one array per leaf."""
 
     @abc.abstractmethod
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
@@ -52,21 +52,21 @@ class StateStore(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self, group: UpdateGroup) -> list[PyTree]:
-        """The new nodes of the state's tree, one a leaf of the group."""
+        """Return the new nodes of the state's tree, one per leaf of the group."""
 
     def unchanged(self, group: UpdateGroup) -> list[PyTree]:
-        """The nodes of a group of which nothing was fetched."""
+        """Return the nodes of a group of which nothing was fetched."""
         return [self._nodes[k] for k in group.state]
 
     def abandon(self) -> None:  # noqa: B027
-        """The step failed: what was written will not be read."""
+        """Give up after a failed step: what was written will not be read."""
 
 
 class HostStateStore(StateStore):
     """State in host memory, in `Chunked` nodes; those passed in are donated."""
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
-        """`nodes` has one node a leaf of the state; none for a first state."""
+        """Store the nodes, one per leaf of the state; none for a first state."""
         super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
         self._config = config
         self._plan = plan
@@ -74,22 +74,22 @@ class HostStateStore(StateStore):
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
-        """As `StateStore`."""
+        """Fetch a chunk; see `StateStore`."""
         return [to_memory(self._nodes[k].chunks[n], kind) for k in group.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
-        """As `StateStore`."""
+        """Return what was fetched; see `StateStore`."""
         return ticket
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> tuple[list, list]:
-        """As `StateStore`."""
+        """Write a chunk; see `StateStore`."""
         new = [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
             self._new[k].append(x)
         return new, [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
 
     def complete(self, ticket: tuple[list, list]) -> None:
-        """As `StateStore`; the old chunks are freed, as those of a donated array are."""
+        """Complete a write; see `StateStore`. The old chunks are freed, like those of a donated array."""
         new, old = ticket
         jax.block_until_ready(new)
         for x in old:
@@ -97,7 +97,7 @@ class HostStateStore(StateStore):
                 x.delete()
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
-        """As `StateStore`."""
+        """Return the nodes of a group; see `StateStore`."""
         plan = self._plan
         return [chunked(self._config, self._new.pop(k), plan.state[k], plan.offloaded[k]) for k in group.state]
 
@@ -106,13 +106,13 @@ class DiskStateStore(StateStore):
     """State in files, in `Chunked` nodes that say which version of them they are."""
 
     def __init__(self, nodes: dict[int, Chunked]):
-        """As `StateStore`, but never none: nodes on disk know their files before these are made."""
+        """Store the nodes. There always are some: nodes on disk know their files before these are made."""
         super().__init__(nodes)
         self._files: StateFiles = next(iter(nodes.values())).store.files
         self._next = jnp.asarray(self._files.next_version)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list:
-        """As `StateStore`."""
+        """Fetch a chunk; see `StateStore`."""
         return [(k, n, self._files.read(k, n), kind) for k in group.state]
 
     def receive(self, ticket: list) -> list[Array]:
@@ -140,7 +140,7 @@ class DiskStateStore(StateStore):
 
 
 def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = None) -> StateStore:
-    """The store of a state.
+    """Return the store of a state.
 
     Args:
         config: Says whether it is in host memory or on disk.
@@ -159,7 +159,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
 
 
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
-    """Nodes for the offloaded leaves of a first state, whose files are made when they are written."""
+    """Return nodes for the offloaded leaves of a first state, whose files are made when they are written."""
     assert config.offload is not None
     assert config.offload.path is not None
     shardings = {k: named(config, plan.state[k]) for k in plan.offloaded}
