@@ -2,8 +2,8 @@
 
     python docs/design_map.py        writes docs/design_map.png
 
-Needs the extra `plot`. A room is a folder of `zerojax/`, or a module directly in it. It stands one floor above the highest
-room that it imports from.
+Needs the extra `plot`. A room is a folder of `zerojax/`, or a module directly in it. It stands one floor above the
+highest room that it imports from.
 """
 
 import ast

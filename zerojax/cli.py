@@ -38,7 +38,7 @@ def options(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    """ZeRO for JAX: estimate memory, plan and compare a step, verify and export checkpoints."""
+    """Estimate memory, plan and compare a step, verify and export checkpoints: ZeRO for JAX."""
 
 
 @app.command()
@@ -113,7 +113,7 @@ def estimate(
     png: Annotated[Path | None, typer.Option(help="Also draw it, to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes per device and bytes sent per step, for every stage, before anything is built."""
+    """Estimate bytes per device and bytes sent per step, for every stage, before anything is built."""
 
     def compute() -> Any:
         from zerojax import user_code

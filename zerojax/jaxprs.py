@@ -59,7 +59,7 @@ def as_jax_values(consts: Sequence) -> list:
 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with the calls in it (`jax.jit` and its kin) inlined."""
+    """Evaluate a jaxpr with the calls in it (such as `jax.jit`) inlined."""
 
     def rule(eqn, values):
         body = compat.called(eqn)

@@ -1,4 +1,4 @@
-"""What a training loop tells while it runs: rates, and a hook that hands metrics to TensorBoard, W&B and their kin."""
+"""Rates of a training loop, and a hook that gives its metrics to TensorBoard, W&B or another writer."""
 
 from __future__ import annotations
 

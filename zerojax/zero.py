@@ -315,7 +315,7 @@ def zero_shard(
         persist_below: A leaf with fewer elements is not sharded by dim: its parameter is persistent (replicated)
             at stage 3, its gradient and optimizer state are flat, each device holding 1/N, if the transformation
             updates it element by element.
-        prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start; 0 is none. Each holds
+        prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start; 0 disables it. Each holds
             about one more layer's gathered parameters. A scan gathers one iteration ahead, whatever the number.
         bucket_bytes: Leaves of a layer are gathered and reduced together up to this many logical bytes.
         reshard_after_forward: Stage 3: False keeps gathered parameters between the

@@ -59,7 +59,10 @@ class ChunkedSource:
 
 
 class ArrayHandler(type_handlers.ArrayHandler):
-    """orbax's handler of arrays; it also writes offloaded leaves, one at a time: device memory may not fit all."""
+    """orbax's handler of arrays, which also writes offloaded leaves.
+
+    It writes them one at a time, because device memory may be too small for all of them.
+    """
 
     def __init__(self):
         """Set up as this package writes; hosts share the writing of what they replicate."""
@@ -82,7 +85,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
                 if isinstance(source, ChunkedSource):
                     writing = await super().serialize([joined(source.node)], [info], [arg])
                     futures += writing
-                    if source.node.store is not None:  # on disk: host memory may not fit all either
+                    if source.node.store is not None:  # on disk: host memory may be too small for all, too
                         wait_for(writing)
         except BaseException:
             with contextlib.suppress(Exception):

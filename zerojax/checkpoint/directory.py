@@ -32,7 +32,7 @@ ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
 TEMPORARY, OLD = ".tmp-", ".old-"
 OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}", re.ASCII)
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
-# A folder of another host, where locks may not be seen, is taken for left behind after so many seconds without a write.
+# A folder of another host, whose lock may be invisible, counts as left behind after so many seconds without a write.
 IDLE = 3600.0
 
 

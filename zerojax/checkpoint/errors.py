@@ -11,7 +11,7 @@ MAX_LENGTH = 1000
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or there is none; the run's state is unchanged."""
+    """A checkpoint could not be written, or does not exist; the run's state is unchanged."""
 
 
 class ReplacedError(CheckpointError):

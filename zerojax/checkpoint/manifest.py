@@ -196,7 +196,7 @@ def plain_file(directory: Path, name: str) -> Path:
     small checkpoint could make large arrays. Devices and pipes are refused, too.
 
     Raises:
-        OSError: If it is none, or is not there.
+        OSError: If it does not exist, or is not a plain file.
     """
     path, root = (os.path.realpath(one) for one in (directory / name, directory))
     if not path.startswith(f"{root}{os.sep}"):

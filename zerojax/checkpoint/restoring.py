@@ -91,7 +91,7 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
     """Read leaves as the state has them, offloaded leaves in chunks, by name, in storage shape."""
     restored: dict[str, Any] = {}
     for saved, wanted in pairs:
-        if is_chunked(wanted.array):  # one at a time: device memory may not fit all
+        if is_chunked(wanted.array):  # one at a time: device memory may be too small for all
             ((name, x),) = read_on_devices(folder, [(saved, wanted)]).items()
             restored[name] = replaced(wanted.array, x)
     return restored | read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])

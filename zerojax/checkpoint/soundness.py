@@ -43,7 +43,7 @@ def require_sound(manifest: Manifest) -> None:
     require_unique("leaves have the name", (leaf.name for leaf in manifest.leaves))
     require_unique("leaves have the path", (leaf.path for leaf in manifest.leaves))
     require_packed(manifest)
-    # file systems may not tell upper from lower case
+    # some file systems do not tell upper from lower case
     require_unique("leaves have the folder", (leaf.folder.lower() for leaf in manifest.leaves if leaf.folder))
     processes = manifest.made_by["processes"]
     if not is_count(processes) or not 0 < processes <= len(manifest.files):

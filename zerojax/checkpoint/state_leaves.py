@@ -121,7 +121,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         shardings = [x.sharding for x in jax.tree.leaves(like.params)]
         conversions = {i: Conversion(leaf, layout.params[i], shardings[i]) for i, (leaf, _) in masters.items()}
         offloaded = [i for i in masters if is_chunked(params[i])]
-        # offloaded leaves one at a time: device memory may not fit all
+        # offloaded leaves one at a time: device memory may be too small for all
         for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
             wide = [joined(params[i]) if i in offloaded else params[i] for i in group]
             for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):

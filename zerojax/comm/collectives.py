@@ -138,20 +138,20 @@ class Collectives(Protocol):
             rule: If given, how its equations are evaluated, as for `jaxprs.evaluate`.
 
         Returns:
-            The leaves of its results. A gradient may have a dim before its own: one summand a worker.
+            The leaves of its results. A gradient may have a leading dim with one partial sum per worker.
         """
         ...
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Run a linear function of cotangents that may not be summed over the workers yet.
+        """Run a linear function of cotangents that may still be per-worker partial sums.
 
         Args:
             fn: `fn(collectives, cotangents)`, which is given those of one worker.
-            cotangents: Its argument, of which some may have a dim before their own: one summand a worker.
+            cotangents: Its argument. Some may have a leading dim with one partial sum per worker.
             shapes: Their shapes without it.
 
         Returns:
-            What `fn` does, with one summand a worker where a cotangent has.
+            What `fn` returns, with one partial sum per worker where a cotangent has them.
         """
         ...
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 class GlobalCollectives:
     """Collectives outside of any `shard_map`: a shard is a global array in storage shape.
 
-    A gradient that is not reduced is either the sum already, logical shape, or one summand a
+    A gradient that is not reduced is either the sum already, in logical shape, or one partial sum per
     worker, `(workers, *logical)` divided on dim 0 (`partial_sums`). One that is reduced within the groups
-    that hold all shards each has one summand a group, `(groups, *storage)`.
+    that hold all shards each has one partial sum per group, `(groups, *storage)`.
 
     Attributes:
         mesh: Mesh with Auto axes.

@@ -32,7 +32,7 @@ from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State
 # Names, in a compiled program, a sum for a gradient of which it is not known whether it is one over rows.
 ROWS_UNKNOWN = "zerojax_rows_unknown"
 _SUMS = frozenset("dot_general conv_general_dilated reduce_sum scatter-add".split())
-# Linear in the one operand that is a sum, if the others are none.
+# Linear in the one operand that is a partial sum, if no other operand is one.
 _LINEAR = frozenset(
     "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
     "reshape rev sharding_constraint slice split squeeze transpose".split()
@@ -54,7 +54,7 @@ _JOINTLY = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class PartialSum:
-    """A value as one summand a worker.
+    """A value as one partial sum per worker.
 
     Attributes:
         rows: `(workers, *shape)`, divided on dim 0.

@@ -48,7 +48,7 @@ class Config:
         params_axis: Which of them parameters are sharded over; empty: as `shard_axis`.
         persist_below: A leaf with fewer elements is not sharded by dim: at stage 3 its
             parameter is persistent (replicated), and its gradient and optimizer state are flat.
-        prefetch: How many uses ahead stage 3 starts a gather; 0 is none.
+        prefetch: How many uses ahead stage 3 starts a gather; 0 disables prefetch.
         bucket_bytes: A layer's leaves share a bucket up to this many logical bytes.
         reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
         precision: Types of a step; None leaves every type as the parameters and the loss have it.

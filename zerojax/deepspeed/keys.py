@@ -135,7 +135,7 @@ TOP = {
     "optimizer.type": mapped("an optax transformation", TEXT),
     "optimizer.params": mapped("its arguments", ARGUMENTS),
     "optimizer.legacy_fusion": unneeded("XLA fuses the update"),
-    "scheduler.type": mapped("an optax schedule, zerojax.deepspeed.warmup_lr and its kin", TEXT),
+    "scheduler.type": mapped("an optax schedule, such as zerojax.deepspeed.warmup_lr", TEXT),
     "scheduler.params": mapped("its arguments", ARGUMENTS),
     "fp16.enabled": mapped("Precision.fp16()", TRUTH, (None, False)),
     "fp16.auto_cast": unneeded("Precision casts the batch"),

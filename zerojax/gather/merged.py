@@ -29,7 +29,7 @@ def merged(jaxpr: Any, params: Collection) -> Any:
     found: dict = {}
     weights, activations = set(params), set()
     eqns: list = []
-    taken: dict = {}  # a result of an equation that is left out -> what to read in its place
+    taken: dict = {}  # a result of an equation that is left out -> what to read instead
     for eqn in jaxpr.eqns:
         reads = jaxprs.variables_in(eqn.invars)
         if _is_weight(eqn, weights):

@@ -173,7 +173,7 @@ def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Shap
         active = fixed.static.value
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
         grads = run_backward(program, args, active, kept, given, options)
-        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)  # of one summand a worker
+        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)  # of per-worker partial sums
         pairs = enumerate(zip(grads, program.invars, strict=True))
         own = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
         for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]

@@ -92,7 +92,7 @@ def planned(
 
 
 def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) -> list:
-    """Evaluate `jaxpr`, inlining the calls (`jax.jit` and its kin) that parameters are passed to.
+    """Evaluate `jaxpr`, inlining the calls (such as `jax.jit`) that parameters are passed to.
 
     Stacks of layers become what a loop scans over, where it can (`layer_stacks`).
 

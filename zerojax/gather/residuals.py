@@ -24,11 +24,11 @@ class Fixed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """A parameter, and zeros that are differentiated in its place, for `gather_on_use`.
+    """A parameter, and zeros that are differentiated instead, for `gather_on_use`.
 
-    A cotangent has the shape and the memory of its primal. Where a gradient is to have others, zeros that
-    have them stand in, which nothing reads: on the device for a shard in host memory, one summand
-    a worker for a parameter whose gradient is reduced later.
+    A cotangent has the shape and the memory of its primal. Where a gradient needs another shape or
+    memory, zeros that have it stand in, and nothing reads them: on the device for a shard in host memory, and with one
+    partial sum per worker for a parameter whose gradient is reduced later.
 
     Attributes:
         value: The parameter in storage.

@@ -33,7 +33,7 @@ class Options:
 
     Attributes:
         comm: What gathers shards and reduces gradients.
-        prefetch: How many uses ahead a gather may start; 0 is none.
+        prefetch: How many uses ahead a gather may start; 0 disables prefetch.
         reshard_after_forward: Drop gathered parameters after the forward pass.
     """
 

@@ -1,4 +1,4 @@
-"""Where the errors of quantised gradients are kept: one summand a group of devices that holds all shards.
+"""Where the errors of quantised gradients are kept: one partial sum per group of devices that holds all shards.
 
 References:
     Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.

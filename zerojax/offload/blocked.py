@@ -1,7 +1,7 @@
 """Elementwise updates on the host in one pass over memory.
 
 XLA:CPU writes each output of an elementwise program in a loop of its own, and each loop
-reads its operands from memory again: AdamW moves 40 bytes a parameter where 28 would do.
+reads its operands from memory again: AdamW moves 40 bytes per parameter where 28 would do.
 Here one loop goes over blocks that fit the first cache, each output overwriting an operand
 that no later one reads. Newer versions of XLA:CPU make one kernel of that loop, whose
 unrolled blocks overlap their arithmetic with the next block's loads. Older ones run the

@@ -86,7 +86,7 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
         For each result which of its dims it is, and what the equations cost.
 
     Raises:
-        LostError: If the dim cannot be followed, or is summed over where it may not be.
+        LostError: If the dim cannot be followed, or is summed over where that is forbidden.
     """
     found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
     of = lambda atom: None if compat.is_literal(atom) else found.get(atom)

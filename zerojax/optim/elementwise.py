@@ -4,8 +4,8 @@ Such a leaf may be flattened, padded and divided without changing a number. Noth
 known about transformations by name: `tx.update` is traced twice, with the leaf in its
 logical shape and with it flattened and padded, and both programs are read. The leaf
 qualifies when its update and its state come from its own elements and from scalars
-alone, by the same program in both traces, and so does all else in the state that depends
-on it: a measurement of the leaf, say.
+alone, by the same program in both traces. Everything else in the state that depends on the leaf,
+such as a measurement of it, must qualify, too.
 
 A sum over a full leaf (the global norm of `clip_by_global_norm`) is a scalar that both
 traces agree on if padding adds nothing to it, that is, if what is summed is zero where

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from zerojax.comm.events import AGAIN, EVENTS, Call, gap_since, is_of_all, say
 
 EXIT_STATUS = AGAIN
-DEFAULT_S = 1800.0  # of a run on several processes, where one that died would leave the others waiting for ever
+DEFAULT_S = 1800.0  # of a run on several processes, where one that died would leave the others waiting forever
 LABELS_WITHIN_S = 120.0
 
 
