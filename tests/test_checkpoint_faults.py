@@ -38,7 +38,7 @@ from zerojax.checkpoint import (
     verifying,
 )
 from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
-from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
+from zerojax.checkpoint.quiet import QuietLoops, is_of_another, quiet_writes
 from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
@@ -587,6 +587,15 @@ try:
 except RuntimeError as error:
     print(type(error).__name__, error)
 """
+
+
+@pytest.mark.parametrize(("path", "is_dropped"), [("run/.tmp-step_00000000-0bbf/arrays/w", True), ("mine/w", False)])
+def test_a_write_that_nobody_awaits_any_more_is_not_logged(path, is_dropped):
+    error = ValueError(f'OUT_OF_RANGE: Error writing local file "{path}"')
+    record = logging.LogRecord(
+        "asyncio", logging.ERROR, "base_events.py", 1, "never retrieved", (), (None, error, None)
+    )
+    assert is_of_another(record) is not is_dropped
 
 
 @pytest.mark.slow

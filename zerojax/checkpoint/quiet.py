@@ -23,8 +23,9 @@ def is_of_another(record: logging.LogRecord) -> bool:
     """Return whether a record is about something other than orbax's error about a file of a save."""
     error: Any = record.exc_info[1] if record.exc_info else None
     files = [] if error is None else [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    by_orbax = any(WRITER in file for file in (record.pathname, *files))
-    return not (by_orbax and TEMPORARY in f"{record.getMessage()} {error}")
+    # A future that nobody awaited any more is logged by asyncio when it is collected, without a traceback.
+    by_a_write = record.name == "asyncio" or any(WRITER in file for file in (record.pathname, *files))
+    return not (by_a_write and TEMPORARY in f"{record.getMessage()} {error}")
 
 
 class QuietLoops:
