@@ -24,7 +24,8 @@ def is_of_another(record: logging.LogRecord) -> bool:
     error: Any = record.exc_info[1] if record.exc_info else None
     files = [] if error is None else [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     # A future that nobody awaited any more is logged by asyncio when it is collected, without a traceback.
-    by_a_write = record.name == "asyncio" or any(WRITER in file for file in (record.pathname, *files))
+    unawaited = record.name == "asyncio" and error is not None
+    by_a_write = unawaited or any(WRITER in file for file in (record.pathname, *files))
     return not (by_a_write and TEMPORARY in f"{record.getMessage()} {error}")
 
 
