@@ -80,7 +80,7 @@ def _ends(program: Program) -> list[list]:
 
 
 def _before_backward(results: Sequence, ends: Sequence[int], residuals) -> tuple:
-    """Delay a segment's results at `ends` until its residuals are computed, and the residuals until these results are.
+    """Return a segment's results, and its residuals delayed until the results at `ends` are computed.
 
     The backward pass of a loss that is summed up reads none of the summands. Otherwise XLA computes them behind it,
     and keeps what they read, gathered parameters among it, until then.

@@ -51,7 +51,7 @@ def owner_computed(
 
 
 def may_own(plan: ShardingPlan) -> bool:
-    """Return whether owners may compute some of an update. Unknown if it takes arguments that a step does not give."""
+    """Return whether owners may compute some of an update. True if the plan cannot know, for want of arguments."""
     return plan.matrices is None or bool(plan.matrices.owned)
 
 
