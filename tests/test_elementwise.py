@@ -9,7 +9,7 @@ import pytest
 
 from zerojax import zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
-from zerojax.layout.opt_state import owners_of
+from zerojax.layout.opt_state import params_of_state
 from zerojax.layout.tree import lay_out
 from zerojax.optim.elementwise import elementwise_leaves
 
@@ -20,8 +20,8 @@ SMALL = {"matrix", "vector", "scalar"}
 def flat(tx):
     """Names of the leaves found to be updated element by element."""
     layout = lay_out(PARAMS, LayoutPolicy(2, DataMesh.for_stage({"data": 8}, ("data",), 2), 100))
-    owners = owners_of(jax.eval_shape(tx.init, PARAMS), layout)
-    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.grads, owners)}
+    param_of = params_of_state(jax.eval_shape(tx.init, PARAMS), layout)
+    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.grads, param_of)}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_disk_and_fraction():
     assert half.host == half.opt_state - 4
 
 
-def test_break_even_and_the_offloaded_updates_time():
+def test_break_even_and_the_partitioned_updates_time():
     found = estimate(7.5e9, devices=64)
     tokens = found.break_even_tokens(3, link=50e9, flops=400e12)
     assert tokens == pytest.approx(found[3].sent / 50e9 / (8 * 7.5e9 / 400e12))

@@ -307,8 +307,39 @@ def test_the_report_names_them():
     assert dataclasses.replace(state.plan, matrices=None) != state.plan
 
 
-@pytest.mark.slow
-def test_offloaded_state_is_updated_by_no_owners_and_the_plan_says_so():
-    plan = owned("muon", 3, mesh_of(8), offload=Offload(optimizer="host")).create(params()).plan
-    assert plan.matrices.owned == ()
-    assert str(plan).endswith("divided among all devices: optimizer state is offloaded")
+@pytest.mark.parametrize(
+    ("name", "where", "count"),
+    quick_or_slow(
+        [
+            *((name, ("host", "disk")[i % 2], (8, 3)[i // 2 % 2]) for i, name in enumerate(MATRIX_OPTIMIZERS)),
+            ("muon", "disk", 8),
+            ("shampoo", "disk", 8),
+        ],
+        [("muon", "host", 8)],
+    ),
+)
+def test_offloaded_state_is_updated_by_owners_and_equals_plain_optax(name, where, count, tmp_path):
+    path = tmp_path if where == "disk" else None
+    tx = owned(name, 3, mesh_of(count), offload=Offload(optimizer=where, path=path, update="device"))
+    plan = tx.create(jax.eval_shape(params)).plan
+    assert plan.offloaded
+    assert bool(plan.matrices.owned) == (name not in NONE_OWNED)
+    assert_parity(tx, loss, params(), batches(), reference=reference(name))
+
+
+def test_owners_of_offloaded_state_take_as_many_matrices_as_a_chunk_has_room_for():
+    matrices = [(16, 24)] * 11
+    one = 16 * 24 * 4 // 8
+    several = plan_of(matrices, matrix_updates="owner", offload=Offload(optimizer="host"), persist_below=50)
+    assert [group.matrices for group in several.matrices.owned] == [8, 3]
+    few = Offload(optimizer="host", chunk_bytes=4 * one)
+    pairs = plan_of(matrices, matrix_updates="owner", offload=few, persist_below=50)
+    assert [group.matrices for group in pairs.matrices.owned] == [4, 4, 3]
+
+
+def test_chunk_programs_of_offloaded_state_exchange_matrices_as_the_whole_update_does():
+    tx = owned("muon", 3, mesh_of(8), offload=Offload(optimizer="host", update="device"))
+    programs = tx.train_step(loss).lower_update(tx.create(jax.eval_shape(params)))
+    found = [collectives(program.compile()) for program in programs]
+    assert sorted(len(each.of("all-to-all")) for each in found) == [2, 2, 2, 2]  # the vector stays on the device
+    assert not [c for each in found for c in each.of("all-gather") + each.of("all-reduce") if c.elements >= 13 * 13]

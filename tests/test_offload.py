@@ -17,7 +17,7 @@ from zerojax import Offload, Precision, report, zero_shard
 from zerojax.layout.chunked import Chunked, chunking_of, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import host, measure
-from zerojax.optim.plan import offloaded_update
+from zerojax.optim.plan import partitioned_update
 from zerojax.placement.chunking import joined
 from zerojax.streaming import stream as streaming
 from zerojax.testing import assert_parity, train_plain
@@ -288,7 +288,7 @@ def test_what_is_shared_is_computed_once():
     """The norm of all gradients, the count and the schedule are in the resident program, not in the groups."""
     tx = zero(CLIPPED["clip+adamw"](), 3, offload=offload())
     plan = tx.create(jax.eval_shape(awkward_params)).plan
-    partition = offloaded_update(tx.config, plan)
+    partition = partitioned_update(tx.config, plan)
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
     assert sums(partition.resident) > 0
     assert all(sums(part) == 0 for group in partition.groups for part in group.equations.values())
@@ -310,7 +310,7 @@ def test_parameters_that_need_each_others_state_are_one_group():
     loss = lambda p, b: awkward_loss({**p, "count": jnp.arange(4), "empty": jnp.zeros((0, 4))}, b)
     tx = zero(coupled, 3, offload=offload())
     plan = tx.create(jax.eval_shape(lambda: params)).plan
-    (group,) = offloaded_update(tx.config, plan).groups
+    (group,) = partitioned_update(tx.config, plan).groups
     assert group.chunking is None
     assert len(group.params) == 6
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)

@@ -10,7 +10,7 @@ from zerojax.layout.tree import Layout, shard_leaf
 from zerojax.layout.undivided import keep_whole
 
 
-def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
+def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
     """Return, for each leaf of an optimizer state, the parameter that it belongs to, found by structure.
 
     A state leaf belongs to the parameter whose path its own path ends with, whatever
@@ -26,19 +26,19 @@ def owners_of(state, layout: Layout) -> tuple[int | None, ...]:
 
 
 def lay_out_state(
-    state, layout: Layout, policy: LayoutPolicy, *, owners: tuple[int | None, ...], flat: frozenset[int]
+    state, layout: Layout, policy: LayoutPolicy, *, param_of: tuple[int | None, ...], flat: frozenset[int]
 ) -> tuple[Leaf, ...]:
     """Lay out an optimizer's state, whatever the transformation.
 
     A leaf of its parameter's shape (perhaps with dims in front, as a history has) is
     sharded like the parameter, flat where its index is in `flat`; a leaf of any other shape
-    on its own best dim, or it stays replicated. `owners` is what `owners_of` found.
+    on its own best dim, or it stays replicated. `param_of` is what `params_of_state` found.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     leaves, others = [], []
-    for k, ((path, x), owner) in enumerate(zip(found, owners, strict=True)):
+    for k, ((path, x), param) in enumerate(zip(found, param_of, strict=True)):
         name = jax.tree_util.keystr(path)
-        leaf = None if owner is None else like_parameter(name, x, layout.grads[owner], owner in flat)
+        leaf = None if param is None else like_parameter(name, x, layout.grads[param], param in flat)
         others += [] if leaf else [k]
         leaves.append(leaf or shard_state_leaf(name, x, policy))
     every = (*leaves, *layout.grads)

@@ -17,61 +17,32 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.dims import has_products
 from zerojax.optim.elementwise import ELEMENTWISE
+from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate
 
 # A value of a leaf that is not laid out as one of its arrays, such as a norm, is small or refuses the core; elements.
 SMALL = 8192
 
 
-@dataclasses.dataclass(frozen=True)
-class Core:
-    """The part of one leaf's update that needs it whole, by indices of equations and variables of a trace.
-
-    Attributes:
-        leaf: The trained parameter.
-        eqns: Its equations.
-        arrays: What it reads that is sharded, each with how it is laid out.
-        small: What else it reads of its own.
-        shared: What it reads that all leaves share.
-        outs: Its results that are sharded, each with how it is laid out.
-        small_outs: Its other results.
-    """
-
-    leaf: int
-    eqns: tuple[int, ...]
-    arrays: tuple[tuple[int, Leaf], ...]
-    small: tuple[int, ...]
-    shared: tuple[int, ...]
-    outs: tuple[tuple[int, Leaf], ...]
-    small_outs: tuple[int, ...]
-
-    def jaxpr(self, traced: TracedUpdate) -> Any:
-        """Return `(*arrays, *small, *shared) -> (*outs, *small_outs)` for arrays of a trace with this structure."""
-        of = lambda indices: [traced.variables[n] for n in indices]
-        invars = of([*(n for n, _ in self.arrays), *self.small, *self.shared])
-        outvars = of([*(n for n, _ in self.outs), *self.small_outs])
-        return compat.part_of(traced.jaxpr, [traced.jaxpr.eqns[e] for e in self.eqns], invars, outvars)
-
-
 class CoreFinder:
     """Finds the cores of a traced update. Lives as long as one analysis."""
 
-    def __init__(self, traced: TracedUpdate, grads: Sequence[Leaf], state: Sequence[Leaf], owners: Sequence):
+    def __init__(self, traced: TracedUpdate, grads: Sequence[Leaf], state: Sequence[Leaf], param_of: Sequence):
         """Follow what depends on which leaf once.
 
         Args:
             traced: The update of logical arrays.
             grads: One `Leaf` a trained parameter.
             state: One `Leaf` each leaf of the state.
-            owners: For each leaf of the state, the parameter it belongs to by structure, or None.
+            param_of: For each leaf of the state, the parameter it belongs to by structure, or None.
         """
         self.traced, self.grads, self.state = traced, grads, state
-        self.owners = list(owners)
-        alone = [k for k, i in enumerate(self.owners) if i is None and state[k].shape]
+        self.param_of = list(param_of)
+        alone = [k for k, i in enumerate(self.param_of) if i is None and state[k].shape]
         self._follow()
         for k in alone:  # it may belong to the one parameter that it depends on, whatever its path
             found = self._union([traced.jaxpr.outvars[traced.num_params + k]])
-            self.owners[k] = next(iter(found)) if len(found) == 1 else None
+            self.param_of[k] = next(iter(found)) if len(found) == 1 else None
         self._follow()
 
     def _follow(self) -> None:
@@ -80,8 +51,8 @@ class CoreFinder:
         for var, (kind, k) in self.traced.reads.items():
             if kind in (GRAD, PARAM):
                 self.depends[var] = frozenset((k,))
-            elif kind == STATE and self.owners[k] is not None:
-                self.depends[var] = frozenset((self.owners[k],))
+            elif kind == STATE and self.param_of[k] is not None:
+                self.depends[var] = frozenset((self.param_of[k],))
         self.by_leaf: dict[int, list[int]] = {}
         of_several: set = set()  # scalars, such as a sum over all leaves, and its parts so far
         for e, eqn in enumerate(self.traced.jaxpr.eqns):
@@ -125,7 +96,7 @@ class CoreFinder:
         """Return the equations behind the leaf's own results that depend on this leaf alone."""
         outvars, own = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
-            outvars[self.traced.num_params + k] for k, owner in enumerate(self.owners) if owner == i
+            outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
         ]
         wanted, kept = {v for v in results if not compat.is_literal(v)}, []
         for e in reversed(self.by_leaf.get(i, ())):
@@ -216,8 +187,8 @@ class CoreFinder:
 
     def _result_layout(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
         """Return the layout of a result of the core."""
-        for k, owner in enumerate(self.owners):
-            if owner == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
+        for k, param in enumerate(self.param_of):
+            if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
         return self._layout_of(var, i, leaf)
 

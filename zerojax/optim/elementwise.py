@@ -55,14 +55,14 @@ class Known:
         kind: `SCALAR`: one value in every element, whatever the leaves' shapes. `LEAF`:
             element i depends on element i of one leaf. `MIXED`: anything else.
         token: Two values with the same token are computed by the same program.
-        owner: Index of the leaf, if `kind` is `LEAF`.
+        leaf: Index of the leaf, if `kind` is `LEAF`.
         zero: Whether the value is zero where gradients and parameters are.
         reads: Indices of all leaves that it depends on.
     """
 
     kind: str
     token: int = 0
-    owner: int | None = None
+    leaf: int | None = None
     zero: bool = False
     reads: frozenset[int] = frozenset()
 
@@ -71,18 +71,18 @@ def elementwise_leaves(
     tx: optax.GradientTransformation,
     params: Any,
     parts: tuple[Leaf, ...],
-    owners: tuple[int | None, ...],
+    param_of: tuple[int | None, ...],
 ) -> frozenset[int]:
     """Return the indices of the flat `parts` that `tx` updates element by element; none if it refuses flat leaves.
 
-    `owners` has for each leaf of `tx`'s state the index of the parameter it belongs to, or None.
+    `param_of` has for each leaf of `tx`'s state the index of the parameter it belongs to, or None.
     """
     small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
     vectors = frozenset(i for i in small if len(parts[i].shape) < 2)
     for wanted in (small, vectors):  # a transformation that sorts leaves by their ndim may take flat vectors alone
         if wanted:
             try:
-                return wanted - refused_leaves(tx, params, parts, owners, {i: parts[i].storage_shape for i in wanted})
+                return wanted - refused_leaves(tx, params, parts, param_of, {i: parts[i].storage_shape for i in wanted})
             except TransformationError:  # it needs more arguments, or takes no flat leaves: the report says so
                 continue
     return frozenset()
@@ -92,7 +92,7 @@ def refused_leaves(
     tx: optax.GradientTransformation,
     params: Any,
     parts: tuple[Leaf, ...],
-    owners: tuple[int | None, ...],
+    param_of: tuple[int | None, ...],
     changed: dict[int, tuple[int, ...]],
 ) -> set[int]:
     """Return the leaves with an output that the two traces do not compute element by element by the same program.
@@ -101,47 +101,46 @@ def refused_leaves(
 
     `changed` has the shapes of some leaves in the second trace, by index; the rest is as for `elementwise_leaves`.
     """
-    logical = read_update(tx, params, parts, owners, {})
-    other = read_update(tx, params, parts, owners, changed)
+    logical = read_update(tx, params, parts, param_of, {})
+    other = read_update(tx, params, parts, param_of, changed)
     refused: set[int] = set()
-    for (owner, a), (_, b) in zip(logical, other, strict=True):
+    for (param, a), (_, b) in zip(logical, other, strict=True):
         same = a.kind == b.kind and a.token == b.token
-        if not (same and a.kind == LEAF and a.owner == b.owner == owner) and not (same and a.kind == SCALAR):
-            refused |= a.reads | b.reads if owner is None else {owner}
+        if not (same and a.kind == LEAF and a.leaf == b.leaf == param) and not (same and a.kind == SCALAR):
+            refused |= a.reads | b.reads if param is None else {param}
     return refused
 
 
-def read_update(tx, params, parts, owners, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
+def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
     """Trace `tx.update` with some leaves in other shapes; for each output, its leaf and what is known."""
     leaves, tree = jax.tree.flatten(params)
     shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
     state_leaves, state_tree = jax.tree.flatten(compat.eval_shape(tx.init, params))
     # a state leaf is followed element by element only if it has its parameter's shape
-    owners = [
-        owner if owner is not None and x.shape == parts[owner].shape else None
-        for x, owner in zip(state_leaves, owners, strict=True)
+    param_of = [
+        i if i is not None and x.shape == parts[i].shape else None for x, i in zip(state_leaves, param_of, strict=True)
     ]
     state = [
-        x if owner is None else jax.ShapeDtypeStruct(shapes[owner], x.dtype)
-        for x, owner in zip(state_leaves, owners, strict=True)
+        x if param is None else jax.ShapeDtypeStruct(shapes[param], x.dtype)
+        for x, param in zip(state_leaves, param_of, strict=True)
     ]
     update = guarded(optax.with_extra_args_support(tx).update)
     jaxpr, consts = compat.opened(jax.make_jaxpr(update)(seen, jax.tree.unflatten(state_tree, state), seen))
     if len(jaxpr.outvars) != len(leaves) + len(state):
         raise TransformationError("update returns another tree than the gradients' and the state's")
 
-    def of_state(i, owner):
-        token = hash(("state", i))
-        if owner is not None:
-            return Known(LEAF, token, owner, reads=frozenset((owner,)))
-        return Known(SCALAR if state_leaves[i].shape == () else MIXED, token)
+    def of_state(k, param):
+        token = hash(("state", k))
+        if param is not None:
+            return Known(LEAF, token, param, reads=frozenset((param,)))
+        return Known(SCALAR if state_leaves[k].shape == () else MIXED, token)
 
     count = range(len(leaves))
     inputs = [Known(LEAF, hash(("gradient", i)), i, True, frozenset((i,))) for i in count]
-    inputs += [of_state(i, owner) for i, owner in enumerate(owners)]
+    inputs += [of_state(k, param) for k, param in enumerate(param_of)]
     inputs += [Known(LEAF, hash(("parameter", i)), i, True, frozenset((i,))) for i in count]
-    return list(zip([*count, *owners], walk(jaxpr, [of_closed_over(c) for c in consts], inputs), strict=True))
+    return list(zip([*count, *param_of], walk(jaxpr, [of_closed_over(c) for c in consts], inputs), strict=True))
 
 
 def walk(jaxpr, consts: list[Known], inputs: list[Known]) -> list[Known]:
@@ -187,16 +186,16 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
     if any(v.kind == MIXED for v in values):
         return mixed
     token = hash((name, parameters(eqn), tuple(v.token for v in values)))
-    owners = {v.owner for v in values if v.kind == LEAF}
+    leaves = {v.leaf for v in values if v.kind == LEAF}
     if name == "broadcast_in_dim":  # of a scalar: the same value in every element
-        return [values[0]] if not owners else mixed
-    if name == "reduce_sum" and len(owners) == 1 and values[0].zero:
+        return [values[0]] if not leaves else mixed
+    if name == "reduce_sum" and len(leaves) == 1 and values[0].zero:
         full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
         return [Known(SCALAR, token)] if full else mixed
-    if name in ELEMENTWISE and len(owners) <= 1:
-        kind, owner = (LEAF, owners.pop()) if owners else (SCALAR, None)
-        return [Known(kind, hash((token, i)), owner, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
-    if not owners and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):
+    if name in ELEMENTWISE and len(leaves) <= 1:
+        kind, leaf = (LEAF, leaves.pop()) if leaves else (SCALAR, None)
+        return [Known(kind, hash((token, i)), leaf, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
+    if not leaves and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):
         return [Known(SCALAR, hash((token, i))) for i in range(len(eqn.outvars))]
     return mixed
 
@@ -227,13 +226,13 @@ def choose(eqn, values: list[Known]) -> list[Known]:
     branches = [walk_closed(branch, operands) for branch in eqn.params["branches"]]
     joined = []
     for outcomes in zip(*branches, strict=True):
-        kinds, owners = {o.kind for o in outcomes}, {o.owner for o in outcomes if o.kind == LEAF}
+        kinds, leaves = {o.kind for o in outcomes}, {o.leaf for o in outcomes if o.kind == LEAF}
         token = hash(("cond", index.token, tuple(o.token for o in outcomes)))
-        if index.kind != SCALAR or MIXED in kinds or len(owners) > 1:
+        if index.kind != SCALAR or MIXED in kinds or len(leaves) > 1:
             joined.append(Known(MIXED))
         else:
-            kind = LEAF if owners else SCALAR
-            joined.append(Known(kind, token, next(iter(owners), None), all(o.zero for o in outcomes)))
+            kind = LEAF if leaves else SCALAR
+            joined.append(Known(kind, token, next(iter(leaves), None), all(o.zero for o in outcomes)))
     return joined
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.layout.opt_state import owners_of
+from zerojax.layout.opt_state import params_of_state
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
@@ -72,7 +72,7 @@ def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tupl
     changed = {i: layout.params[i].storage_shape for i, form in enumerate(forms) if form}
     try:
         tx = optax.GradientTransformationExtraArgs(init, fn)
-        refused = refused_leaves(tx, params, layout.params, owners_of(state, layout), changed)
+        refused = refused_leaves(tx, params, layout.params, params_of_state(state, layout), changed)
     except TransformationError:  # it needs more arguments, or is written for the padded tree: nothing is known
         return
     if seen := sorted(refused.intersection(changed)):

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from zerojax import compat, jaxprs
+from zerojax import jaxprs
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf
-from zerojax.optim.cores import Core, CoreFinder
+from zerojax.optim.cores import CoreFinder
 from zerojax.optim.dims import LostError, Work, follow
+from zerojax.optim.flat_update import UpdatedLeaves
 from zerojax.optim.guarded import TransformationError
+from zerojax.optim.owned_group import Core, OwnedGroup, item_of
 from zerojax.optim.traced import TracedUpdate
 
 # An H200's TF32 products and NVLink, and what a collective takes at least. Their ratios decide, and differ little
@@ -32,113 +33,81 @@ LARGEST = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnedGroup:
-    """Cores of one program that are computed together.
-
-    Attributes:
-        cores: One a parameter.
-        counts: How many items each is: one, or what a stack of matrices is divided into.
-        size: Length of an item's dim 0 where the parameters are stacks of matrices, mostly 1; 0: they are not.
-        jaxpr: The program of one item.
-        within: How many devices compute one matrix.
-        seconds: Estimated for all of them at peak rates, computed by owners.
-        seconds_sharded: The same, each divided among all devices.
-    """
-
-    cores: tuple[Core, ...]
-    counts: tuple[int, ...]
-    size: int
-    jaxpr: Any
-    within: int
-    seconds: float
-    seconds_sharded: float
-
-    @property
-    def items(self) -> int:
-        """Return the number of items."""
-        return sum(self.counts)
-
-    @property
-    def leaf(self) -> Leaf:
-        """Return the layout of the first array that is moved."""
-        return self.cores[0].arrays[0][1]
-
-    def item(self, leaf: Leaf) -> Leaf:
-        """Return the layout of one item of an array."""
-        return item_of(leaf, self.size)
-
-
-class UpdatedLeaves(NamedTuple):
-    """What an update reads and replaces.
-
-    Attributes:
-        grads: One `Leaf` a trained parameter, for its gradient and its update.
-        state: One `Leaf` for each leaf of the state.
-        owners: For each leaf of the state, the trained parameter it belongs to, or None.
-    """
-
-    grads: tuple[Leaf, ...]
-    state: tuple[Leaf, ...]
-    owners: tuple[int | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class OwnedUpdate:
     """Which cores of an update are computed by owners.
 
     Attributes:
-        traced: The update.
         groups: The cores.
         left: Why other parameters whose matrices are multiplied are not among them.
     """
 
-    traced: TracedUpdate
     groups: tuple[OwnedGroup, ...]
     left: dict[int, str]
 
 
 def owned_update(
-    config: Config, leaves: UpdatedLeaves, traced: TracedUpdate, retrace: Callable[[frozenset[int], int], TracedUpdate]
+    config: Config,
+    leaves: UpdatedLeaves,
+    traced: TracedUpdate,
+    trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
+    streamed: Collection[int] = (),
 ) -> OwnedUpdate:
     """Find what owners compute.
 
     Args:
-        config: What is chosen: by cost, or always, or never.
-        leaves: How they are sharded.
+        config: Says whether owners compute what is cheaper that way, everything, or nothing.
+        leaves: Layouts of what the update reads and replaces.
         traced: The update of logical arrays.
-        retrace: The update with some parameters, and what is as long of their state, being the first of a stack's
-            matrices alone, as many as it is told.
+        trace: Traces the update with other shapes of some parameters.
+        streamed: Parameters whose state is offloaded. Owners compute as many of them at a time as there are devices,
+            and no more than one chunk has room for.
     """
     cores, left = CoreFinder(traced, *leaves).find()
     stacks = {i: core.arrays[0][1].shape[0] for i, core in cores.items() if _is_stack(core, traced)}
-    sliced, size = _sliced(traced, retrace, stacks)
-    stacks = stacks if size else {}
+    sliced, size = _sliced(traced, trace, leaves, stacks)
+    sizes = {i: size if i in stacks else 0 for i in cores}
+    program = lambda core: (sliced if sizes[core.leaf] else traced).core_jaxpr(core)
     alike: dict[Any, list[Core]] = {}
     for i, core in cores.items():
-        jaxpr = core.jaxpr(sliced if i in stacks else traced)
-        if i not in stacks and any(where.dim is None for _, where in core.arrays):
+        if not sizes[i] and any(where.dim is None for _, where in core.arrays):
             continue
-        key = jaxprs.signature(jaxpr)
-        layouts = tuple(item_of(where, size if i in stacks else 0) for _, where in (*core.arrays, *core.outs))
+        key = jaxprs.signature(program(core))
+        layouts = tuple(item_of(where, sizes[i]) for _, where in (*core.arrays, *core.outs))
         if key is None or not core.arrays:
             left[i] = "its update has effects, or reads nothing that is sharded"
         else:
-            alike.setdefault((key, layouts), []).append(core)
+            alike.setdefault((key, layouts, i in streamed), []).append(core)
     groups = []
-    for members in alike.values():
-        of_stacks = size if members[0].leaf in stacks else 0
-        counts = tuple(stacks[core.leaf] // size if of_stacks else 1 for core in members)
-        jaxpr = members[0].jaxpr(sliced if of_stacks else traced)
-        chosen = _choose(config, OwnedGroup(tuple(members), counts, of_stacks, jaxpr, 1, 0.0, 0.0))
-        taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedGroup) else set()
-        if isinstance(chosen, OwnedGroup):
-            groups.append(chosen)
-        reason = chosen if isinstance(chosen, str) else "owners share the others evenly"
-        left |= {core.leaf: reason for core in members if core.leaf not in taken}
-    return _without_chains(OwnedUpdate(traced, tuple(groups), left))
+    for (*_, is_streamed), members in alike.items():
+        counts = tuple(stacks[core.leaf] // size if sizes[core.leaf] else 1 for core in members)
+        everything = OwnedGroup(tuple(members), counts, sizes[members[0].leaf], program(members[0]))
+        for group in _batches(config, everything) if is_streamed else [everything]:
+            chosen = _choose(config, group)
+            groups += [chosen] if isinstance(chosen, OwnedGroup) else []
+            taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedGroup) else set()
+            reason = chosen if isinstance(chosen, str) else "owners share the others evenly"
+            left |= {core.leaf: reason for core in group.cores if core.leaf not in taken}
+    return _without_chains(traced, OwnedUpdate(tuple(groups), left))
 
 
-def _sliced(traced: TracedUpdate, retrace: Callable, stacks: dict[int, int]) -> tuple[TracedUpdate, int]:
+def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
+    """Divide a group whose state is offloaded: into an item per device each, if a chunk has room for them."""
+    assert config.offload is not None
+    batches: list[list[Core]] = []
+    items = local_bytes = math.inf
+    for core, count in zip(group.cores, group.counts, strict=True):
+        size = sum(leaf.local_bytes for _, leaf in core.arrays)
+        if items + count > group.leaf.shards or local_bytes + size > config.offload.chunk_bytes:
+            batches.append([])
+            items = local_bytes = 0
+        batches[-1].append(core)
+        items, local_bytes = items + count, local_bytes + size
+    return [group.take(batch) for batch in batches]
+
+
+def _sliced(
+    traced: TracedUpdate, trace: Callable, leaves: UpdatedLeaves, stacks: dict[int, int]
+) -> tuple[TracedUpdate, int]:
     """Return the same program on a few matrices of each stack, and their number, or 0 if there is no such program.
 
     One alone may make another program: `jax.numpy` takes batches of one apart.
@@ -146,18 +115,12 @@ def _sliced(traced: TracedUpdate, retrace: Callable, stacks: dict[int, int]) -> 
     common = math.gcd(*stacks.values())
     for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
         try:
-            sliced = retrace(frozenset(stacks), size)
+            sliced = trace({i: (size, *leaves.grads[i].shape[1:]) for i in stacks})
         except TransformationError:  # a transformation may take no stack as short as this
             continue
         if sliced.structure == traced.structure:
             return sliced, size
     return traced, 0
-
-
-def item_of(leaf: Leaf, size: int) -> Leaf:
-    """Return the layout of one item; see `OwnedGroup.size`."""
-    shape = (size, *leaf.shape[1:]) if size else leaf.shape
-    return dataclasses.replace(leaf, path="", reason="", shape=shape)
 
 
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
@@ -170,7 +133,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
         return False
     dims: list = [0] * len(core.arrays) + [None] * len(core.shared)
     try:
-        outs, _ = follow(core.jaxpr(traced), dims, may_sum=False)
+        outs, _ = follow(traced.core_jaxpr(core), dims, may_sum=False)
     except LostError:
         return False
     return outs == [0] * len(core.outs)
@@ -231,18 +194,16 @@ def _even(counts: Sequence[int], owners: int) -> int:
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 
 
-def _without_chains(found: OwnedUpdate) -> OwnedUpdate:
+def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
     """Drop groups that read what another group computes, because all groups are computed at once."""
     made: set = set()
-    variables = found.traced.variables
+    variables = traced.variables
     cores = [core for group in found.groups for core in group.cores]
     inside = {e for core in cores for e in core.eqns}
-    for e, eqn in enumerate(found.traced.jaxpr.eqns):
-        if e in inside or any(not compat.is_literal(v) and v in made for v in eqn.invars):
+    for e, eqn in enumerate(traced.jaxpr.eqns):
+        if e in inside or any(v in made for v in jaxprs.variables_in(eqn.invars)):
             made.update(eqn.outvars)
-    reads = lambda core: (*(n for n, _ in core.arrays), *core.small, *core.shared)
-    chained = [g for g in found.groups if any(variables[n] in made for core in g.cores for n in reads(core))]
+    chained = [g for g in found.groups if any(variables[n] in made for core in g.cores for n in core.inputs)]
     reason = "its update reads what is computed of other matrices"
     left = {core.leaf: reason for group in chained for core in group.cores}
-    groups = tuple(group for group in found.groups if group not in chained)
-    return dataclasses.replace(found, groups=groups, left=found.left | left)
+    return OwnedUpdate(tuple(group for group in found.groups if group not in chained), found.left | left)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
 from zerojax import compat
 from zerojax.layout.chunked import Chunking
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.offloaded import OffloadedState, Unit
+from zerojax.optim.owned import OwnedUpdate
+from zerojax.optim.owned_group import OwnedGroup
 from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, Read, TracedUpdate, equations_behind
-
-# What an offloaded leaf of the state belongs to: a trained parameter, by index, or ("state", k), itself alone.
-Owner = int | tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,51 +88,63 @@ class Partition:
 
 def partition(
     traced: TracedUpdate,
-    owners: dict[int, Owner],
-    chunkings: dict[int, Chunking],
-    retrace: Callable[[dict[int, int]], TracedUpdate],
+    offloaded: OffloadedState,
+    groups: Sequence[Sequence[int]],
+    trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
+    owned: Sequence[OwnedGroup],
 ) -> Partition:
     """Partition an update into groups.
 
     Args:
         traced: The update of logical arrays.
-        owners: The leaves of the state that are offloaded, each with its owner.
-        chunkings: For parameters whose update is elementwise, how they may be chunked.
-        retrace: The update with the parameters of `chunkings` as chunks of the lengths given.
+        offloaded: The leaves of the state that are offloaded, and the parameters that may be chunked.
+        groups: Indices of the results that are computed together, group by group.
+        trace: Traces the update with other shapes of some parameters.
+        owned: What owners compute, wherever it lies.
     """
-    depends = Dependencies.of(traced, owners)
-    chunk_traces = ChunkTraces(chunkings, retrace)
+    units, chunkings = offloaded.units, offloaded.chunkable
+    shared_scalars = Dependencies.of(traced, units).shared_scalars
+    chunk_traces = ChunkTraces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
-    groups = []
-    for outs in groups_of(traced, owners, depends):
+    found = []
+    for outs in groups:
         params = tuple(o for o in outs if o < num_params)
         leaves = [o - num_params for o in outs if o >= num_params]
-        state = tuple(k for k in leaves if k in owners)
-        resident = tuple(k for k in leaves if k not in owners)
+        state = tuple(k for k in leaves if k in units)
+        resident = tuple(k for k in leaves if k not in units)
         outs = [*params, *(num_params + k for k in (*state, *resident))]
-        eqns, inputs = equations_behind(
-            traced.jaxpr, traced.producers, [outvars[o] for o in outs], depends.shared_scalars
-        )
+        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, [outvars[o] for o in outs], shared_scalars)
         reads: dict[Any, Read] = {}
         for var in inputs:
             kind, i = traced.reads.get(var, (SHARED, 0))
-            is_shared = kind in (SHARED, EXTRA) or (kind == STATE and i not in owners)
+            is_shared = kind in (SHARED, EXTRA) or (kind == STATE and i not in units)
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
         alone = len(params) == 1 and not resident
-        chunking = chunkings.get(params[0]) if alone and may_chunk(traced, owners, eqns, reads, outs) else None
+        chunking = chunkings.get(params[0]) if alone and may_chunk(traced, units, eqns, reads, outs) else None
         traces = {0: traced} if chunking is None else chunk_traces.by_length(params[0])
         if any(other.structure != traced.structure for other in traces.values()):
             chunking, traces = None, {0: traced}
         equations = {}
         for length, other in traces.items():
             same = {other.variables[traced.positions[var]]: read for var, read in reads.items()}
-            equations[length] = other.equations(eqns, same, [other.jaxpr.outvars[o] for o in outs])
-        groups.append(UpdateGroup(params, state, resident, chunking, equations))
-    return with_resident(traced, tuple(groups), list(shared))
+            wanted = [other.jaxpr.outvars[o] for o in outs]
+            equations[length] = other.equations(eqns, same, wanted, owned if chunking is None else ())
+        found.append(UpdateGroup(params, state, resident, chunking, equations))
+    return with_resident(traced, tuple(found), list(shared), owned)
 
 
-def with_resident(traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared: Sequence) -> Partition:
+def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
+    """Join groups whose matrices owners compute together."""
+    group_of = {o: n for n, outs in enumerate(groups) for o in outs}
+    together = [{group_of[core.leaf] for core in g.cores if core.leaf in group_of} for g in owned.groups]
+    sets = [*({n} for n in range(len(groups))), *filter(None, together)]
+    return [sorted(o for n in joined if n < len(groups) for o in groups[n]) for joined in connected(sets)]
+
+
+def with_resident(
+    traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared: Sequence, owned: Sequence[OwnedGroup]
+) -> Partition:
     """Return the partition with what no group computes, and the variables that groups share."""
     taken_params = {i for group in groups for i in group.params}
     taken_state = {k for group in groups for k in (*group.state, *group.resident)}
@@ -139,12 +152,12 @@ def with_resident(traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared:
     state = tuple(k for k in range(traced.num_state) if k not in taken_state)
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
     eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
-    equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars)
+    equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
     return Partition(equations, params, state, len(shared), groups, traced.consts)
 
 
 def may_chunk(
-    traced: TracedUpdate, owners: dict[int, Owner], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
+    traced: TracedUpdate, units: dict[int, Unit], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
 ) -> bool:
     """Return whether a parameter's group may be updated in chunks.
 
@@ -156,7 +169,7 @@ def may_chunk(
 
     def fits(var, read: Read) -> bool:
         kind, k = read
-        own = owners.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
+        own = units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
         return var.aval.shape == () or (own and var.aval.shape == shape)
 
     return (
@@ -178,7 +191,7 @@ class Dependencies:
     """What the variables of a traced update are computed from.
 
     Attributes:
-        offloaded: For each variable, the owners of the offloaded arrays it depends on; no entry for none.
+        offloaded: For each variable, the units of the offloaded arrays it depends on; no entry for none.
         params: For each variable, the parameters it depends on other than through `shared_scalars`.
         shared_scalars: Scalars that depend on nothing offloaded: they are computed once.
     """
@@ -188,11 +201,11 @@ class Dependencies:
     shared_scalars: frozenset
 
     @classmethod
-    def of(cls, traced: TracedUpdate, owners: dict[int, Owner]) -> Dependencies:
+    def of(cls, traced: TracedUpdate, units: dict[int, Unit]) -> Dependencies:
         """Follow the equations once."""
         scalars: set = set()
         reads = traced.reads.items()
-        offloaded = {v: frozenset((owners[k],)) for v, (kind, k) in reads if kind == STATE and k in owners}
+        offloaded = {v: frozenset((units[k],)) for v, (kind, k) in reads if kind == STATE and k in units}
         params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
         for eqn in traced.jaxpr.eqns:
             needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
@@ -212,47 +225,56 @@ def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
 
 
-def groups_of(traced: TracedUpdate, owners: dict[int, Owner], depends: Dependencies) -> list[list[int]]:
+def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies) -> list[list[int]]:
     """Return the indices of results that are computed together, group by group.
 
     A group updates every parameter it reads: the update overwrites the old one.
     """
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     own: list[set] = [{i} for i in range(num_params)]
-    own += [{owners[k]} if k in owners else set() for k in range(traced.num_state)]
+    own += [{units[k]} if k in units else set() for k in range(traced.num_state)]
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
     touched = [own[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and own[o])}
-    parent: dict[Owner, Owner] = {}
+    fresh = active
+    while fresh:
+        fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
+        active |= fresh
+    results = sorted(active)
+    return [[results[n] for n in group] for group in connected([touched[o] for o in results])]
 
-    def root(x: Owner) -> Owner:
+
+def connected(sets: Sequence[Collection]) -> list[list[int]]:
+    """Return the indices of sets that overlap, directly or through others, group by group. No set is empty."""
+    parent: dict[Any, Any] = {}
+
+    def root(x):
         while parent.setdefault(x, x) != x:
             x = parent[x]
         return x
 
-    fresh = active
-    while fresh:
-        for o in sorted(fresh):
-            first, *others = touched[o]
-            for x in (first, *others):
-                parent[root(x)] = root(first)
-        fresh = {i for i in range(num_params) if i in parent} - active
-        active |= fresh
-    groups: dict[Owner, list[int]] = {}
-    for o in sorted(active):
-        groups.setdefault(root(next(iter(touched[o]))), []).append(o)
+    for elements in sets:
+        first, *others = elements
+        for x in (first, *others):
+            parent[root(x)] = root(first)
+    groups: dict[Any, list[int]] = {}
+    for n, elements in enumerate(sets):
+        groups.setdefault(root(next(iter(elements))), []).append(n)
     return list(groups.values())
 
 
 class ChunkTraces:
     """Traces of an update on chunks: one for those of full length, and one for the last ones."""
 
-    def __init__(self, chunkings: dict[int, Chunking], retrace: Callable[[dict[int, int]], TracedUpdate]):
-        """Store the arguments; nothing is traced yet."""
+    def __init__(self, chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable):
+        """Store the arguments; nothing is traced yet. `leaves` are those of the trained parameters."""
         self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
-        self._traced = functools.cache(
-            lambda n: retrace({i: lengths[min(n, len(lengths) - 1)] for i, lengths in self._lengths.items()})
-        )
+
+        def nth(n: int) -> TracedUpdate:
+            lengths = {i: lengths[min(n, len(lengths) - 1)] for i, lengths in self._lengths.items()}
+            return trace({i: chunkings[i].chunk_shape(leaves[i], length) for i, length in lengths.items()})
+
+        self._traced = functools.cache(nth)
 
     def by_length(self, i: int) -> dict[int, TracedUpdate]:
         """Return, for each length of parameter `i`'s chunks, the trace with chunks of that length."""

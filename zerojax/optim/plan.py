@@ -19,16 +19,16 @@ from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.error_feedback import error_leaves
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.opt_state import lay_out_state, owners_of
+from zerojax.layout.opt_state import lay_out_state, params_of_state
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
+from zerojax.optim.flat_update import UpdatedLeaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.matrix_updates import MatrixUpdates, matrix_updates
-from zerojax.optim.offloaded import state_offload
-from zerojax.optim.owned import UpdatedLeaves
+from zerojax.optim.matrix_updates import MatrixUpdates
 from zerojax.optim.partition import Partition
+from zerojax.optim.planned_update import planned_update
 from zerojax.placement.storage import shapes
 
 
@@ -43,7 +43,7 @@ class ShardingPlan(CachedHash):
         state: One `Leaf` for each leaf of the optimizer's state.
         state_def: Structure of the optimizer's state: the wrapped transformation's own,
             inside a `MasterState` where there are master weights.
-        owners: For each leaf of the state, the trained parameter it belongs to, or None.
+        param_of: For each leaf of the state, the trained parameter it belongs to, or None.
         chunkings: For each leaf of the state, how it is divided into chunks that are kept
             outside the device's memory; None: it is on the device.
         errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how these
@@ -58,12 +58,17 @@ class ShardingPlan(CachedHash):
     grads: tuple[Leaf, ...]
     state: tuple[Leaf, ...]
     state_def: jax.tree_util.PyTreeDef
-    owners: tuple[int | None, ...]
+    param_of: tuple[int | None, ...]
     chunkings: tuple[Chunking | None, ...]
     errors: tuple[tuple[str, Leaf], ...]
     matrices: MatrixUpdates | None
     choice: Choice | None = None
     describe: Describe | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def leaves(self) -> UpdatedLeaves:
+        """Return what an update reads and replaces."""
+        return UpdatedLeaves(self.grads, self.state, self.param_of)
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
@@ -123,22 +128,17 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
     state = compat.eval_shape(tx.init, params)
-    owners = owners_of(state, trained)
-    flat = elementwise_leaves(tx, params, trained.grads, owners)
+    param_of = params_of_state(state, trained)
+    flat = elementwise_leaves(tx, params, trained.grads, param_of)
     grads = tuple(
         dataclasses.replace(leaf, kind="replicated", reason=f"{leaf.reason}; its update is not elementwise")
         if leaf.kind == "flat" and i not in flat
         else leaf
         for i, leaf in enumerate(trained.grads)
     )
-    state_leaves = lay_out_state(state, trained, layout.policy, owners=owners, flat=flat)
+    state_leaves = lay_out_state(state, trained, layout.policy, param_of=param_of, flat=flat)
     structure = jax.tree.structure(state)
-    chunkings: tuple[Chunking | None, ...] = (None,) * len(state_leaves)
-    if config.offload is not None:
-        chunkings = state_offload(config, trained, grads, state_leaves, structure, owners).chunkings
-    matrices = matrix_updates(config, trained, UpdatedLeaves(grads, state_leaves, owners), structure)
-    if any(chunkings):
-        matrices = (matrices or MatrixUpdates()).without_owners("optimizer state is offloaded")
+    found = planned_update(config, trained, UpdatedLeaves(grads, state_leaves, param_of), structure)
     errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
     plan = ShardingPlan(
         layout,
@@ -146,10 +146,10 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         grads,
         state_leaves,
         structure,
-        owners,
-        chunkings,
+        param_of,
+        found.chunkings,
         tuple(errors.items()),
-        matrices,
+        found.matrices,
         describe=Describe(config.tx, params),
     )
     config.plans[layout] = plan
@@ -163,11 +163,11 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
     if config.offload.update != "auto":
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
     state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)
-    elements = sum(plan.grads[i].size for i in {plan.owners[k] for k in plan.offloaded} if i is not None)
+    elements = sum(plan.grads[i].size for i in {plan.param_of[k] for k in plan.offloaded} if i is not None)
     speed = on_auto_mesh(config.user_mesh, measure, config.mesh, config.data.batch)
     return choose(speed, state_bytes / max(elements, 1))
 
 
-def offloaded_update(config: Config, plan: ShardingPlan) -> Partition:
-    """Return the update, partitioned for offloaded state. `config.offload` must be set."""
-    return state_offload(config, plan.trained, plan.grads, plan.state, plan.state_def, plan.owners).partition
+def partitioned_update(config: Config, plan: ShardingPlan) -> Partition:
+    """Return the groups of a plan's update."""
+    return planned_update(config, plan.trained, plan.leaves, plan.state_def).partition

@@ -11,6 +11,7 @@ import jax
 import jax.core
 
 from zerojax import compat, jaxprs
+from zerojax.optim.owned_group import Core, OwnedGroup
 
 # What an equation reads from outside: a kind of value, and an index into the values of that kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
@@ -24,19 +25,22 @@ class Equations:
     Attributes:
         jaxpr: From `reads` to some of the results.
         reads: Its inputs, in order.
+        owned: Cores among them that owners compute, by their indices in `jaxpr` and `variables`.
     """
 
     jaxpr: Any
     reads: tuple[Read, ...]
+    owned: tuple[OwnedGroup, ...] = ()
 
     @functools.cached_property
-    def text(self) -> str:
-        """Return the equations as text, by which they are compared."""
-        return str(self.jaxpr)
+    def key(self) -> tuple:
+        """Return what equal programs have in common."""
+        return str(self.jaxpr), tuple(group.structure for group in self.owned)
 
-    def evaluate(self, values: Sequence) -> list:
-        """Evaluate them on the values of `reads`."""
-        return jax.core.eval_jaxpr(self.jaxpr, (), *values)
+    @functools.cached_property
+    def variables(self) -> list:
+        """Return all variables: inputs, then results, equation by equation."""
+        return [*self.jaxpr.invars, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     def indices(self, kind: str) -> tuple[int, ...]:
         """Return the indices of the inputs of one kind."""
@@ -84,10 +88,32 @@ class TracedUpdate:
         """Return how many of the results are state."""
         return len(self.jaxpr.outvars) - self.num_params
 
-    def equations(self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence) -> Equations:
-        """Return the equations with some indices, from the variables in `reads` to `outvars`."""
+    def core_jaxpr(self, core: Core) -> Any:
+        """Return a core as `inputs -> results`, for arrays of the shapes of this trace."""
+        of = lambda indices: [self.variables[n] for n in indices]
+        return compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in core.eqns], of(core.inputs), of(core.results))
+
+    def equations(
+        self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedGroup] = ()
+    ) -> Equations:
+        """Return the equations with some indices, from the variables in `reads` to `outvars`.
+
+        Of `owned`, they have the cores that lie in them.
+        """
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
-        return Equations(jaxpr, tuple(reads.values()))
+        part, position = Equations(jaxpr, tuple(reads.values())), {e: n for n, e in enumerate(eqns)}
+        variables = {self.positions[var]: n for n, var in enumerate(part.variables)}
+        inside = []
+        for group in owned:
+            if cores := [core for core in group.cores if position.keys() >= set(core.eqns)]:
+                cores = [(core, core.renumbered(position, variables)) for core in cores]
+                taken = group.take([core for core, _ in cores])
+                inside.append(dataclasses.replace(taken, cores=tuple(core for _, core in cores)))
+        return dataclasses.replace(part, owned=tuple(inside))
+
+    def all_equations(self, owned: Sequence[OwnedGroup] = ()) -> Equations:
+        """Return the whole update."""
+        return self.equations(range(len(self.jaxpr.eqns)), self.reads, self.jaxpr.outvars, owned)
 
 
 def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:

@@ -12,19 +12,24 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import jaxprs
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
-from zerojax.optim.owner_computed import owner_computed
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.evaluate import evaluate
+from zerojax.optim.flat_update import FlatUpdate, is_traced
+from zerojax.optim.guarded import TransformationError
+from zerojax.optim.owned import owned_update
+from zerojax.optim.plan import ShardingPlan, partitioned_update
+from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
 from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
 
 if TYPE_CHECKING:
@@ -93,7 +98,7 @@ def update(
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
     params = None if params is None else [to_device(x) for x in params]
-    updates, new_state = owner_computed(
+    updates, new_state = logical_update(
         config,
         plan,
         views(cast(grads, wide), plan.grads),
@@ -104,6 +109,27 @@ def update(
     if wide != types and plan.offloaded:
         check_state_dtypes(new_state, plan.state)
     return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
+
+
+def logical_update(
+    config: Config, plan: ShardingPlan, grads: list, state: list, params: list | None, extra: dict
+) -> tuple[list[Array], list[Array]]:
+    """Return `(updates, state)` of the wrapped transformation for logical arrays, with matrices computed by owners."""
+    flat = FlatUpdate(config, plan.trained, plan.leaves, plan.state_def)
+    # Without a report of matrices the plan could not know what owners compute, for want of arguments.
+    if plan.matrices is None or plan.matrices.owned:
+        trace = flat.tracer(grads, state, params, extra)
+        try:
+            traced = trace()
+        except TransformationError:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
+            return flat(grads, state, params, extra)
+        if found := owned_update(config, plan.leaves, traced, trace).groups:
+            arrays = filter(is_traced, jax.tree.leaves(extra))
+            consts = jaxprs.as_jax_values(traced.consts)
+            values = [*grads, *state, *(params or ()), *arrays, *consts]
+            results = evaluate(config, traced.all_equations(found), values)
+            return results[: len(grads)], results[len(grads) :]
+    return flat(grads, state, params, extra)
 
 
 def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
@@ -134,3 +160,52 @@ def apply_update(
     updates, state = update(config, plan, grads, state, params, extra)
     moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
+
+
+class Updated(NamedTuple):
+    """The update of everything whose state is on the device.
+
+    Attributes:
+        params: Trained parameters that it updates, by index; storage shape of their shards.
+        state: One array per leaf of the state: the new one, or the old one if a later group replaces it; None for
+            offloaded leaves.
+        shared: Values that the groups with offloaded state share.
+        grads: Indices of the gradients that these groups read.
+    """
+
+    params: dict[int, Array]
+    state: list
+    shared: list
+    grads: tuple[int, ...]
+
+
+def resident_update(
+    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
+) -> Updated:
+    """Update everything whose state is on the device.
+
+    Args:
+        config: The wrapped transformation.
+        plan: How everything is sharded.
+        grads: One gradient per trained parameter; storage shape of its shards.
+        state: One array per leaf of the state; None for offloaded leaves.
+        params: The trained parameters, as their gradients.
+        value: The loss.
+    """
+    if all(x is not None for x in state):
+        tree = jax.tree.unflatten(plan.state_def, state)
+        updated, tree = apply_update(config, plan, grads, tree, params, {"value": value})
+        return Updated(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())
+    partition = partitioned_update(config, plan)
+    read = {
+        GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
+        PARAM: lambda i: unpadded(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
+        STATE: lambda k: unpadded(state[k], plan.state[k]),
+        EXTRA: lambda _: value.astype(jnp.float32),
+        CONST: lambda i: partition.consts[i],
+    }
+    results = iter(evaluate(config, partition.resident, [read[kind](i) for kind, i in partition.resident.reads]))
+    new_params = {i: to_storage(config, next(results), plan.grads[i]) for i in partition.resident_params}
+    new_state = {k: to_storage(config, next(results), plan.state[k]) for k in partition.resident_state}
+    leaves = [new_state.get(k, x) for k, x in enumerate(state)]
+    return Updated(new_params, leaves, list(results), partition.grads)

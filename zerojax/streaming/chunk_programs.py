@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
+from zerojax.optim.evaluate import evaluate
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.rollback import roll_back
@@ -43,7 +44,7 @@ class ProgramKey:
 
     Attributes:
         equations: What the program computes.
-        text: The equations as text, by which they are compared.
+        computes: What equal programs have in common.
         reads: For each value they read, its kind and its place among the values of that kind.
         params: Layouts of the parameters to update, in the type they are updated in.
         stored_dtypes: The types in which those are stored.
@@ -55,7 +56,7 @@ class ProgramKey:
     """
 
     equations: Equations = dataclasses.field(compare=False)
-    text: str
+    computes: tuple
     reads: tuple[tuple[str, int], ...]
     params: tuple[Leaf, ...]
     stored_dtypes: tuple
@@ -76,7 +77,7 @@ class ProgramKey:
 
         return cls(
             equations,
-            equations.text,
+            equations.key,
             tuple((kind, places[kind].index(i)) for kind, i in equations.reads),
             anonymous(plan.grads, group.params),
             tuple(plan.trained.params[i].dtype for i in group.params),
@@ -127,7 +128,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
             SHARED: inputs.shared,
             CONST: inputs.consts,
         }
-        results = key.equations.evaluate([operands[kind][i] for kind, i in key.reads])
+        results = evaluate(config, key.equations, [operands[kind][i] for kind, i in key.reads])
         new_params = stored(results[:num_params], key.params)
         new_state = stored(results[num_params:], [*key.state, *key.resident])
         new_state = roll_back(~skipped, new_state, [*state, *resident])

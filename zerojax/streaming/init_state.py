@@ -13,7 +13,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import check_host_memory, host_sharding, to_device
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.plan import ShardingPlan, offloaded_update
+from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.state_memory import state_shardings, state_to_host
 from zerojax.optim.traced import equations_behind, producers_of, trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
@@ -103,7 +103,7 @@ def store_by_group(
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
-    for group in offloaded_update(config, plan).groups:
+    for group in partitioned_update(config, plan).groups:
         for n, chunks in enumerate(zip(*make(group.state), strict=True)):
             store.complete(store.write(group, n, chunks))
         state |= zip(group.state, store.nodes(group), strict=True)

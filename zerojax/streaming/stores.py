@@ -19,7 +19,7 @@ from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import UpdateGroup
-from zerojax.optim.plan import ShardingPlan, offloaded_update
+from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.placement.chunking import chunked
 from zerojax.placement.storage import named
 
@@ -164,7 +164,7 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     assert config.offload.path is not None
     shardings = {k: named(config, plan.state[k]) for k in plan.offloaded}
     leaves = {k: (plan.state[k], chunking, shardings[k]) for k, chunking in plan.offloaded.items()}
-    most = max(len(group.state) for group in offloaded_update(config, plan).groups)
+    most = max(len(group.state) for group in partitioned_update(config, plan).groups)
     files = StateFiles(config.offload.path, leaves, in_flight=IN_FLIGHT * most)
     version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
     return {

@@ -28,7 +28,7 @@ from zerojax.config import Config
 from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import UpdateGroup
-from zerojax.optim.plan import ShardingPlan, choose_update, offloaded_update
+from zerojax.optim.plan import ShardingPlan, choose_update, partitioned_update
 from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.placement.storage import return_to_host
 from zerojax.streaming.chunk_programs import (
@@ -84,7 +84,7 @@ class StreamedUpdate:
         self.plan = plan
         choice = plan.choice or choose_update(config, plan)
         self.update = choice and choice.update
-        self.partition = offloaded_update(config, plan)
+        self.partition = partitioned_update(config, plan)
         self.program = functools.cache(lambda make, *given: make(config, *given))
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
         self._compiled: dict[Any, Callable] = {}

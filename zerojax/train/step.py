@@ -71,11 +71,11 @@ class Step:
 
             return on_auto_mesh(config.user_mesh, program.step, state, batch, with_types(args), shardings=shardings)
 
-        def step_before_streaming(state, batch, *args):
-            return program.step_before_streaming(state, batch, args)
+        def resident_step(state, batch, *args):
+            return program.resident_step(state, batch, args)
 
         self._jitted = jax.jit(step, donate_argnums=0)
-        self._before_streaming = jax.jit(step_before_streaming, donate_argnums=0)
+        self._resident = jax.jit(resident_step, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()
@@ -188,7 +188,7 @@ class Step:
         check_state(self.config, plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         store = store_for(self.config, plan, leaves)
-        new, metrics, begun = self._before_streaming(state.replace(opt_state=resident_state(state)), rows, *args)
+        new, metrics, begun = self._resident(state.replace(opt_state=resident_state(state)), rows, *args)
         params, held = self._streamed(plan).run(begun, store)
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
@@ -210,7 +210,7 @@ class Step:
             if not state.plan.offloaded:
                 return self._jitted.trace(state, rows, *args)
             resident = state.replace(opt_state=resident_state(state))
-            return on_auto_mesh(self.config.user_mesh, self._before_streaming.trace, resident, rows, *with_types(args))
+            return on_auto_mesh(self.config.user_mesh, self._resident.trace, resident, rows, *with_types(args))
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower without running, as `jax.jit(...).lower` does; shapes are enough.

@@ -14,9 +14,8 @@ from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.state_memory import state_to_device, state_to_host
-from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
+from zerojax.optim.update import resident_update, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
-from zerojax.streaming.resident_update import resident_update
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss
@@ -91,33 +90,28 @@ class StepProgram:
         """Run the whole step: differentiate, update, and gather what the stage keeps replicated."""
         config, plan = self.config, state.plan
         check_state(config, plan, state.opt_state)
-        done = self._gradients(state, batch, args)
-        old_state = state_to_device(config, plan, state.opt_state)
-        extra = {"value": done.gradients.loss}
-        grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
-        with jax.named_scope(UPDATE):
-            updated, opt_state = apply_update(config, plan, grads, old_state, done.old, extra)
-        mutable, metrics = done.gradients.mutable, self._metrics(state, done, opt_state)
-        if self.may_skip:
-            old = ([to_device(x) for x in done.old], old_state, state.mutable)
-            updated, opt_state, mutable = roll_back(~done.skipped, (updated, opt_state, mutable), old)
-        updated = return_to_host(config, dict(enumerate(updated)), plan.trained.params)
-        params = in_storage(unshard_after_update(config, plan, list(updated.values()), done.stored), plan.layout)
-        return _next_state(state, done, params, state_to_host(config, plan, opt_state), mutable), metrics
+        on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
+        new, metrics, updated = self.resident_step(on_device, batch, args)
+        opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))
+        return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
-    def step_before_streaming(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
-        """Run the part of a step that needs no offloaded state, which is None in the list `state.opt_state`.
+    def resident_step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
+        """Run the part of a step that needs no offloaded state.
+
+        Args:
+            state: With a list as `opt_state`: one array per leaf, and None for offloaded leaves.
+            batch: The global batch, placed.
+            args: Further arguments of the loss.
 
         Returns:
-            `(state, metrics, inputs)`: the state without parameters and optimizer state,
-            which are in `inputs` as far as they are computed.
+            `(state, metrics, inputs)`: the state without parameters and optimizer state, which are in `inputs`. They
+            are complete if nothing is offloaded.
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
-        loss = done.gradients.loss.astype(jnp.float32)
         with jax.named_scope(UPDATE):
-            resident = resident_update(config, plan, grads, state.opt_state, done.old, loss)
+            resident = resident_update(config, plan, grads, state.opt_state, done.old, done.gradients.loss)
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         metrics = self._metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
         if self.may_skip:
@@ -128,7 +122,9 @@ class StepProgram:
         pending = {i: x for i, x in enumerate(done.old) if i not in updated}
         wanted = {i: done.gradients.grads[i] for i in resident.grads}
         inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
-        return _next_state(state, done, None, None, mutable), metrics, inputs
+        scaling, errors = done.scaling, done.gradients.errors
+        step = state.step + jnp.where(done.skipped, 0, 1)
+        return ZeroState(step, None, None, scaling, mutable, errors, plan), metrics, inputs
 
     def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> _Differentiated:
         """Differentiate, and decide whether the step counts."""
@@ -201,9 +197,3 @@ class _Differentiated(NamedTuple):
     old: list
     scaling: ScalingState
     skipped: Any
-
-
-def _next_state(state: ZeroState, done: _Differentiated, params: Any, opt_state: Any, mutable: Any) -> ZeroState:
-    """Return the state after a step."""
-    step = state.step + jnp.where(done.skipped, 0, 1)
-    return ZeroState(step, params, opt_state, done.scaling, mutable, done.gradients.errors, state.plan)

@@ -1,4 +1,4 @@
-"""The update with matrices computed by their owners: what comes before the cores, the cores, what comes after."""
+"""Evaluate equations of an update, with matrices computed by their owners."""
 
 from __future__ import annotations
 
@@ -13,62 +13,21 @@ from zerojax import compat, jaxprs
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.guarded import TransformationError
-from zerojax.optim.matrix_updates import FlatUpdate, is_traced
-from zerojax.optim.owned import OwnedGroup, OwnedUpdate, UpdatedLeaves, owned_update
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.owned_group import OwnedGroup
+from zerojax.optim.traced import Equations
 from zerojax.placement.storage import to_storage, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def owner_computed(
-    config: Config,
-    plan: ShardingPlan,
-    grads: Sequence[Array],
-    state: Sequence[Array],
-    params: Sequence[Array] | None,
-    extra: dict,
-) -> tuple[list[Array], list[Array]]:
-    """Return `(updates, state)` of the wrapped transformation for logical arrays, with matrices computed by owners."""
-    leaves = UpdatedLeaves(plan.grads, plan.state, plan.owners)
-    update = FlatUpdate(config, plan.trained, leaves, plan.state_def)
-    values = list(grads), list(state), None if params is None else list(params)
-    if not may_own(plan):
-        return update(*values, extra)
-    trace = update.tracer(*values, extra)
-    try:
-        traced = trace()
-    except TransformationError:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
-        return update(*values, extra)
-    found = owned_update(config, leaves, traced, trace)
-    if not found.groups:
-        return update(*values, extra)
-    arrays = filter(is_traced, jax.tree.leaves(extra))
-    results = evaluate(config, found, [*grads, *state, *(params or ()), *arrays])
-    return results[: len(grads)], results[len(grads) :]
-
-
-def may_own(plan: ShardingPlan) -> bool:
-    """Return whether owners may compute some of an update. True if the plan cannot know, for want of arguments."""
-    return plan.matrices is None or bool(plan.matrices.owned)
-
-
-def evaluate(config: Config, found: OwnedUpdate, values: Sequence) -> list:
-    """Evaluate an update, the cores by owners.
-
-    Args:
-        config: The mesh.
-        found: What owners compute.
-        values: Gradients, state and parameters, as the update was traced; logical shapes.
-
-    Returns:
-        Its results.
-    """
-    traced = found.traced
-    jaxpr, variables = traced.jaxpr, traced.variables
-    inside = {e for group in found.groups for core in group.cores for e in core.eqns}
+def evaluate(config: Config, equations: Equations, values: Sequence) -> list:
+    """Evaluate equations on the values that they read, in logical shapes, and return their results."""
+    jaxpr, variables = equations.jaxpr, equations.variables
+    if not equations.owned:
+        return jax.core.eval_jaxpr(jaxpr, (), *values)
+    cores = [core for group in equations.owned for core in group.cores]
+    inside = {e for core in cores for e in core.eqns}
     late: set = set()
     before, after = [], []
     for e, eqn in enumerate(jaxpr.eqns):
@@ -77,15 +36,13 @@ def evaluate(config: Config, found: OwnedUpdate, values: Sequence) -> list:
             after += [] if e in inside else [e]
         else:
             before.append(e)
-    env = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(traced.consts), strict=True))
-    env |= dict(zip(jaxpr.invars, values, strict=True))
-    reads = lambda core: (*(n for n, _ in core.arrays), *core.small, *core.shared)
-    wanted = {variables[n] for group in found.groups for core in group.cores for n in reads(core)}
-    results = jaxprs.variables_in(jaxpr.outvars)
-    _evaluate(jaxpr, before, env, wanted | _read(jaxpr, after) | set(results))
-    for group in found.groups:
+    env = dict(zip(jaxpr.invars, values, strict=True))
+    results = set(jaxprs.variables_in(jaxpr.outvars))
+    wanted = {variables[n] for core in cores for n in core.inputs}
+    _evaluate(jaxpr, before, env, wanted | _read(jaxpr, after) | results)
+    for group in equations.owned:
         env |= _compute(config, group, env, variables)
-    _evaluate(jaxpr, after, env, set(results))
+    _evaluate(jaxpr, after, env, results)
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 
