@@ -27,8 +27,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanParams:
-    """The parameters of a scan equation.
+class LoopEqn:
+    """A loop with a known number of iterations: a scan equation.
 
     Attributes:
         body: The body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`.
@@ -144,15 +144,17 @@ def inlined_body(eqn):
     return None if body is None else opened(body)[0]
 
 
-def scan_params(eqn) -> ScanParams:
-    """Return the parameters of a scan equation."""
+def loop_of(eqn) -> LoopEqn | None:
+    """Return the loop that an equation is, or None if it is no loop with a known number of iterations."""
+    if eqn.primitive.name != "scan":
+        return None
     params = eqn.params
     if "num_consts" in params:
         consts, carry = params["num_consts"], params["num_carry"]
     else:
         in_consts, in_carry, _ = params["ft_in"].unpack()
         consts, carry = len(in_consts), len(in_carry)
-    return ScanParams(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
+    return LoopEqn(params["jaxpr"], consts, carry, params["length"], params["reverse"], params["unroll"])
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):

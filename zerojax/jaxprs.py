@@ -198,12 +198,11 @@ def passed_on(jaxpr: Any) -> list[int | None]:
 def _operands_passed_on(eqn: Any) -> list[int | None] | None:
     """Return for each result of a call, a loop or a branch the index of the operand that it is; None for the rest."""
     name = eqn.primitive.name
-    if name == "scan":
-        scan = compat.scan_params(eqn)
-        found = passed_on(compat.opened(scan.body)[0])
-        first = scan.consts + scan.carry  # of the operands that are sliced
+    if (loop := compat.loop_of(eqn)) is not None:
+        found = passed_on(compat.opened(loop.body)[0])
+        first = loop.consts + loop.carry  # of the operands that are sliced
         return [
-            i if i is not None and (i == scan.consts + k if k < scan.carry else i >= first) else None
+            i if i is not None and (i == loop.consts + k if k < loop.carry else i >= first) else None
             for k, i in enumerate(found)
         ]
     if name == "cond":

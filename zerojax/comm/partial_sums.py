@@ -144,10 +144,11 @@ def evaluate(
             zeros.add(out)
         if any(isinstance(x, PartialSum) for x in values):
             return _linear(eqn, values, workers)
-        if eqn.primitive.name == "scan" and not only_grads.isdisjoint(eqn.outvars):
+        loop = compat.loop_of(eqn)
+        if loop is not None and not only_grads.isdisjoint(eqn.outvars):
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads]
-            inside = functools.partial(again, rows=follower.into_scan(eqn, states_of(eqn)))
-            return _scan(eqn, values, wanted, inside, workers)
+            inside = functools.partial(again, rows=follower.into_loop(loop, states_of(eqn)))
+            return _loop(eqn, loop, values, wanted, inside, workers)
         if out in only_grads and (divided := _divided(eqn, states_of(eqn), found[out], zeros)) is not None:
             return [PartialSum(island(eqn, divided, values))]
         if out in only_grads and eqn.primitive.name in _SUMS and UNKNOWN in states_of(eqn):
@@ -180,39 +181,38 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     return jaxprs.evaluate(jaxpr, consts, args, rule)
 
 
-def _scan(eqn, values: Sequence, grads: Sequence[int], evaluate: Callable, workers: int) -> list:
-    """Evaluate a scan whose results `grads` depend on gradients alone.
+def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], evaluate: Callable, workers: int) -> list:
+    """Evaluate a loop whose results `grads` depend on gradients alone.
 
     Those that it adds up or stacks stay partial sums.
     """
-    scan = compat.scan_params(eqn)
-    jaxpr, closed_over = compat.opened(scan.body)
-    summed = _added_up(jaxpr, scan, grads)
-    rows = [*summed, *(i for i in grads if i >= scan.carry)]
-    consts, rest = values[: scan.consts], values[scan.consts :]
-    carry, slices = list(rest[: scan.carry]), rest[scan.carry :]
+    jaxpr, closed_over = compat.opened(loop.body)
+    summed = _added_up(jaxpr, loop, grads)
+    rows = [*summed, *(i for i in grads if i >= loop.carry)]
+    consts, rest = values[: loop.consts], values[loop.consts :]
+    carry, slices = list(rest[: loop.carry]), rest[loop.carry :]
     for i in summed:
         carry[i] = as_rows(carry[i], workers)
 
     def body(carry, slices):
         given = [PartialSum(x) if i in summed else x for i, x in enumerate(carry)]
         results = evaluate(jaxpr, closed_over, [*consts, *given, *slices], grads=rows)
-        return results[: scan.carry], results[scan.carry :]
+        return results[: loop.carry], results[loop.carry :]
 
-    carry, stacks = lax.scan(body, carry, slices, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    carry, stacks = lax.scan(body, carry, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
     results = [*carry, *stacks]
     for i in rows:
         if results[i].ndim > len(eqn.outvars[i].aval.shape):
-            results[i] = PartialSum(results[i] if i < scan.carry else jnp.moveaxis(results[i], 1, 0))
+            results[i] = PartialSum(results[i] if i < loop.carry else jnp.moveaxis(results[i], 1, 0))
     return results
 
 
-def _added_up(jaxpr: Any, scan: compat.ScanParams, grads: Sequence[int]) -> list[int]:
+def _added_up(jaxpr: Any, loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
     """Return the gradients among a loop's carries that the loop only adds to."""
-    carries, stacked = [i for i in grads if i < scan.carry], [i for i in grads if i >= scan.carry]
+    carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
     while carries:
         found = _only_of(jaxpr, [*carries, *stacked])
-        kept = [i for i in carries if jaxpr.invars[scan.consts + i] in found and jaxpr.outvars[i] in found]
+        kept = [i for i in carries if jaxpr.invars[loop.consts + i] in found and jaxpr.outvars[i] in found]
         if kept == carries:
             break
         carries = kept

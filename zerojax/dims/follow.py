@@ -85,8 +85,8 @@ class Follower:
         if (rule := RULES.get(name)) is not None:
             found = rule(eqn, states, context)
             return found if isinstance(found, list) else [found] * len(eqn.outvars)
-        if name == "scan":
-            return self._through_scan(eqn, states)
+        if (loop := compat.loop_of(eqn)) is not None:
+            return self._through_loop(loop, states)
         if name == "while":
             return self._through_while(eqn, states)
         if name == "cond":
@@ -95,27 +95,25 @@ class Follower:
             return self.results(body, states)
         return [NOWHERE if all(state is not None and not state.of for state in states) else UNKNOWN] * len(eqn.outvars)
 
-    def into_scan(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        """Return the states of the arguments of a scan's body: its constants, its carry in all iterations, its rows."""
-        scan = compat.scan_params(eqn)
-        body, sliced = compat.opened(scan.body)[0], scan.consts + scan.carry
+    def into_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
+        """Return the states of the arguments of a loop's body: its constants, its carry in all iterations, its rows."""
+        body, sliced = compat.opened(loop.body)[0], loop.consts + loop.carry
         rows = [unstacked(state) for state in states[sliced:]]
-        carry = list(states[scan.consts : sliced])
+        carry = list(states[loop.consts : sliced])
         for _ in range(_ROUNDS):
-            outs = self.results(body, [*states[: scan.consts], *carry, *rows])[: scan.carry]
+            outs = self.results(body, [*states[: loop.consts], *carry, *rows])[: loop.carry]
             again = [joined(*pair) for pair in zip(carry, outs, strict=True)]
             if again == carry:
                 break
             carry = again
         else:
-            carry = [UNKNOWN] * scan.carry
-        return [*states[: scan.consts], *carry, *rows]
+            carry = [UNKNOWN] * loop.carry
+        return [*states[: loop.consts], *carry, *rows]
 
-    def _through_scan(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        scan = compat.scan_params(eqn)
-        inside = self.into_scan(eqn, states)
-        outs = self.results(compat.opened(scan.body)[0], inside)
-        return [*inside[scan.consts : scan.consts + scan.carry], *map(stacked, outs[scan.carry :])]
+    def _through_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
+        inside = self.into_loop(loop, states)
+        outs = self.results(compat.opened(loop.body)[0], inside)
+        return [*inside[loop.consts : loop.consts + loop.carry], *map(stacked, outs[loop.carry :])]
 
     def _through_while(self, eqn: Any, states: Sequence[State]) -> list[State]:
         """Follow a while loop. A carry keeps the dim in one place, and all rows have one number of iterations."""

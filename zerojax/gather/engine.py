@@ -9,9 +9,10 @@ import numpy as np
 from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, Follower, State, at
-from zerojax.gather.passes import as_function
-from zerojax.gather.program import BLOCK_NAME, Program, planned
+from zerojax.gather.planner import BLOCK_NAME, planned
+from zerojax.gather.program import Program
 from zerojax.gather.residuals import StandIn
+from zerojax.gather.run import as_function
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 

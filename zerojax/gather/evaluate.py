@@ -104,8 +104,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 def _body(eqn, index: int):
     """Return the inner jaxpr whose argument `index` is the equation's operand, or None."""
-    if eqn.primitive.name == "scan":
-        scan = compat.scan_params(eqn)
-        carried = scan.consts <= index < scan.consts + scan.carry
-        return None if carried else compat.opened(scan.body)[0]
+    if (loop := compat.loop_of(eqn)) is not None:
+        carried = loop.consts <= index < loop.consts + loop.carry
+        return None if carried else compat.opened(loop.body)[0]
     return compat.inlined_body(eqn)

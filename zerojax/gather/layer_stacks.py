@@ -169,20 +169,22 @@ class _Rows(NamedTuple):
 
 
 def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
-    """Evaluate a scan over the parameters that the stacks it uses are made of.
+    """Evaluate a loop over the parameters that the stacks it uses are made of.
 
     Args:
-        eqn: The scan.
+        eqn: Any equation.
         values: Of its operands; `Derived` if they are made of sharded parameters.
         known: Values, as NumPy arrays, of variables outside of the loop.
 
     Returns:
-        Its results; None if it scans over parameters already.
+        Its results; None if it is no loop, or scans over parameters already.
     """
-    scan = compat.scan_params(eqn)
-    body, body_consts = compat.opened(scan.body)
-    split = scan.consts + scan.carry
-    counters = _counters(eqn, scan, body, known)
+    loop = compat.loop_of(eqn)
+    if loop is None:
+        return None
+    body, body_consts = compat.opened(loop.body)
+    split = loop.consts + loop.carry
+    counters = _counters(eqn, loop, body, known)
 
     def rows_read(i, x) -> _Rows | None:
         if not isinstance(x, Derived) or not x.leaves or not any(leaf.of_params for leaf in x.leaves):
@@ -190,9 +192,9 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
         if any(leaf.value.shape[:1] != x.value.shape[:1] for leaf in x.leaves):
             return None
         if i >= split:
-            return None if x.leaves == (x,) else _Rows(0, 1, scan.length)
-        indices = _indices(body, body.invars[i], counters) if i < scan.consts and scan.length else None
-        return _progression(indices, scan.length) if indices else None
+            return None if x.leaves == (x,) else _Rows(0, 1, loop.length)
+        indices = _indices(body, body.invars[i], counters) if i < loop.consts and loop.length else None
+        return _progression(indices, loop.length) if indices else None
 
     chosen = {i: rows for i, x in enumerate(values) if (rows := rows_read(i, x)) is not None}
     if not chosen:
@@ -206,18 +208,18 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
         computed: dict[_Rows, dict] = {rows: {} for rows in chosen.values()}
         for (leaf, rows), row in zip(leaves, slices[0], strict=True):
             computed[rows][leaf] = row
-        given = dict(enumerate(bare[: scan.consts])) | dict(enumerate(carry, scan.consts))
+        given = dict(enumerate(bare[: loop.consts])) | dict(enumerate(carry, loop.consts))
         given |= dict(zip(sliced, rest, strict=True))
         for i, rows in chosen.items():
             row = values[i].row(computed[rows])
-            given[i] = _Row(row) if i < scan.consts else row
+            given[i] = _Row(row) if i < loop.consts else row
         results = _with_rows(body, body_consts, [given[i] for i in range(len(values))])
-        return results[: scan.carry], results[scan.carry :]
+        return results[: loop.carry], results[loop.carry :]
 
     scanned = [rows.of(leaf.value) for leaf, rows in leaves], [bare[i] for i in sliced]
-    options = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
+    options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
     with compat.at_line_of(eqn):
-        carry, stacked = lax.scan(iteration, bare[scan.consts : split], scanned, **options)
+        carry, stacked = lax.scan(iteration, bare[loop.consts : split], scanned, **options)
     return [*carry, *stacked]
 
 
@@ -248,22 +250,22 @@ def _known_operands(eqn: Any, known: Mapping) -> list:
     return [np.asarray(a.val) if compat.is_literal(a) else known.get(a) for a in eqn.invars]
 
 
-def _counters(eqn, scan: compat.ScanParams, body, known: Mapping) -> dict:
+def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
     """Return the body's variables that depend only on the iteration, each with its value where row 0, 1, 2, ...
 
     is read.
     """
     made = {var: inner for inner in body.eqns for var in inner.outvars}
-    step, found = np.arange(scan.length), {}
-    for k in range(scan.consts, len(body.invars)):
+    step, found = np.arange(loop.length), {}
+    for k in range(loop.consts, len(body.invars)):
         var, start = body.invars[k], eqn.invars[k]
-        if k >= scan.consts + scan.carry:
+        if k >= loop.consts + loop.carry:
             if not compat.is_literal(start) and start in known:
                 found[var] = known[start]
         elif compat.is_literal(start) and np.shape(start.val) == () and np.dtype(var.aval.dtype).kind in "iu":
-            adds = made.get(body.outvars[k - scan.consts])
+            adds = made.get(body.outvars[k - loop.consts])
             if adds is not None and adds.primitive.name == "add" and adds.invars[0] is var and _is_one(adds.invars[1]):
-                found[var] = np.asarray(start.val) + (step[::-1] if scan.reverse else step)
+                found[var] = np.asarray(start.val) + (step[::-1] if loop.reverse else step)
     return found
 
 

@@ -19,7 +19,7 @@ class Loop:
     """A scan segment's operands, sorted.
 
     Attributes:
-        scan: The parameters of the scan equation.
+        eqn: The loop itself.
         is_param: For each of its operands, whether it is a sharded parameter.
         shared: Parameters that every iteration uses: constants of the loop.
         stacked: Stacks of which each iteration uses one layer.
@@ -30,7 +30,7 @@ class Loop:
         results: For each of the segment's results, its index among the body's.
     """
 
-    scan: compat.ScanParams
+    eqn: compat.LoopEqn
     is_param: tuple[bool, ...]
     shared: tuple[ShardedParam, ...]
     stacked: tuple[ShardedParam, ...]
@@ -40,6 +40,29 @@ class Loop:
     carry: int
     results: tuple[int, ...]
 
+    @classmethod
+    def of(cls, jaxpr, params: Sequence[ShardedParam]) -> "Loop":
+        """Sort the operands of a loop; the jaxpr's first arguments are `params`, and the loop its one equation."""
+        (eqn,) = jaxpr.eqns
+        loop = compat.loop_of(eqn)
+        assert loop is not None
+        by_var = dict(zip(jaxpr.invars, params, strict=False))
+        places = {var: i for i, var in enumerate(jaxpr.invars[len(params) :])}
+        is_param = [not compat.is_literal(a) and a in by_var for a in eqn.invars]
+        others = [a for a, on in zip(eqn.invars, is_param, strict=True) if not on]
+        order = {var: i for i, var in enumerate(eqn.outvars) if not compat.is_dropped(var)}
+        return cls(
+            loop,
+            tuple(is_param),
+            shared=tuple(by_var[a] for i, a in enumerate(eqn.invars) if is_param[i] and i < loop.consts),
+            stacked=tuple(by_var[a] for i, a in enumerate(eqn.invars) if is_param[i] and i >= loop.consts),
+            others=tuple(None if compat.is_literal(a) else places[a] for a in others),
+            literals=tuple(a.val if compat.is_literal(a) else None for a in others),
+            consts=sum(not on for on in is_param[: loop.consts]),
+            carry=loop.carry,
+            results=tuple(order[var] for var in jaxpr.outvars),
+        )
+
     @property
     def params(self) -> tuple[ShardedParam, ...]:
         """Return all parameters, with stacks as stacks."""
@@ -48,11 +71,11 @@ class Loop:
     @property
     def length(self) -> int:
         """Return the number of iterations."""
-        return self.scan.length
+        return self.eqn.length
 
     def layer(self, iteration):
         """Return the layer that an iteration works on."""
-        return self.length - 1 - iteration if self.scan.reverse else iteration
+        return self.length - 1 - iteration if self.eqn.reverse else iteration
 
     def params_of(self, iteration: int) -> list[ShardedParam]:
         """Return all parameters of one iteration."""
@@ -78,29 +101,7 @@ class Loop:
         """Run the body on `(gathered params, consts and carry and slices)`."""
         gathered = (as_gathered(*pair) for pair in zip(params, self.params, strict=True))
         rest = iter(others)
-        return evaluate(*compat.opened(self.scan.body), [next(gathered if on else rest) for on in self.is_param])
-
-
-def loop_of(jaxpr, params: Sequence[ShardedParam]) -> Loop:
-    """Sort the operands of a scan; the jaxpr's first arguments are `params`, and the scan its one equation."""
-    (eqn,) = jaxpr.eqns
-    scan = compat.scan_params(eqn)
-    by_var = dict(zip(jaxpr.invars, params, strict=False))
-    places = {var: i for i, var in enumerate(jaxpr.invars[len(params) :])}
-    is_param = [not compat.is_literal(a) and a in by_var for a in eqn.invars]
-    others = [a for a, on in zip(eqn.invars, is_param, strict=True) if not on]
-    order = {var: i for i, var in enumerate(eqn.outvars) if not compat.is_dropped(var)}
-    return Loop(
-        scan,
-        tuple(is_param),
-        shared=tuple(by_var[a] for i, a in enumerate(eqn.invars) if is_param[i] and i < scan.consts),
-        stacked=tuple(by_var[a] for i, a in enumerate(eqn.invars) if is_param[i] and i >= scan.consts),
-        others=tuple(None if compat.is_literal(a) else places[a] for a in others),
-        literals=tuple(a.val if compat.is_literal(a) else None for a in others),
-        consts=sum(not on for on in is_param[: scan.consts]),
-        carry=scan.carry,
-        results=tuple(order[var] for var in jaxpr.outvars),
-    )
+        return evaluate(*compat.opened(self.eqn.body), [next(gathered if on else rest) for on in self.is_param])
 
 
 @dataclasses.dataclass(frozen=True)

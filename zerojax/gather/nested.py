@@ -4,11 +4,9 @@ Its parameters stay sharded: an iteration gathers them where it uses them, as if
 its gradients are reduce-scattered before the next one starts. The loop sums shards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +14,13 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.dims import UNKNOWN
+from zerojax.gather.program import Program
 from zerojax.gather.residuals import NestedResiduals, Static
+from zerojax.gather.run import as_function
+from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
+from zerojax.gather.sharded_param import ShardedParam
 from zerojax.offload.host import to_device
-
-if TYPE_CHECKING:
-    from zerojax.gather.program import Program
-    from zerojax.gather.schedule import GatherScheduler, GradScheduler
-    from zerojax.gather.sharded_param import ShardedParam
 
 MOST_ITERATIONS = 64  # each gathers the parameters once more, and a loop over tokens has thousands
 
@@ -43,7 +40,14 @@ class NestedSegment(Segment):
     @property
     def iterations(self) -> int:
         """Return how often the program runs."""
-        return compat.scan_params(self.jaxpr.eqns[0]).length
+        return self.loop.length
+
+    @property
+    def loop(self) -> compat.LoopEqn:
+        """Return the loop that the segment's equation is."""
+        loop = compat.loop_of(self.jaxpr.eqns[0])
+        assert loop is not None
+        return loop
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
@@ -77,7 +81,7 @@ class NestedSegment(Segment):
         _, others = self.start(gathers, ahead=False)
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
         given = {**roots, **dict(zip(self.others, others, strict=True))}
-        run = gathers.nested(self.program)
+        run = as_function(self.program, gathers.options, zeros={})
         if not moving:
             return self._loop(run, {**gathers.env, **given}), None
         wanted = [v for v in given if v in moving]
@@ -113,7 +117,7 @@ class NestedSegment(Segment):
     def _loop(self, run: Callable, env: Mapping) -> list:
         """Return the loop's results, given `run(*arguments of the program)`."""
         (eqn,) = self.jaxpr.eqns
-        scan, by_var = compat.scan_params(eqn), dict(zip(self.jaxpr.invars, self.sources, strict=True))
+        loop, by_var = self.loop, dict(zip(self.jaxpr.invars, self.sources, strict=True))
         params = dict(zip(self.jaxpr.invars, self.params, strict=False))
 
         def value(atom):
@@ -124,23 +128,23 @@ class NestedSegment(Segment):
             return env[by_var[atom]]
 
         values = [value(atom) for atom in eqn.invars]
-        consts, carry = values[: scan.consts], values[scan.consts :][: scan.carry]
+        consts, carry = values[: loop.consts], values[loop.consts :][: loop.carry]
 
         def body(carry, rows):
             results = run(*consts, *carry, *rows, *self.consts)
-            return results[: scan.carry], results[scan.carry :]
+            return results[: loop.carry], results[loop.carry :]
 
-        rows = values[scan.consts + scan.carry :]
-        carry, ys = lax.scan(body, carry, rows, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+        rows = values[loop.consts + loop.carry :]
+        carry, ys = lax.scan(body, carry, rows, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
         results = dict(zip(eqn.outvars, [*carry, *ys], strict=True))
         return [results[var] for var in self.jaxpr.outvars]
 
 
-def iterations_are_independent(scan: compat.ScanParams) -> bool:
+def iterations_are_independent(loop: compat.LoopEqn) -> bool:
     """Return whether iterations work independently of each other and only add to what they carry."""
-    body = compat.opened(scan.body)[0]
+    body = compat.opened(loop.body)[0]
     uses, _ = jaxprs.uses_of(body)
-    carried = zip(body.invars[scan.consts :], body.outvars[: scan.carry], strict=False)
+    carried = zip(body.invars[loop.consts :], body.outvars[: loop.carry], strict=False)
     return not body.effects and all(_is_summed(before, after, uses) for before, after in carried)
 
 

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Sequence, Set
 
 from zerojax.gather import scan_backward, scan_forward
-from zerojax.gather.loop import Loop, loop_of
+from zerojax.gather.loop import Loop
 from zerojax.gather.residuals import BlockResiduals
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment, bytes_of
@@ -30,7 +30,7 @@ class ScanSegment(Segment):
     @functools.cached_property
     def loop(self) -> Loop:
         """Return the scan's operands, sorted."""
-        return loop_of(self.jaxpr, self.params)
+        return Loop.of(self.jaxpr, self.params)
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:

@@ -1,11 +1,12 @@
 """The backward pass of a scan over layers; see `scan`.
 
-Each iteration computes its gradients, reduce-scatters those of the one before, writes them in
-place into the stacks', and gathers for the one after. In hybrid sharding what was reduce-scattered
-waits one more iteration, which reduces it across.
+It is a software pipeline. A layer passes through the stages of `Stage`, one per step of the loop: so while the loop
+computes the gradients of one iteration, it gathers the layer of the next one and reduces the gradients of those
+before. Without prefetch an iteration goes through all stages before the next one starts.
 """
 
 import dataclasses
+import enum
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,6 +22,19 @@ from zerojax.gather.residuals import BlockResiduals
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.vjp import Passes
+
+
+class Stage(enum.IntEnum):
+    """The stages of a layer's backward pass, in order. Each stage works one step after the one before it."""
+
+    GATHER = enum.auto()
+    COMPUTE = enum.auto()
+    REDUCE_WITHIN = enum.auto()  # reduce-scatter, within a group in hybrid sharding
+    REDUCE_ACROSS = enum.auto()  # between the groups of hybrid sharding; nothing otherwise
+
+    def iteration(self, computed):
+        """Return the iteration at this stage in the step that computes `computed`. The loop counts down."""
+        return computed + (self - Stage.COMPUTE)
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +74,6 @@ class Backward:
         residuals: What the forward pass kept.
         cotangents: Stacks of the cotangents of the body's results; None where there is none, and for the carry.
         later: Others that are arguments of the program: their gradients are reduced after the pass.
-        ahead: Whether each iteration gathers for the next.
     """
 
     loop: Loop
@@ -69,7 +82,6 @@ class Backward:
     residuals: BlockResiduals
     cotangents: Sequence
     later: Collection[int]
-    ahead: bool
 
     @property
     def trained(self) -> dict:
@@ -128,48 +140,50 @@ class Backward:
         carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
         return LoopState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
-    def iterate(self, shared: Sequence, state: LoopState, iteration, *, fetch: bool, zero: Any = 0) -> LoopState:
-        """Run one iteration.
+    def pipelined(
+        self, shared: Sequence, state: LoopState, iteration, *, fetch: bool = True, zero: Any = 0
+    ) -> LoopState:
+        """Run one step of the pipeline, which computes one iteration.
 
         Args:
             shared: Gathered parameters that every iteration uses.
             state: The state before it.
-            iteration: Its index.
+            iteration: The iteration.
             fetch: Whether to gather for the next one.
             zero: A zero that is data-dependent on what the gather has to start after.
         """
-        loop, two = self.loop, self.two
-        if self.ahead:
-            gathered, carry = state.gathered, state.carry
-            following = self.gather(iteration - 1 + zero)[0] if fetch else []
-        else:
-            gathered, carry = self.gather(iteration, state.carry)
-            following = []
-        stacks = self._reduced_into(state.stacks, state.scattered, iteration + 2)
-        stacks, scattered = self._scattered_into(stacks, state.pending, iteration + 1)
+        following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
+        stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))
+        stacks, scattered = self._reduced_within(stacks, state.pending, Stage.REDUCE_WITHIN.iteration(iteration))
+        pending, state = self._computed([*shared, *state.gathered], state, state.carry, iteration)
+        return dataclasses.replace(state, gathered=following, pending=pending, scattered=scattered, stacks=stacks)
+
+    def in_turn(self, shared: Sequence, state: LoopState, iteration) -> LoopState:
+        """Run all stages of one iteration, one after the other."""
+        gathered, carry = self.gather(iteration, state.carry)
+        grads, state = self._computed([*shared, *gathered], state, carry, iteration)
+        stacks, scattered = self._reduced_within(state.stacks, grads, iteration)
+        return dataclasses.replace(state, stacks=self._reduced_across(stacks, scattered, iteration))
+
+    def _computed(self, params: Sequence, state: LoopState, carry: Sequence, iteration) -> tuple[list, LoopState]:
+        """Compute one iteration from its gathered parameters: the gradients of its layers, and the new state."""
+        loop, two, comm = self.loop, self.two, self.layers.options.comm
         inner, given = loop.consts + loop.carry, self.residuals.others
         saved, carried, slices = [
             [None if x is None else loop.row(x, iteration) for x in xs] for xs in (*self.residuals.saved, given[inner:])
         ]
         others = [*given[: loop.consts], *carried, *slices]
-        comm, cotangents = self.layers.options.comm, self._given(carry, iteration)
-        params = [*shared, *gathered]
+        cotangents = self._given(carry, iteration)
         to_params, to_others = two.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
-        pending, to_shared = self._sorted(to_params)
-        if not self.ahead:
-            stacks, scattered = self._scattered_into(stacks, pending, iteration)
-            stacks, pending, scattered = self._reduced_into(stacks, scattered, iteration), [], []
+        to_layers, to_shared = self._sorted(to_params)
         to = dict(zip(two.active_others, to_others, strict=True))
         to_consts, to_slices = [to[i] for i in self.others_in(0, loop.consts)], [to[i] for i in self.others_in(inner)]
-        return LoopState(
+        return to_layers, dataclasses.replace(
+            state,
             carry=[to[i] for i in self.others_in(loop.consts, inner)],
-            gathered=following,
-            pending=pending,
-            scattered=scattered,
             shared=[comm.add(a, c.astype(a.dtype)) for a, c in zip(state.shared, to_shared, strict=True)],
             consts=[comm.add(a, c) for a, c in zip(state.consts, to_consts, strict=True)],
             slices=[self._write(s, c, iteration) for s, c in zip(state.slices, to_slices, strict=True)],
-            stacks=stacks,
         )
 
     def _given(self, carry: Sequence, iteration) -> list:
@@ -207,7 +221,7 @@ class Backward:
         """Return a layer of each stack that has a gradient."""
         return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
 
-    def _scattered_into(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
+    def _reduced_within(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
         """Reduce-scatter one iteration's gradients.
 
         Returns `(stacks, scattered)`, with the gradients in the stacks if they are final.
@@ -217,7 +231,7 @@ class Backward:
         shards = self.layers.options.reduce_scatter(grads, self._layers)
         return (list(stacks), shards) if self.is_across else (self._into(stacks, shards, iteration), [])
 
-    def _reduced_into(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
+    def _reduced_across(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
         """Return the stacks with one iteration's shards reduced across groups."""
         if not scattered:
             return list(stacks)
@@ -257,7 +271,7 @@ def backward(
         for i, k in enumerate(loop.others)
         if i not in carried and k is not None and segment.others[k] in grads.arguments
     ]
-    run = Backward(loop, two, layers, residuals, cotangents, later, options.prefetch > 0 and bool(loop.stacked))
+    run = Backward(loop, two, layers, residuals, cotangents, later)
     shared, gathered = run.entry(entry)
     _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)
 
@@ -265,28 +279,31 @@ def backward(
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
 ) -> LoopState:
-    """Run all iterations."""
-    length = run.loop.length
-    state = run.start(run.cotangents, gathered if run.ahead else [])
+    """Run all iterations: in turn without prefetch, otherwise as a pipeline."""
+    if gathers.options.prefetch and run.loop.stacked:
+        return _pipeline(run, shared, run.start(run.cotangents, gathered), gathers, grads)
+    body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)
+    return lax.scan(body, run.start(run.cotangents, []), jnp.arange(run.loop.length), reverse=True)[0]
 
-    def body(state, iteration):
-        return run.iterate(shared, state, iteration, fetch=True), None
 
-    if not run.ahead:
-        return lax.scan(body, state, jnp.arange(length), reverse=True)[0]
-    left = length - 1
-    if length > 1:
+def _pipeline(
+    run: Backward, shared: Sequence, state: LoopState, gathers: GatherScheduler, grads: GradScheduler
+) -> LoopState:
+    """Run the pipeline: peel the steps in which a stage has no layer yet, or none is left to gather."""
+    left = run.loop.length - 1
+    if run.loop.length > 1:
         zero = run.layers.options.comm.zero_after(state.carry, run.carry_rows)
-        state = run.iterate(shared, state, left, fetch=True, zero=zero)
+        state = run.pipelined(shared, state, left, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
         grads.settle(due)
         state, left = dataclasses.replace(state, carry=carry), left - 1
-    if left and run.is_across:  # from the next one on there is something to reduce across
-        state, left = run.iterate(shared, state, left, fetch=True), left - 1
+    if left and run.is_across:  # from the next step on there is something to reduce across
+        state, left = run.pipelined(shared, state, left), left - 1
     if left:
+        body = lambda state, iteration: (run.pipelined(shared, state, iteration), None)
         state, _ = lax.scan(body, state, jnp.arange(1, left + 1), reverse=True)
     (carry,) = gathers.start(state.carry, rows=run.carry_rows)
-    state = run.iterate(shared, dataclasses.replace(state, carry=carry), 0, fetch=False)
+    state = run.pipelined(shared, dataclasses.replace(state, carry=carry), 0, fetch=False)
     # Otherwise XLA sinks the reduction of iteration 1 past the one that hides it, or combines it with the last.
     carry, (stacks, scattered) = barrier(state.carry, state.stacks, state.scattered)
     pending = [barrier([grad], stacks + scattered)[0][0] for grad in state.pending]
@@ -306,7 +323,7 @@ def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherSc
     grads.add_others([segment.others[place] for place in places.values()], [found[i] for i in places])
     stacked = [loop.stacked[i] for i in run.trained.values()]
     numbers = [grads.add_stack(*pair) for pair in zip(stacked, state.stacks, strict=True)]
-    left = [param.at_layer(loop.layer(0)) for param in stacked] if run.ahead else []
+    left = [param.at_layer(loop.layer(0)) for param in stacked] if state.pending else []
     before = [param.at_layer(loop.layer(1)) for param in stacked] if state.scattered else []
     grads.add_scattered(before, state.scattered, numbers[: len(before)])
     shared = [loop.shared[i] for i in two.active_params if i < len(loop.shared)]

@@ -110,7 +110,7 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
         state = run.iterate(state, 0, fetch=True, peeled=True)
     inside = length - ahead - first
     if inside > 0:
-        state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.scan.unroll, inside))
+        state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.eqn.unroll, inside))
     if ahead:
         if length > 1:
             (carry,) = gathers.start(state.carry, rows=carry_rows(segment, loop, gathers))
@@ -139,7 +139,7 @@ def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[S
     (eqn,) = segment.jaxpr.eqns
     given = dict(zip(segment.jaxpr.invars[len(segment.params) :], gathers.rows_of(segment.others), strict=True))
     states = [NOWHERE if compat.is_literal(atom) else given.get(atom, NOWHERE) for atom in eqn.invars]
-    inside = follower.into_scan(eqn, states)
+    inside = follower.into_loop(loop.eqn, states)
     return [state for state, is_param in zip(inside, loop.is_param, strict=True) if not is_param]
 
 

@@ -11,7 +11,7 @@ What is reduced across hosts, too (hybrid sharding), has one more block's time f
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,6 @@ from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, State
-from zerojax.gather.alike import Alike
 from zerojax.gather.sharded_param import ShardedParam
 
 
@@ -76,6 +75,23 @@ class Options:
         return self.comm.add(total.astype(wide), grad.astype(wide))
 
 
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """The uses of parameters in one pass over a program: its segments that gather, in the order of the pass.
+
+    Attributes:
+        params: What each use has to have gathered when it starts.
+        computes: For each use, whether it has work to hide communication behind.
+        arguments: The program's arguments.
+        rows: Where the program's variables hold the rows of the batch.
+    """
+
+    params: Sequence[Sequence[ShardedParam]]
+    computes: Sequence[bool]
+    arguments: Collection
+    rows: Mapping[Any, State]
+
+
 class GatherScheduler:
     """The gathers of one pass over a program, each started a number of uses ahead.
 
@@ -83,35 +99,15 @@ class GatherScheduler:
 
     Attributes:
         env: Values of the program's variables.
-        arguments: The program's arguments.
-        order: What each segment that gathers has to have gathered when it starts, in the order of the pass.
-        computes: For each of these segments, whether it has work to hide communication behind.
+        uses: What the pass gathers.
         options: How to gather.
-        alike: The passes of the program's segments.
-        nested: Makes a differentiable function of a program within the program.
-        rows: Where the program's variables hold the rows of the batch.
-        position: The index in `order` of the segment that runs now.
+        position: The index in `uses` of the segment that runs now.
         frontier: What depends on the segment that gathered last, and is not read yet by all that will read it.
     """
 
-    def __init__(
-        self,
-        env: MutableMapping,
-        arguments: Collection,
-        order: Sequence[Sequence[ShardedParam]],
-        computes: Sequence[bool],
-        options: Options,
-        alike: Alike,
-        nested: Callable[[Any], Callable],
-        rows: Mapping[Any, State],
-    ):
+    def __init__(self, env: MutableMapping, uses: Uses, options: Options):
         self.env = env
-        self.alike = alike
-        self.nested = nested
-        self.rows = rows
-        self.arguments = frozenset(arguments)
-        self.order = order
-        self.computes = computes
+        self.uses = uses
         self.options = options
         self.position = 0
         self.frontier: Sequence = ()
@@ -120,7 +116,7 @@ class GatherScheduler:
 
     def rows_of(self, variables: Sequence) -> list[State]:
         """Return where some variables hold the rows of the batch; what is made from parameters alone does not."""
-        return [self.rows.get(var, NOWHERE) for var in variables]
+        return [self.uses.rows.get(var, NOWHERE) for var in variables]
 
     def take(
         self,
@@ -151,12 +147,12 @@ class GatherScheduler:
         then wait for one of these too, and the segment itself does not: branches stay independent.
         """
         due = []
-        for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.order))):
-            if place > self.position and not all(v in self.env for p in self.order[place] for v in p.operands):
+        for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.uses.params))):
+            if place > self.position and not all(v in self.env for p in self.uses.params[place] for v in p.operands):
                 break
             due.append(place)
         self._next += len(due)
-        roots = list(dict.fromkeys(p.root for place in due for p in self.order[place]))
+        roots = list(dict.fromkeys(p.root for place in due for p in self.uses.params[place]))
         # The first anchor is what the segment reads: without it the barrier delays nothing.
         first, (*rest, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
@@ -172,23 +168,23 @@ class GatherScheduler:
         return [first, *rest]
 
     def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> list[jax.Array]:
-        unique = {p.key: p for p in self.order[place]}
+        unique = {p.key: p for p in self.uses.params[place]}
         params = list(unique.values())
         zero = functools.cache(lambda: self.options.comm.zero_after(anchor, rows))
         shards = self.options.encode([p.shard(env, zero) for p in params], params)
-        exposed = not any(self.computes[max(0, place - self.options.prefetch) : place])
+        exposed = not any(self.uses.computes[max(0, place - self.options.prefetch) : place])
         gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
-        return [gathered[p.key] for p in self.order[place]]
+        return [gathered[p.key] for p in self.uses.params[place]]
 
     @property
     def is_last(self) -> bool:
         """Return whether no later segment gathers."""
-        return self.position == len(self.order) - 1
+        return self.position == len(self.uses.params) - 1
 
     @property
     def is_hidden_after(self) -> bool:
         """Return whether a later segment of this pass has work to hide this segment's communication behind."""
-        return any(self.computes[self.position + 1 :])
+        return any(self.uses.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Return this segment's results, delayed until the next segment's gathers are done.
@@ -196,7 +192,7 @@ class GatherScheduler:
         Otherwise XLA sinks the gather to its use.
         """
         following = self.position + 1
-        if following not in self._gathered or not self.computes[self.position]:
+        if following not in self._gathered or not self.uses.computes[self.position]:
             return list(results)
         results, (self._gathered[following],) = barrier(results, self._gathered[following])
         return results

@@ -11,6 +11,7 @@ pass gather each parameter again at a time of our choosing.
 import abc
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.core
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
+from zerojax.gather.alike import SharedPasses
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, cotangents_of
@@ -148,7 +150,7 @@ class Segment(abc.ABC):
         nothing of it leaves the waiting to the gathers.
         """
         follows = [v for v in self.others if v in gathers.frontier]
-        anchors = (follows or [v for v in self.others if v not in gathers.arguments])[-1:]
+        anchors = (follows or [v for v in self.others if v not in gathers.uses.arguments])[-1:]
         beside = None if follows else gathers.env
         rows, values = gathers.rows_of(anchors), [gathers.env[v] for v in anchors]
         gathered, (values,) = gathers.take(values, rows=rows, ahead=ahead, beside=beside)
@@ -201,7 +203,13 @@ class PlainSegment(Segment):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSegment(Segment):
-    """A use of parameters, gathered together."""
+    """A use of parameters, gathered together.
+
+    Attributes:
+        shared: The passes that it shares with segments of the same equations; None if there are none.
+    """
+
+    shared: SharedPasses | None = dataclasses.field(default=None, compare=False)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
@@ -209,8 +217,9 @@ class BlockSegment(Segment):
         if not moving:
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
-        two = gathers.alike.passes(
-            self,
+        traced = passes if self.shared is None else self.shared.passes
+        two = traced(
+            self.run,
             gathered,
             others,
             follower=gathers.options.comm.follower,
@@ -263,6 +272,23 @@ class HeldSegment(BlockSegment):
         """Run the backward pass; see `Segment`."""
         grads.drain()  # the cotangents of its readers
         super().backward(residuals, gathers, grads)
+
+
+def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return segments, of which those that have the same equations on other parameters share their passes."""
+    segments = list(segments)
+    signatures = [_signature(segment) if isinstance(segment, BlockSegment) else None for segment in segments]
+    counts = Counter(signatures)
+    shared = {signature: SharedPasses() for signature, count in counts.items() if signature and count > 1}
+    return tuple(
+        dataclasses.replace(segment, shared=shared[signature]) if signature in shared else segment
+        for segment, signature in zip(segments, signatures, strict=True)
+    )
+
+
+def _signature(segment: Segment) -> Any:
+    jaxpr = jaxprs.signature(segment.jaxpr)
+    return jaxpr and (jaxpr, tuple((param.leaf.dtype, param.wide) for param in segment.params))
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:

@@ -279,9 +279,8 @@ def scanned_over(jaxpr: Any) -> set:
     """Return the variables that loops scan over, directly or after computing on their shards."""
     found: set = set()
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name == "scan":
-            scan = compat.scan_params(eqn)
-            found.update(v for v in eqn.invars[scan.consts + scan.carry :] if not compat.is_literal(v))
+        if (loop := compat.loop_of(eqn)) is not None:
+            found.update(v for v in eqn.invars[loop.consts + loop.carry :] if not compat.is_literal(v))
         elif eqn.primitive.name in {*_SHARDWISE, "convert_element_type"} and not found.isdisjoint(eqn.outvars):
             found.update(v for v in eqn.invars[:1] if not compat.is_literal(v))
     return found

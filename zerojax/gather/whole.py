@@ -68,10 +68,11 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
 def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
     """Return the number of layers that were gathered for a loop, or 1 if an iteration does not read one of them."""
     (eqn,) = reader.jaxpr.eqns
-    scan = compat.scan_params(eqn)
+    loop = compat.loop_of(eqn)
+    assert loop is not None
     given = dict(zip(reader.others, reader.jaxpr.invars[len(reader.params) :], strict=True))
     places = [eqn.invars.index(given[x]) for x in early if x in given]
-    return scan.length if all(place >= scan.consts for place in places) else 1
+    return loop.length if all(place >= loop.consts for place in places) else 1
 
 
 def _why_early(segment: Segment, reader: Segment | None) -> tuple[str, str]:
@@ -111,11 +112,10 @@ def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
     if name == "dynamic_slice":
         return "index" if in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and len(shape) > 1 else ""
     body = compat.inlined_body(eqn)
-    if name == "scan":
-        scan = compat.scan_params(eqn)
-        if place >= scan.consts + scan.carry:
+    if (loop := compat.loop_of(eqn)) is not None:
+        if place >= loop.consts + loop.carry:
             return "loop" if in_loop else ""  # the outermost loop gathers them a layer at a time
-        body, in_loop = compat.opened(scan.body)[0] if place < scan.consts else None, True
+        body, in_loop = compat.opened(loop.body)[0] if place < loop.consts else None, True
     return "" if body is None else max(row_reads(body, body.invars[place], in_loop=in_loop), default="")
 
 

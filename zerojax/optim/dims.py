@@ -109,8 +109,8 @@ def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: 
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return _inner(body, dims, may_sum, work)
-    if name == "scan":
-        return _through_scan(eqn, dims, may_sum, work)
+    if (loop := compat.loop_of(eqn)) is not None:
+        return _through_loop(eqn, loop, dims, may_sum, work)
     if name == "cond":
         return _through_cond(eqn, dims, may_sum, work)
     if name == "dot_general":
@@ -131,18 +131,19 @@ def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, ti
     return outs
 
 
-def _through_scan(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """Follow the dim through a scan. A carry keeps it in one place; slices of scanned arrays have lost their dim 0."""
-    scan = compat.scan_params(eqn)
-    sliced = scan.consts + scan.carry
+def _through_loop(
+    eqn: Any, loop: compat.LoopEqn, dims: list[int | None], may_sum: bool, work: Work
+) -> list[int | None]:
+    """Follow the dim through a loop. A carry keeps it in one place; slices of scanned arrays have lost their dim 0."""
+    sliced = loop.consts + loop.carry
     if 0 in dims[sliced:]:
         raise LostError(eqn)
     inside = dims[:sliced] + [None if d is None else d - 1 for d in dims[sliced:]]
-    body = compat.opened(scan.body)[0]
-    outs = _inner(body, inside, may_sum, work, scan.length)
-    if outs[: scan.carry] != dims[scan.consts : sliced]:
+    body = compat.opened(loop.body)[0]
+    outs = _inner(body, inside, may_sum, work, loop.length)
+    if outs[: loop.carry] != dims[loop.consts : sliced]:
         raise LostError(eqn)
-    return outs[: scan.carry] + [None if d is None else d + 1 for d in outs[scan.carry :]]
+    return outs[: loop.carry] + [None if d is None else d + 1 for d in outs[loop.carry :]]
 
 
 def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:

@@ -56,7 +56,7 @@ class FlatUpdate:
     def __call__(self, grads: list, state: list, params: list | None, extra: dict) -> tuple[list, list]:
         """Return `(updates, state)`, or `(params, state)` if it applies them."""
         tree: Any = self.trained.treedef
-        old = None if params is None else jax.tree.unflatten(tree, params)
+        old: Any = None if params is None else jax.tree.unflatten(tree, params)
         updates, new = wrapped_tx(self.config, self.trained).update(
             jax.tree.unflatten(tree, grads), jax.tree.unflatten(self.state_def, state), old, **extra
         )

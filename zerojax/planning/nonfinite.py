@@ -86,8 +86,8 @@ class Walk:
     def enter(self, eqn: Any, values: Sequence, line: str) -> None:
         """Evaluate what an equation calls, to name the line inside."""
         name = eqn.primitive.name
-        if name == "scan":
-            self.enter_scan(compat.scan_params(eqn), values, line)
+        if (loop := compat.loop_of(eqn)) is not None:
+            self.enter_loop(loop, values, line)
         elif name == "cond":
             self.run(*compat.opened(eqn.params["branches"][int(values[0])]), values[1:], line)
         elif compat.is_remat(eqn):
@@ -95,16 +95,16 @@ class Walk:
         elif (body := compat.called(eqn)) is not None:
             self.run(*compat.opened(body), values, line)
 
-    def enter_scan(self, scan: compat.ScanParams, values: Sequence, line: str) -> None:
-        """Evaluate a scan's iterations up to the first that makes one."""
-        body, before = compat.opened(scan.body), len(self.found)
-        split = scan.consts + scan.carry
-        consts, carry, xs = values[: scan.consts], list(values[scan.consts : split]), values[split:]
-        for i in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+    def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:
+        """Evaluate a loop's iterations up to the first that makes one."""
+        body, before = compat.opened(loop.body), len(self.found)
+        split = loop.consts + loop.carry
+        consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
+        for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
             results = self.run(*body, [*consts, *carry, *(x[i] for x in xs)], line)
             if len(self.found) > before:
                 return
-            carry = results[: scan.carry]
+            carry = results[: loop.carry]
 
 
 def has(kind: str, values: Sequence) -> bool:

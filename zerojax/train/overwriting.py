@@ -91,8 +91,8 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return dependence(body, kinds)
-    if name == "scan":
-        return _of_scan(eqn, kinds)
+    if (loop := compat.loop_of(eqn)) is not None:
+        return _of_loop(loop, kinds)
     depends = [kind >= Kind.LINEAR for kind in kinds]
     joint = range(len(kinds))[LINEAR_IN_SEVERAL.get(name, slice(0))]
     if joint and not any(on for i, on in enumerate(depends) if i not in joint):
@@ -104,15 +104,14 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
     return [found] * len(eqn.outvars)
 
 
-def _of_scan(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
+def _of_loop(loop: compat.LoopEqn, kinds: Sequence[Kind]) -> Sequence[Kind]:
     """Return the results of a loop, whose carries are followed until they no longer change."""
-    scan = compat.scan_params(eqn)
-    body, _ = compat.opened(scan.body)
-    first, last = scan.consts, scan.consts + scan.carry
+    body, _ = compat.opened(loop.body)
+    first, last = loop.consts, loop.consts + loop.carry
     carry = list(kinds[first:last])
     while True:
         results = dependence(body, [*kinds[:first], *carry, *kinds[last:]])
         joined = [Kind.joined(pair) for pair in zip(carry, results, strict=False)]
         if joined == carry:
-            return [*carry, *results[scan.carry :]]
+            return [*carry, *results[loop.carry :]]
         carry = joined

@@ -1,6 +1,5 @@
 """Run a program forward, and backward over the residuals of the forward pass."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -8,10 +7,9 @@ import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.comm.barriers import barrier
-from zerojax.gather.alike import Alike
 from zerojax.gather.program import Program
 from zerojax.gather.residuals import Fixed, Static
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
 from zerojax.gather.segments import Gathered
 from zerojax.gather.vjp import differentiable
 from zerojax.offload.host import to_device
@@ -33,9 +31,9 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     live = {v for v, on in zip(program.invars, active or (), strict=False) if on and differentiable(v.aval.dtype)}
     live.update(var for var, params in program.joined.items() if not live.isdisjoint(p.root for p in params))
     gathering = [segment for segment in program.segments if segment.params]
-    order = [segment.first_gather for segment in gathering]
-    computes, alike = [segment.computes for segment in gathering], Alike(program.segments)
-    gathers = GatherScheduler(env, program.invars, order, computes, options, alike, _nested(options), program.rows)
+    computes = [segment.computes for segment in gathering]
+    uses = Uses([segment.first_gather for segment in gathering], computes, frozenset(program.invars), program.rows)
+    gathers = GatherScheduler(env, uses, options)
     residuals: list = []
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
     last_read |= dict.fromkeys(jaxprs.variables_in(program.outs), len(program.segments))
@@ -55,10 +53,6 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
         gathers.frontier = [v for v in reached if last_read.get(v, 0) > index]
         residuals.append(new)
     return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
-
-
-def _nested(options: Options) -> Callable:
-    return functools.partial(as_function, options=options, zeros={})
 
 
 def _env(program: Program, args: Sequence) -> dict:
@@ -135,9 +129,8 @@ def run_backward(
     for segment, kept in gathering:
         if segment.operands:
             env.update(zip(segment.operands, kept.operands, strict=True))
-    order = [segment.last_gather(kept) for segment, kept in gathering]
-    computes = [segment.computes for segment, _ in gathering]
-    gathers = GatherScheduler(env, program.invars, order, computes, options, Alike(()), _nested(options), program.rows)
+    computes, last = [segment.computes for segment, _ in gathering], [s.last_gather(kept) for s, kept in gathering]
+    gathers = GatherScheduler(env, Uses(last, computes, frozenset(program.invars), program.rows), options)
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)

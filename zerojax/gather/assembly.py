@@ -1,0 +1,78 @@
+"""From drafts to segments: which equations a segment repeats, what it reads, and what it passes on."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerojax import compat, jaxprs
+from zerojax.gather import evaluate
+from zerojax.gather.grad_dims import orders
+from zerojax.gather.segments import Gathered, PlainSegment, Segment, with_shared_passes
+from zerojax.gather.sharded_param import ShardedParam
+
+
+@dataclasses.dataclass
+class Draft:
+    """A segment before its inputs and outputs are known.
+
+    Attributes:
+        make: Its class, or what makes one of it.
+        eqns: Its equations.
+        gathers: Variables that it gathers for later segments, in place of equations.
+        reads: Which variables it reads as another segment gathered them.
+    """
+
+    make: Callable[..., Segment]
+    eqns: list
+    gathers: tuple = ()
+    reads: Mapping = dataclasses.field(default_factory=dict)
+
+
+def assembled(
+    jaxpr, drafts: Sequence[Draft], params: Mapping[Any, ShardedParam], repeated: Mapping
+) -> tuple[Segment, ...]:
+    """Return the segments with their inputs and outputs.
+
+    Args:
+        jaxpr: The function.
+        drafts: In the order in which they run.
+        params: Sharded parameters and slices of their shards, by variable.
+        repeated: The equations that segments repeat, by their results.
+    """
+    order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
+    closed = [_with_repeated(draft, params, repeated, order) for draft in drafts]
+    readers: dict = {}
+    for index, (_, used, others) in enumerate(closed):
+        for var in [*others, *(v for name in used for v in params[name].operands)]:
+            readers.setdefault(var, set()).add(index)
+    final = set(jaxprs.variables_in(jaxpr.outvars))
+    segments = []
+    for index, (draft, (eqns, used, others)) in enumerate(zip(drafts, closed, strict=True)):
+        computed = [v for eqn in eqns for v in eqn.outvars if not compat.is_dropped(v) and v not in repeated]
+        results = list(draft.gathers) or [v for v in computed if v in final or readers.get(v, set()) - {index}]
+        part = compat.part_of(jaxpr, eqns, [*used, *others], results)
+        line = compat.line_of(draft.eqns[0]) if draft.eqns else ""
+        demands = zip(used, evaluate.demanded(part, used), orders(part, used), strict=True)
+        uses = tuple(params[v].used(line, dtype, order) for v, dtype, order in demands)
+        keys = tuple(Gathered(v, index) for v in draft.gathers) or tuple(results)
+        if part.eqns or draft.gathers:
+            make = draft.make if uses else PlainSegment
+            segments.append(make(part, uses, tuple(draft.reads.get(v, v) for v in others), keys))
+    return with_shared_passes(segments)
+
+
+def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
+    """Return `(equations, parameters used, others read)`, with repeated equations put before the draft's own."""
+    needed: dict = {}
+    pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
+    pending = [v for v in pending if v not in draft.reads]
+    while pending:
+        var = pending.pop()
+        if var in repeated and id(repeated[var]) not in needed:
+            needed[id(repeated[var])] = repeated[var]
+            pending.extend(jaxprs.variables_in(repeated[var].invars))
+    eqns = sorted(needed.values(), key=lambda eqn: order[id(eqn)]) + draft.eqns
+    computed = {var for eqn in eqns for var in eqn.outvars}
+    reads = dict.fromkeys([*(v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)), *draft.gathers])
+    used = [var for var in reads if var in params and var not in draft.reads]
+    return eqns, used, [var for var in reads if var not in used and var not in computed]

@@ -1,0 +1,55 @@
+"""Matrix products of parameters alone that cost too much to repeat in every segment that reads them."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from zerojax import compat, jaxprs
+from zerojax.gather.program import Program
+
+REPEATED = 0.05  # Share of all FLOPs: if repeated equations cost more, they are worth holding.
+MOST_HELD = 4  # Times the bytes of the largest use: the most that may be held.
+
+
+def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
+    """Return the results of repeated equations to compute once: those that segments read and that need a product.
+
+    Args:
+        jaxpr: The function.
+        program: Its segments if nothing is held.
+        params: Variables of the sharded parameters, and of slices of their shards.
+        repeated: The equations that segments repeat, by their results.
+    """
+    counts = Counter(id(eqn) for segment in program.segments for eqn in segment.jaxpr.eqns)
+    again = {id(eqn): (counts[id(eqn)] - 1) * product_flops(eqn) for eqn in repeated.values()}
+    if sum(again.values()) <= REPEATED * sum(map(product_flops, jaxpr.eqns)):
+        return frozenset()
+    costly: dict = {}  # of parameters alone
+    for var, eqn in repeated.items():
+        reads = jaxprs.variables_in(eqn.invars)
+        if all(v in params or v in costly for v in reads):
+            costly[var] = again[id(eqn)] > 0 or any(costly.get(v) for v in reads)
+    uses, _ = jaxprs.uses_of(jaxpr)
+    held: dict = {}  # for each costly value, whether it is of one that is held
+    for var, on in costly.items():
+        of_held = any(held.get(v) is not None for v in jaxprs.variables_in(repeated[var].invars))
+        is_read = any(eqn.outvars[0] not in costly for eqn, _ in uses.get(var, ()) if eqn.outvars)
+        if of_held or (on and is_read):
+            held[var] = of_held
+    room, chosen = MOST_HELD * max(max(segment.gathered_bytes) for segment in program.segments), set()
+    for var in (var for var, of_held in held.items() if not of_held):
+        room -= jaxprs.nbytes(var)
+        if room >= 0:
+            chosen.add(var)
+    return frozenset(chosen)
+
+
+def product_flops(eqn) -> int:
+    """Return the floating-point operations of an equation's matrix products."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracted)
+    loop = compat.loop_of(eqn)
+    times = 1 if loop is None else loop.length
+    return times * sum(product_flops(inner) for body in compat.inner_jaxprs(eqn) for inner in body.eqns)
