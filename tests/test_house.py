@@ -34,6 +34,7 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+LISTS_OPTIONS = {"zero_shard", "train_step"}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
@@ -71,6 +72,25 @@ def test_imports_point_only_downwards(path):
     assert room in FLOOR, f"{room} has no floor"
     for other in imported_rooms(path):
         assert other == room or FLOOR[other] < FLOOR[room], f"{room} imports {other}, which is not below it"
+
+
+def imported_modules(path):
+    """Modules of zerojax that a module imports from, at any depth of its code, for type checkers too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zerojax":
+            module = ROOT.joinpath(*node.module.split(".")[1:])
+            yield from (module / alias.name for alias in node.names)
+            yield module
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    files = {path.with_suffix(""): path for path in MODULES} | {p.parent: p for p in MODULES if p.name == "__init__.py"}
+    # Submodules load their package first, so what a package imports for its users is no circle.
+    plain = [path for path in MODULES if path.name != "__init__.py"]
+    graph = {path: {files[m] for m in imported_modules(path) if m in files} for path in plain}
+    while leaves := {path for path, imported in graph.items() if not imported & graph.keys()}:
+        graph = {path: imported for path, imported in graph.items() if path not in leaves}
+    assert not sorted(str(path.relative_to(ROOT)) for path in graph)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -169,3 +189,19 @@ def test_no_file_says_too_much():
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
     assert not {path: count for path, count in long.items() if count > 400}
     assert len((ROOT.parent / "README.md").read_text().splitlines()) <= 150
+
+
+def test_no_file_function_or_parameter_list_is_long():
+    """A file has at most 400 lines, a function 80, and a parameter list 8 entries.
+
+    But for the two functions that list options, and the commands, whose parameters are their flags.
+    """
+    for path in MODULES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 80 or node.name in LISTS_OPTIONS, (path, node.name)
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len([x for x in given if x.arg not in ("self", "cls")])
+                assert count <= 8 or node.name in LISTS_OPTIONS or path.name == "cli.py", (path, node.name, count)

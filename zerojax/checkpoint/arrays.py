@@ -27,7 +27,7 @@ from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint import packing
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
-from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
+from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 

@@ -293,7 +293,9 @@ KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 class FailedStream:
     """A stream that cannot be flushed at the interpreter's end, which then ends with status 120.
 
-    Nothing else that a program without an error does so late changes its status, but to leave out the rest of the end.
+    A save that fails after the program's last line must change the exit status, or a launcher takes the run for a
+    success. Python has no other way to do that so late: `SystemExit` and errors of functions that run at exit are only
+    printed. `os._exit` would set a status, but would leave out the rest of the exit, such as other libraries' files.
     """
 
     def __init__(self, stream: Any):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from zerojax.checkpoint.manifest import ARRAYS, ZARRAY_BYTES, Damage, Manifest, SavedLeaf, data_file, read_limited
+from zerojax.checkpoint.manifest import ZARRAY_BYTES, Damage, data_file, read_limited
+from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf
 from zerojax.checkpoint.soundness import is_storage_of
 
 ZARRAY = ".zarray"

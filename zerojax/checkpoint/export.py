@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.manifest import SavedLeaf
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
+from zerojax.checkpoint.records import SavedLeaf
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified

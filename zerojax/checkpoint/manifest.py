@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -18,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
-from zerojax.checkpoint.packing import Extent, Piece, damaged_leaves
+from zerojax.checkpoint.packing import Piece, damaged_leaves
+from zerojax.checkpoint.records import Manifest, SavedLeaf
 from zerojax.checkpoint.soundness import is_count, is_text, require_sound, unique_keys
 from zerojax.optim.description import Description
 from zerojax.version import version
 
 VERSION = 2
-ARRAYS = "arrays"
 # Far beyond what a model needs, so that a file which is mostly a hole does not fill the memory.
 MANIFEST_BYTES, ZARRAY_BYTES = 1 << 30, 1 << 20
 DIGESTS = ".digests."
@@ -38,86 +36,12 @@ OTHER = "has other contents than were written"
 Damage = tuple[str, str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedLeaf:
-    """A leaf as it was saved.
-
-    Attributes:
-        name: As errors name it.
-        path: Its keys, from the field of the state on.
-        shape: Logical shape.
-        dtype: Element type, by name.
-        kind: Whether its storage is replicated, sharded or flat.
-        folder: Its folder under `arrays/`; empty if it has no elements, or is packed.
-        key: The implementation of a PRNG key, or None.
-        pieces: Where its storage is in files of packed leaves; empty unless it is packed.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    folder: str
-    key: str | None = None
-    pieces: tuple[Piece, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether it has no elements, and so no files."""
-        return not math.prod(self.shape)
-
-    @property
-    def storage_dtype(self) -> jnp.dtype:
-        """Return the element type of what is stored; for PRNG keys, that of their data."""
-        return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
-
-    @property
-    def described(self) -> str:
-        """Return type and logical shape: `float32[16, 24]`."""
-        return f"{self.dtype}{list(self.shape)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint consists of.
-
-    Attributes:
-        step: Its step.
-        leaves: Its leaves.
-        files: `{path: (bytes, sha256)}` of every file but the manifest and its digest.
-        made_by: Versions of the libraries, and how many processes wrote.
-        transformation: Describes the optimizer; None in checkpoints of before it was recorded.
-    """
-
-    step: int
-    leaves: tuple[SavedLeaf, ...]
-    files: dict[str, tuple[int, str]]
-    made_by: dict[str, Any]
-    transformation: Description | None = None
-
-    def write(self, directory: Path) -> None:
-        """Write it into the checkpoint."""
-        body = {"version": VERSION, **dataclasses.asdict(self)}
-        text = json.dumps(body, indent=1) + "\n"
-        write_synced(directory / MANIFEST, text)
-        write_synced(directory / MANIFEST_DIGEST, digest_line(text.encode()))
-
-    def leaf_of(self, file: str) -> str:
-        """Return the name of the leaf that a file belongs to; empty if none."""
-        arrays, _, rest = file.partition("/")
-        folder, separator, _ = rest.partition("/")
-        names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
-        return names[0] if arrays == ARRAYS and separator and names else ""
-
-    def packed(self) -> dict[str, list[Extent]]:
-        """Return what is in each file of packed leaves, in order."""
-        files: dict[str, list[Extent]] = {}
-        for leaf in self.leaves:
-            for one in leaf.pieces:
-                size = math.prod(one.shape) * leaf.storage_dtype.itemsize
-                files.setdefault(one.file, []).append(Extent(leaf.name, one.offset, size, one.sha256))
-        return {name: sorted(extents, key=lambda one: one.offset) for name, extents in files.items()}
+def write_manifest(manifest: Manifest, directory: Path) -> None:
+    """Write a manifest, and its digest, into a checkpoint."""
+    body = {"version": VERSION, **dataclasses.asdict(manifest)}
+    text = json.dumps(body, indent=1) + "\n"
+    write_synced(directory / MANIFEST, text)
+    write_synced(directory / MANIFEST_DIGEST, digest_line(text.encode()))
 
 
 def made_by(processes: int) -> dict[str, Any]:

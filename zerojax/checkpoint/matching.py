@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.manifest import SavedLeaf
+from zerojax.checkpoint.records import SavedLeaf
 from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf

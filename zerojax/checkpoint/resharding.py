@@ -19,7 +19,7 @@ from zerojax.offload.host import to_device
 from zerojax.placement.storage_shape import in_logical_shape, in_storage_shape
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint.manifest import SavedLeaf
+    from zerojax.checkpoint.records import SavedLeaf
 
 
 class Conversion(NamedTuple):

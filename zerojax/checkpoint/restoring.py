@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import DamagedError, no_zero_state
-from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file
+from zerojax.checkpoint.manifest import data_file
 from zerojax.checkpoint.matching import Match, match, target_layout, unfit_errors
 from zerojax.checkpoint.processes import Processes
+from zerojax.checkpoint.records import Manifest, SavedLeaf
 from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.same_transformation import check_transformation
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves

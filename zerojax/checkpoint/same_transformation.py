@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from zerojax.checkpoint.manifest import Manifest, made_by
+from zerojax.checkpoint.manifest import made_by
+from zerojax.checkpoint.records import Manifest
 from zerojax.optim.description import Describe, Description
 
 NAMED = 6

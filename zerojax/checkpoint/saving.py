@@ -19,19 +19,18 @@ from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
-    ARRAYS,
     DIGESTS,
-    Manifest,
-    SavedLeaf,
     damage_in,
     data_file,
     digests,
     in_words,
     leaf_of,
     made_by,
+    write_manifest,
 )
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
+from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf
 from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.offload.lock import Lock, lock_folder
@@ -176,7 +175,7 @@ class Save:
         # digests of packed leaves are of memory, and the files may have been written by other hosts
         if lacking := lacking or damage_in(self._temporary, manifest, manifest.packed()):
             raise CheckpointError(in_words(lacking))
-        manifest.write(self._temporary)
+        write_manifest(manifest, self._temporary)
         directory.sync(directory.folders_in(self._temporary))
         root = self._temporary.parent
         for name in directory.rename_later_steps(root, self.step):

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint.packing import PACKED, storage_shape
-
-if TYPE_CHECKING:
-    from zerojax.checkpoint.manifest import Manifest, SavedLeaf
+from zerojax.checkpoint.records import Manifest, SavedLeaf
 
 KINDS = ("replicated", "sharded", "flat")
 MAX_DIMS, MAX_DIM = 64, 2**63

@@ -12,8 +12,9 @@ from typing import TypeVar
 from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.directory import step_name, step_number, steps_in
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
-from zerojax.checkpoint.manifest import MANIFEST, NAMED, Damage, Manifest, damage_in, in_words, read_manifest
+from zerojax.checkpoint.manifest import MANIFEST, NAMED, Damage, damage_in, in_words, read_manifest
 from zerojax.checkpoint.processes import Processes
+from zerojax.checkpoint.records import Manifest
 
 T = TypeVar("T")
 

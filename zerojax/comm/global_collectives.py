@@ -168,7 +168,7 @@ class GlobalCollectives:
         """Compute gradients, as one partial sum per worker where possible; see `Collectives`."""
         closed = jax.make_jaxpr(fn)(values)
         how = {"rows": rows, "workers": self._workers, "island": self._summands, "alike": self._alike, "rule": rule}
-        return partial_sums.evaluate(*compat.opened(closed), values, grads=grads, **how)
+        return partial_sums.evaluate(closed, values, grads=grads, **how)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
         """Call `fn` for each worker's partial sums, or once if all cotangents are summed; see `Collectives`."""

@@ -101,8 +101,7 @@ def _merged(x: jax.Array, place: Place) -> jax.Array:
 
 
 def evaluate(
-    jaxpr: Any,
-    consts: Sequence,
+    backward: Any,
     args: Sequence,
     *,
     grads: Sequence[int],
@@ -115,8 +114,7 @@ def evaluate(
     """Evaluate a backward pass; the gradients that can be are left as rows of `PartialSum`s.
 
     Args:
-        jaxpr: The backward pass.
-        consts: Its constants.
+        backward: The backward pass, as a closed jaxpr.
         args: Its arguments; what it only adds to gradients may be `PartialSum`s.
         grads: Which of its results are gradients of parameters.
         rows: For each of its arguments, where it holds the rows of the batch.
@@ -128,6 +126,7 @@ def evaluate(
     Returns:
         The results; a gradient that is rows has a dim more.
     """
+    jaxpr, consts = compat.opened(backward)
     shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
     closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), shapes)
     flat, more = compat.opened(closed)
@@ -186,8 +185,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], eva
 
     Those that it adds up or stacks stay partial sums.
     """
-    jaxpr, closed_over = compat.opened(loop.body)
-    summed = _added_up(jaxpr, loop, grads)
+    summed = _added_up(loop, grads)
     rows = [*summed, *(i for i in grads if i >= loop.carry)]
     consts, rest = values[: loop.consts], values[loop.consts :]
     carry, slices = list(rest[: loop.carry]), rest[loop.carry :]
@@ -196,7 +194,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], eva
 
     def body(carry, slices):
         given = [PartialSum(x) if i in summed else x for i, x in enumerate(carry)]
-        results = evaluate(jaxpr, closed_over, [*consts, *given, *slices], grads=rows)
+        results = evaluate(loop.body, [*consts, *given, *slices], grads=rows)
         return results[: loop.carry], results[loop.carry :]
 
     carry, stacks = lax.scan(body, carry, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
@@ -207,8 +205,9 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], eva
     return results
 
 
-def _added_up(jaxpr: Any, loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
+def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
     """Return the gradients among a loop's carries that the loop only adds to."""
+    jaxpr, _ = compat.opened(loop.body)
     carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
     while carries:
         found = _only_of(jaxpr, [*carries, *stacked])

@@ -1,12 +1,11 @@
 """Segments that are alike are traced once: the layers of an unrolled model are one program on other parameters."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
-from zerojax.dims import Follower
-from zerojax.gather.vjp import Passes, passes
+from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
 class SharedPasses:
@@ -16,11 +15,20 @@ class SharedPasses:
         """Begin with none."""
         self._traced: dict[Hashable, Passes] = {}
 
-    def passes(self, run, params: Sequence, others: Sequence, *, follower: Follower | None, **given) -> Passes:
-        """Return `vjp.passes` of one of the segments, traced once for all that are given arrays of these types."""
+    def passes(
+        self,
+        run: Callable,
+        params: Sequence,
+        others: Sequence,
+        *,
+        trained: Sequence[bool],
+        active: Sequence[bool],
+        rows: RowStates,
+    ) -> Passes:
+        """Return `traced_passes` of one of the segments, traced once for all that are given arrays of these types."""
         types = tuple(jax.typeof(x) for x in (*params, *others))
-        key = types, tuple((name, tuple(values)) for name, values in sorted(given.items()))
+        key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results)
         if key not in self._traced:
-            new = passes(run, params, others, follower=follower, **given)
+            new = traced_passes(run, params, others, trained=trained, active=active, rows=rows)
             self._traced[key] = dataclasses.replace(new, is_shared=True)
         return self._traced[key]

@@ -237,9 +237,10 @@ class Rule:
     act: Callable[[Decisions, Site, Any], None]
 
 
+RUN_IN_PLACE = "activations"
 RULES = (
     Rule("state", "ref[...] += x", Decisions.is_between_refs, Decisions.keep_together),
-    Rule("activations", "jnp.tanh(x)", Decisions.is_free_of_params, Decisions.run_in_place),
+    Rule(RUN_IN_PLACE, "jnp.tanh(x)", Decisions.is_free_of_params, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
     Rule("held", "k = w @ v; x @ k; y @ k", Decisions.is_held, Decisions.compute_once),

@@ -69,7 +69,7 @@ class Backward:
 
     Attributes:
         loop: The loop.
-        two: Its body's two passes.
+        passes: Its body's passes.
         layers: How the iterations gather.
         residuals: What the forward pass kept.
         cotangents: Stacks of the cotangents of the body's results; None where there is none, and for the carry.
@@ -77,7 +77,7 @@ class Backward:
     """
 
     loop: Loop
-    two: Passes
+    passes: Passes
     layers: LayerGathers
     residuals: BlockResiduals
     cotangents: Sequence
@@ -87,23 +87,23 @@ class Backward:
     def trained(self) -> dict:
         """Map the key of each stack that has a gradient to its index in `loop.stacked`."""
         first = len(self.loop.shared)
-        return {self.loop.stacked[i - first].key: i - first for i in reversed(self.two.active_params) if i >= first}
+        return {self.loop.stacked[i - first].key: i - first for i in reversed(self.passes.active_params) if i >= first}
 
     @property
     def cotangent_rows(self) -> list[State]:
         """Return where the cotangents hold the rows of the batch. Cotangents of returned values are stacks."""
-        pairs = zip(self.two.active_results, self.two.result_rows, strict=True)
+        pairs = zip(self.passes.active_results, self.passes.result_rows, strict=True)
         return [rows if i < self.loop.carry else stacked(rows) for i, rows in pairs]
 
     @property
     def carry_rows(self) -> list[State]:
         """Return where the cotangents of the carry hold the rows of the batch."""
-        pairs = zip(self.two.active_results, self.two.result_rows, strict=True)
+        pairs = zip(self.passes.active_results, self.passes.result_rows, strict=True)
         return [rows for i, rows in pairs if i < self.loop.carry]
 
     def others_in(self, start: int, stop: int | None = None) -> list[int]:
         """Return the active others from `start` to `stop`."""
-        return [i for i in self.two.active_others if start <= i and (stop is None or i < stop)]
+        return [i for i in self.passes.active_others if start <= i and (stop is None or i < stop)]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
         """Return the gathered layers of one iteration, and the anchor behind the barrier."""
@@ -116,13 +116,13 @@ class Backward:
         """Return the parameters of the pass's first iteration, `(shared, layers)`, with None where it reads none."""
         if self.residuals.gathered is not None:
             return list(self.residuals.gathered[0]), self.gather(self.loop.length - 1)[0]
-        found = dict(zip(sorted(self.two.needed), gathered, strict=True))
+        found = dict(zip(sorted(self.passes.needed), gathered, strict=True))
         values = [found.get(i) for i in range(len(self.loop.params))]
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
     def start(self, cotangents: Sequence, gathered: Sequence) -> LoopState:
         """Return the state before the first iteration."""
-        loop, others = self.loop, self.two.other_shapes
+        loop, others = self.loop, self.passes.other_shapes
         inner, comm = loop.consts + loop.carry, self.layers.options.comm
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in self.others_in(0, loop.consts)]
@@ -132,12 +132,12 @@ class Backward:
         seed = comm.element(cotangents[first], self.cotangent_rows[first])
         rows = [zeros(i) for i in self.others_in(inner)]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
-        used = [loop.shared[i] for i in self.two.active_params if i < len(loop.shared)]
+        used = [loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)]
         shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
         dtypes = [self.layers.shards[i].dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        carry = [c for i, c in zip(self.two.active_results, cotangents, strict=True) if i < loop.carry]
+        carry = [c for i, c in zip(self.passes.active_results, cotangents, strict=True) if i < loop.carry]
         return LoopState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
     def pipelined(
@@ -167,16 +167,16 @@ class Backward:
 
     def _computed(self, params: Sequence, state: LoopState, carry: Sequence, iteration) -> tuple[list, LoopState]:
         """Compute one iteration from its gathered parameters: the gradients of its layers, and the new state."""
-        loop, two, comm = self.loop, self.two, self.layers.options.comm
+        loop, passes, comm = self.loop, self.passes, self.layers.options.comm
         inner, given = loop.consts + loop.carry, self.residuals.others
         saved, carried, slices = [
             [None if x is None else loop.row(x, iteration) for x in xs] for xs in (*self.residuals.saved, given[inner:])
         ]
         others = [*given[: loop.consts], *carried, *slices]
         cotangents = self._given(carry, iteration)
-        to_params, to_others = two.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
+        to_params, to_others = passes.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
         to_layers, to_shared = self._sorted(to_params)
-        to = dict(zip(two.active_others, to_others, strict=True))
+        to = dict(zip(passes.active_others, to_others, strict=True))
         to_consts, to_slices = [to[i] for i in self.others_in(0, loop.consts)], [to[i] for i in self.others_in(inner)]
         return to_layers, dataclasses.replace(
             state,
@@ -189,11 +189,11 @@ class Backward:
     def _given(self, carry: Sequence, iteration) -> list:
         """Return the cotangents of the body's active results in one iteration."""
         rest, results = iter(carry), []
-        for index, stack in zip(self.two.active_results, self.cotangents, strict=True):
+        for index, stack in zip(self.passes.active_results, self.cotangents, strict=True):
             if index < self.loop.carry:
                 results.append(next(rest))
             elif stack is None:
-                aval = self.two.forward.jaxpr.outvars[index].aval
+                aval = self.passes.forward.jaxpr.outvars[index].aval
                 results.append(compat.zero_cotangent(aval.shape, aval.dtype))
             else:
                 results.append(self.loop.row(stack, iteration))
@@ -203,7 +203,7 @@ class Backward:
         """Return `(gradients of layers, gradients of shared parameters)`, with the uses of one layer added up."""
         first, totals = len(self.loop.shared), dict.fromkeys(self.trained)
         shared = []
-        for index, grad in zip(self.two.active_params, to_params, strict=True):
+        for index, grad in zip(self.passes.active_params, to_params, strict=True):
             if index < first:
                 shared.append(grad)
                 continue
@@ -249,21 +249,21 @@ def backward(
     segment: Segment, loop: Loop, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler
 ) -> None:
     """Pull back through a scan segment; see `Segment.backward`."""
-    two, options = residuals.passes.value, gathers.options
-    cotangents = _cotangents(segment, loop, two, grads)
+    passes, options = residuals.passes.value, gathers.options
+    cotangents = _cotangents(segment, loop, passes, grads)
     if cotangents is None:
         return
     here = [c for c in cotangents if c is not None]
     flat, structure = jax.tree.flatten(residuals.saved)
     # Without the barrier the peeled iteration would be common-subexpression-eliminated with the forward one.
-    pairs = zip(two.active_results, two.result_rows, cotangents, strict=True)
+    pairs = zip(passes.active_results, passes.result_rows, cotangents, strict=True)
     rows = [rows if i < loop.carry else stacked(rows) for i, rows, c in pairs if c is not None]
     entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
     grads.settle(due)
     rest = iter(here)
     cotangents = [None if c is None else next(rest) for c in cotangents]
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
-    used = [i - len(loop.shared) for i in two.needed if i >= len(loop.shared)]
+    used = [i - len(loop.shared) for i in passes.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
     carried = range(loop.consts, loop.consts + loop.carry)
     later = [
@@ -271,7 +271,7 @@ def backward(
         for i, k in enumerate(loop.others)
         if i not in carried and k is not None and segment.others[k] in grads.arguments
     ]
-    run = Backward(loop, two, layers, residuals, cotangents, later)
+    run = Backward(loop, passes, layers, residuals, cotangents, later)
     shared, gathered = run.entry(entry)
     _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)
 
@@ -312,10 +312,10 @@ def _pipeline(
 
 def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherScheduler, grads: GradScheduler) -> None:
     """Hand on what the loop computed."""
-    loop, two, inner = run.loop, run.two, run.loop.consts + run.loop.carry
+    loop, passes, inner = run.loop, run.passes, run.loop.consts + run.loop.carry
     carry = gathers.finish(state.carry)
     order = [*run.others_in(0, loop.consts), *run.others_in(loop.consts, inner), *run.others_in(inner)]
-    ranks = [two.other_shapes[i].ndim for i in run.others_in(inner)]
+    ranks = [passes.other_shapes[i].ndim for i in run.others_in(inner)]
     # A stack of summands becomes the summands of a stack.
     slices = [jnp.moveaxis(x, 0, x.ndim - rank - 1) for x, rank in zip(state.slices, ranks, strict=True)]
     found = dict(zip(order, [*state.consts, *carry, *slices], strict=True))
@@ -326,7 +326,7 @@ def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherSc
     left = [param.at_layer(loop.layer(0)) for param in stacked] if state.pending else []
     before = [param.at_layer(loop.layer(1)) for param in stacked] if state.scattered else []
     grads.add_scattered(before, state.scattered, numbers[: len(before)])
-    shared = [loop.shared[i] for i in two.active_params if i < len(loop.shared)]
+    shared = [loop.shared[i] for i in passes.active_params if i < len(loop.shared)]
     sum_dtype = gathers.options.comm.wire.sum_dtype
     sums = [c.astype(sum_dtype(p.leaf.dtype)) for p, c in zip(shared, state.shared, strict=True)]
     stacks = {param.key: number for param, number in zip(left, numbers, strict=False)}
@@ -334,14 +334,14 @@ def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherSc
     grads.add_params([*shared, *left], [*sums, *state.pending], exposed=exposed, stacks=stacks)
 
 
-def _cotangents(segment: Segment, loop: Loop, two: Passes, grads: GradScheduler) -> list | None:
+def _cotangents(segment: Segment, loop: Loop, passes: Passes, grads: GradScheduler) -> list | None:
     """Return cotangents of the body's active results; None for a result that nobody reads, or if nobody reads any."""
     keys = dict(zip(loop.results, segment.results, strict=True))
-    given = [grads.cotangents.get(keys[i]) if i in keys else None for i in two.active_results]
+    given = [grads.cotangents.get(keys[i]) if i in keys else None for i in passes.active_results]
     if all(c is None for c in given):
         return None
-    shapes = [v.aval for v in two.forward.jaxpr.outvars]
+    shapes = [v.aval for v in passes.forward.jaxpr.outvars]
     return [
         compat.zero_cotangent(shapes[i].shape, shapes[i].dtype) if c is None and i < loop.carry else c
-        for i, c in zip(two.active_results, given, strict=True)
+        for i, c in zip(passes.active_results, given, strict=True)
     ]

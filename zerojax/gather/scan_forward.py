@@ -14,7 +14,7 @@ from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler
 from zerojax.gather.segments import Segment
-from zerojax.gather.vjp import Passes, passes
+from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
 class LoopState(NamedTuple):
@@ -37,7 +37,7 @@ class Forward:
 
     Attributes:
         loop: The loop.
-        two: Its body's two passes; None if there is no backward pass.
+        passes: Its body's passes; None if there is no backward pass.
         layers: How the iterations gather.
         shared: Gathered parameters that every iteration uses.
         consts: Constants of the loop.
@@ -46,7 +46,7 @@ class Forward:
     """
 
     loop: Loop
-    two: Passes | None
+    passes: Passes | None
     layers: LayerGathers
     shared: Sequence
     consts: Sequence
@@ -71,15 +71,15 @@ class Forward:
 
         Rows are what one iteration writes: results, residuals, its carry, gathered layers.
         """
-        loop, two = self.loop, self.two
+        loop, passes = self.loop, self.passes
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
-        if two is None:
+        if passes is None:
             results = loop.run([*self.shared, *gathered], others)
             return results[: loop.carry], (results[loop.carry :], [], [], [])
-        results, saved = two.run([*self.shared, *gathered], others)
-        carried = [c if i + loop.consts in two.needed_others else None for i, c in enumerate(carry)]
+        results, saved = passes.run([*self.shared, *gathered], others)
+        carried = [c if i + loop.consts in passes.needed_others else None for i, c in enumerate(carry)]
         kept = [] if self.layers.options.reshard_after_forward else gathered
-        kept = [x if i + len(self.shared) in two.needed else None for i, x in enumerate(kept)]
+        kept = [x if i + len(self.shared) in passes.needed else None for i, x in enumerate(kept)]
         return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
 
     def start(self, carry: list, gathered: list) -> LoopState:
@@ -98,8 +98,8 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
     consts, carry, slices = loop.values(others)
     layers = LayerGathers(loop, options, [p.sliced(env) for p in loop.stacked], range(len(loop.stacked)))
     shared, gathered = entry[: len(loop.shared)], entry[len(loop.shared) :]
-    two = _passes(segment, loop, entry, [*consts, *carry], slices, moving, gathers) if moving else None
-    run = Forward(loop, two, layers, shared, consts, slices, ahead)
+    passes = _passes(segment, loop, entry, [*consts, *carry], slices, moving, gathers) if moving else None
+    run = Forward(loop, passes, layers, shared, consts, slices, ahead)
 
     def body(state, iteration):
         return run.iterate(state, iteration, fetch=ahead, peeled=False), None
@@ -118,13 +118,13 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
         state = run.iterate(state, length - 1, fetch=False, peeled=True)
     ys, saved, carried, kept = state.stacks
     results = [[*state.carry, *ys][i] for i in loop.results]
-    if two is None:
+    if passes is None:
         return results, None
     given = [*consts, *[None] * loop.carry, *slices]
-    given = [x if i in two.needed_others else None for i, x in enumerate(given)]
+    given = [x if i in passes.needed_others else None for i, x in enumerate(given)]
     operands = [env[v] for v in segment.operands]
     stays = None if options.reshard_after_forward else (shared, kept)
-    return results, BlockResiduals((saved, carried), given, operands, stays, Static(two))
+    return results, BlockResiduals((saved, carried), given, operands, stays, Static(passes))
 
 
 def carry_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[State]:
@@ -144,13 +144,13 @@ def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[S
 
 
 def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-    """Return the two passes of the body. A carry counts as active when any input is."""
+    """Return the passes of the body. A carry counts as active when any input is."""
     active = [index is not None and segment.others[index] in moving for index in loop.others]
     active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
     trained = [p.root in moving for p in loop.params]
     rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
-    of_body = {"rows": _body_rows(segment, loop, gathers), "follower": gathers.options.comm.follower}
-    return passes(loop.run, entry, [*others, *rows], trained=trained, active=active, **of_body)
+    states = RowStates(_body_rows(segment, loop, gathers), (), gathers.options.comm.follower)
+    return traced_passes(loop.run, entry, [*others, *rows], trained=trained, active=active, rows=states)
 
 
 def _empty(row, length: int) -> jax.Array:

@@ -25,7 +25,7 @@ from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, cotangents_of
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.gather.vjp import Passes, differentiable, passes
+from zerojax.gather.vjp import Passes, RowStates, differentiable, traced_passes
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
 
@@ -157,6 +157,11 @@ class Segment(abc.ABC):
         gathers.env.update(zip(anchors, values, strict=True))
         return gathered, [gathers.env[v] for v in self.others]
 
+    def row_states(self, gathers: GatherScheduler) -> RowStates:
+        """Return where others and results hold the rows of the batch."""
+        follower = gathers.options.comm.follower
+        return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
+
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of some results, or None if there are none."""
         variables = [self.jaxpr.outvars[i] for i in indices]
@@ -173,31 +178,24 @@ class PlainSegment(Segment):
         if not moving:
             return self.run((), others), None
         live = set(self.live_results(moving))
-        two = passes(
-            self.run,
-            (),
-            others,
-            trained=(),
-            active=[v in moving for v in self.others],
-            wanted=[i for i, key in enumerate(self.results) if key in live],
-            rows=gathers.rows_of(self.others),
-            of_results=gathers.rows_of(self.results),
-            follower=gathers.options.comm.follower,
-        )
-        results, saved = two.run((), others)
-        others = [x if i in two.needed_others else None for i, x in enumerate(others)]
-        return results, BlockResiduals(saved, others, [], [], Static(two))
+        active = [v in moving for v in self.others]
+        wanted = [i for i, key in enumerate(self.results) if key in live]
+        rows = self.row_states(gathers)
+        passes = traced_passes(self.run, (), others, trained=(), active=active, wanted=wanted, rows=rows)
+        results, saved = passes.run((), others)
+        others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
+        return results, BlockResiduals(saved, others, [], [], Static(passes))
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
-        two: Passes = residuals.passes.value
-        cotangents = self.cotangents(two.active_results, grads)
+        passes: Passes = residuals.passes.value
+        cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
             return
-        later = [i for i in two.active_others if self.others[i] in grads.arguments]
+        later = [i for i in passes.active_others if self.others[i] in grads.arguments]
         comm, others, saved = gathers.options.comm, residuals.others, residuals.saved
-        _, to_others = two.pull(comm, (), others, saved, cotangents, reduced_later=later)
-        for index, cotangent in zip(two.active_others, to_others, strict=True):
+        _, to_others = passes.pull(comm, (), others, saved, cotangents, reduced_later=later)
+        for index, cotangent in zip(passes.active_others, to_others, strict=True):
             grads.add(self.others[index], cotangent)
 
 
@@ -217,51 +215,42 @@ class BlockSegment(Segment):
         if not moving:
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
-        traced = passes if self.shared is None else self.shared.passes
-        two = traced(
-            self.run,
-            gathered,
-            others,
-            follower=gathers.options.comm.follower,
-            trained=trained,
-            active=active,
-            rows=gathers.rows_of(self.others),
-            of_results=gathers.rows_of(self.results),
-        )
-        results, saved = two.run(gathered, others)
-        others = [x if i in two.needed_others else None for i, x in enumerate(others)]
+        trace = traced_passes if self.shared is None else self.shared.passes
+        passes = trace(self.run, gathered, others, trained=trained, active=active, rows=self.row_states(gathers))
+        results, saved = passes.run(gathered, others)
+        others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Between the last use and its backward pass there is only the loss: resharding would save nothing.
         keeps = gathers.is_last or not gathers.options.reshard_after_forward
-        kept = [x if i in two.needed else None for i, x in enumerate(gathered)] if keeps else None
-        return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(two))
+        kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
+        return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(passes))
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
-        two: Passes = residuals.passes.value
-        cotangents = self.cotangents(two.active_results, grads)
+        passes: Passes = residuals.passes.value
+        cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
             return
         # Gradients that are due make the gathers wait for the segment before.
         beside = None if grads.due else grads.cotangents
-        again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=two.result_rows, beside=beside)
+        again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=passes.result_rows, beside=beside)
         grads.settle(due)
         gathered = residuals.gathered
         if gathered is None:
-            values = dict(zip(sorted(two.needed), again, strict=True))
+            values = dict(zip(sorted(passes.needed), again, strict=True))
             gathered = [values.get(i) for i in range(len(self.params))]
         comm = gathers.options.comm
-        zero = None if self.computes else comm.zero_after(cotangents, two.result_rows)
+        zero = None if self.computes else comm.zero_after(cotangents, passes.result_rows)
         later = [i for i, v in enumerate(self.others) if v in grads.arguments]
 
         def pull(comm: Collectives, cotangents: Sequence) -> tuple[list, list]:
             others, saved = residuals.others, residuals.saved
-            return two.pull(comm, gathered, others, saved, cotangents, zero, reduced_later=later)
+            return passes.pull(comm, gathered, others, saved, cotangents, zero, reduced_later=later)
 
-        shapes = [self.jaxpr.outvars[i].aval.shape for i in two.active_results]
+        shapes = [self.jaxpr.outvars[i].aval.shape for i in passes.active_results]
         to_params, to_others = comm.each_worker(pull, cotangents, shapes)
         to_others = gathers.finish(to_others)
-        grads.add_others([self.others[i] for i in two.active_others], to_others)
-        grads.add_params([self.params[i] for i in two.active_params], to_params, exposed=not gathers.is_hidden_after)
+        grads.add_others([self.others[i] for i in passes.active_others], to_others)
+        grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=not gathers.is_hidden_after)
 
 
 @dataclasses.dataclass(frozen=True)

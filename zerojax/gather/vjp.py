@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -175,7 +175,24 @@ class Passes:
         return results[:count], results[count:]
 
 
-def passes(
+class RowStates(NamedTuple):
+    """Where a function's arguments and results hold the rows of the batch.
+
+    Attributes:
+        others: For each argument that is no parameter.
+        results: For each result, as far as what reads it tells; empty: as the function alone tells.
+        follower: Follows the rows through the function; None leaves them unknown.
+    """
+
+    others: Sequence[State] = ()
+    results: Sequence[State] = ()
+    follower: Follower | None = None
+
+
+NO_ROWS = RowStates()
+
+
+def traced_passes(
     function: Callable,
     params: Sequence,
     others: Sequence,
@@ -183,9 +200,7 @@ def passes(
     trained: Sequence[bool],
     active: Sequence[bool],
     wanted: Collection[int] | None = None,
-    rows: Sequence[State] = (),
-    of_results: Sequence[State] = (),
-    follower: Follower | None = None,
+    rows: RowStates = NO_ROWS,
 ) -> Passes:
     """Trace `function(params, others)` and its derivative.
 
@@ -196,9 +211,7 @@ def passes(
         trained: For each of `params`, whether its cotangent is wanted.
         active: For each of `others`, whether its cotangent is wanted.
         wanted: Indices of the results that are differentiated; None: all that can be.
-        rows: Where each of `others` holds the rows of the batch.
-        of_results: Where each result holds them, as far as what reads it tells; empty: as `function` alone tells.
-        follower: Follows the rows to the residuals and results; None leaves them unknown.
+        rows: Where the rows of the batch are.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
@@ -224,11 +237,11 @@ def passes(
     jaxpr, consts = compat.opened(closed)
     forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
     shapes = tuple(v.aval for v in jaxpr.invars[len(params) :])
-    if follower is None:
+    if rows.follower is None:
         states = [UNKNOWN] * len(jaxpr.outvars)
     else:
-        states = list(follower.results(jaxpr, [*[NOWHERE] * len(params), *rows]))
-        states[: len(of_results)] = of_results
+        states = list(rows.follower.results(jaxpr, [*[NOWHERE] * len(params), *rows.others]))
+        states[: len(rows.results)] = rows.results
     return Passes(
         forward=forward,
         results=results,

@@ -59,7 +59,7 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
         if reads := row_reads(segment.jaxpr, var):
             yield Whole(param.leaf.path, param.leaf.bytes, var.aval.shape[0], *_why_row_by_row(reads))
         elif isinstance(segment, BlockSegment) and (eqn := _kept(segment, param, var)) is not None:
-            why = f"{_named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
+            why = f"{named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
             yield Whole(
                 param.leaf.path, jaxprs.nbytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again"
             )
@@ -79,7 +79,7 @@ def _why_early(segment: Segment, reader: Segment | None) -> tuple[str, str]:
     if reader is None:
         return "the loss returns it", "The state has it: use it outside of the loss"
     if segment.jaxpr.eqns:
-        return f"before the loop, {_named(segment.jaxpr.eqns[-1])} makes another array of it", _IN_THE_BODY
+        return f"before the loop, {named(segment.jaxpr.eqns[-1])} makes another array of it", _IN_THE_BODY
     if segment.params[0].leaf.dim == 0:
         return "it is sharded over its layers, since the devices divide no other dim", "Make another dim divisible"
     return "the loop carries it", "Scan over it, or close over it"
@@ -133,7 +133,8 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
     return None
 
 
-def _named(eqn: Any) -> str:
+def named(eqn: Any) -> str:
+    """Return an equation's primitive, and the line of the loss that it comes from."""
     return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))
 
 
@@ -150,4 +151,4 @@ def recomputed(program: Program) -> list[str]:
                 known |= {var: (key, i) for i, var in enumerate(eqn.outvars)}
                 if eqn.primitive.name == "dot_general":
                     products.setdefault(key, []).append(eqn)
-    return [f"{_named(eqns[0])} in {len(eqns)} places" for eqns in products.values() if len(eqns) > 1]
+    return [f"{named(eqns[0])} in {len(eqns)} places" for eqns in products.values() if len(eqns) > 1]

@@ -10,8 +10,10 @@ import jax
 
 from zerojax.gather.engine import traced
 from zerojax.gather.nested import NestedSegment
+from zerojax.gather.program import Program
+from zerojax.gather.rules import RULES, RUN_IN_PLACE
 from zerojax.gather.segments import Gathered, Segment, bytes_of
-from zerojax.gather.whole import Whole, recomputed, wholes
+from zerojax.gather.whole import Whole, named, recomputed, wholes
 from zerojax.layout.leaf import Leaf
 
 
@@ -26,6 +28,7 @@ class WorkingSet(NamedTuple):
         repeats: For parameters that a loop over microbatches gathers once more in each iteration, by index, how often.
         whole: What is gathered whole, and why.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
+        rules: For each rule of the planner, by its name, the equations on parameters that fell under it, with lines.
     """
 
     bytes: int = 0
@@ -34,6 +37,7 @@ class WorkingSet(NamedTuple):
     repeats: Mapping[int, int] = MappingProxyType({})
     whole: tuple[Whole, ...] = ()
     recomputed: tuple[str, ...] = ()
+    rules: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
@@ -63,7 +67,16 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
         {i: repeats[var] for i, var in enumerate(program.invars) if var in repeats},
         tuple(itertools.chain.from_iterable(whole)),
         tuple(recomputed(program)),
+        rules_of(program),
     )
+
+
+def rules_of(program: Program) -> dict[str, tuple[str, ...]]:
+    """Return the equations on parameters under each rule, in the order of the rules; loops of their own included."""
+    inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
+    found = [pair for each in (program, *inner) for pair in each.decisions]
+    by_rule = {rule.name: tuple(named(eqn) for eqn, name in found if name == rule.name) for rule in RULES}
+    return {name: places for name, places in by_rule.items() if places and name != RUN_IN_PLACE}
 
 
 def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:

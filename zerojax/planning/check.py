@@ -7,7 +7,7 @@ and to lines.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -78,6 +78,8 @@ class Check:
         hidden: Share of the collective bytes hidden by matrix products; None on CPU, whose
             collectives are synchronous.
         findings: What exceeds the contract, with leaves and lines of the model.
+        rules: At stage 3, for each rule by which the engine decides (docs/stage3.md), the equations on parameters
+            that fell under it, each with its line of the loss.
     """
 
     stage: int
@@ -95,6 +97,7 @@ class Check:
     flops_formula: int
     hidden: float | None
     findings: tuple[str, ...]
+    rules: Mapping[str, tuple[str, ...]]
 
     @property
     def ok(self) -> bool:
@@ -119,6 +122,9 @@ class Check:
             + ", ".join(f"{kind} {flops / 1e6:,.1f}" for kind, flops in self.flops.items()),
             f"  hidden bytes       {hidden}",
         ]
+        if self.rules:
+            counts = ", ".join(f"{name} {len(places)}" for name, places in self.rules.items())
+            lines.append(f"  rules              {counts}")
         lines += [f"finding: {finding}" for finding in self.findings] or ["no findings"]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -282,6 +288,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
         flops_formula=contract.flops,
         hidden=None if on_cpu else hiding.hidden_share,
         findings=tuple(findings),
+        rules=contract.program.rules,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.placement.chunking import joined
 from zerojax.planning.comparison import Comparison, NonFinite
 from zerojax.planning.nonfinite import origins
+from zerojax.planning.options import LossOptions
 from zerojax.planning.reference import Reference, keeping_gradients
 from zerojax.planning.snapshot import Snapshot, differences, first_nonfinite, snapshot
 from zerojax.train.arguments import packed
@@ -38,9 +39,8 @@ def compare(
     *args: Any,
     stages: int | Sequence[int] = tuple(STAGES),
     mutable: Any = None,
-    has_aux: bool = False,
-    weighted: bool = False,
     accumulate: int = 1,
+    **options: Unpack[LossOptions],
 ) -> Comparison:
     """Take two steps on one device and on the mesh, and say leaf by leaf where they differ.
 
@@ -59,9 +59,8 @@ def compare(
         *args: Further arguments of the loss.
         stages: ZeRO stages to compare, one or several.
         mutable: As for `create`; if it is given, the loss is as for `train_step(mutable=True)`.
-        has_aux: As for `train_step`.
-        weighted: As for `train_step`.
         accumulate: As for `train_step`; one device takes all rows at once.
+        **options: `has_aux` and `weighted`, as for `train_step`.
 
     Returns:
         A `Comparison`; its `ok` says whether both give the same, but for rounding.
@@ -78,7 +77,7 @@ def compare(
     if not callable(loss_fn):
         raise TypeError(f"compare takes a loss function after tx, not {type(loss_fn).__name__}.")
     updates = mutable is not None
-    step = tx.train_step(loss_fn, has_aux=has_aux, weighted=weighted, mutable=updates, accumulate=accumulate)
+    step = tx.train_step(loss_fn, mutable=updates, accumulate=accumulate, **options)
     return run_and_compare(step, params, mutable, batch, args, stages)
 
 

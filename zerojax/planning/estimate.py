@@ -52,8 +52,6 @@ def estimate(
     inputs: Sequence[Any] = (),
     loss_fn: Callable | None = None,
     batch: Any = None,
-    args: Sequence[Any] = (),
-    gpu: str | None = None,
     **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """Estimate bytes per device and bytes sent per step, for every stage, without building anything.
@@ -72,10 +70,9 @@ def estimate(
         inputs: What a Linen module's `init` takes beside the key; shapes are enough.
         loss_fn: As for `train_step`; None leaves activations and peak unknown.
         batch: The global batch; shapes are enough.
-        args: Further arguments of the loss.
-        gpu: An absent GPU to compile for, as `"h200"`; needs the extra `aot`. Default: the
-            first device here. What XLA fuses differs between CPU and GPU, and so do activations.
-        **options: As for `zero_shard`: `precision` (for a number of parameters bfloat16 unless
+        **options: `args`, further arguments of the loss. `gpu`, an absent GPU to compile for, as `"h200"`, which needs
+            the extra `aot`. By default it is the first device here; what XLA fuses differs between CPU and GPU, and
+            so do activations. As for `zero_shard`: `precision` (for a number of parameters bfloat16 unless
             given), `offload` (not at stage 0), `persist_below` (of no effect for a number of
             parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at the stages that can carry it), and of hosts
             `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3); as for `train_step`: `has_aux`, `weighted`.
@@ -104,6 +101,7 @@ def estimate(
         )
     number = float(model) if isinstance(model, numbers.Real) else None
     tx = optax.adam(1e-3) if tx is None else tx
+    gpu, args = options.pop("gpu", None), options.pop("args", ())
     loss_options, others = split_options(options)
     if loss_fn is not None and number is not None:
         raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")

@@ -1,6 +1,6 @@
 """Keyword options that planning functions share with `zero_shard` and `train_step`, by name and type."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from zerojax.config import Offload, Precision, Wire
@@ -14,7 +14,10 @@ class LossOptions(TypedDict, total=False):
 
 
 class EstimateOptions(LossOptions, total=False):
-    """How a model is sharded; as for `zero_shard`."""
+    """Further arguments of the loss, a GPU to compile for, and how a model is sharded, as for `zero_shard`."""
+
+    args: Sequence[Any]
+    gpu: str | None
 
     precision: Precision | None
     offload: Offload | None
@@ -28,7 +31,9 @@ class EstimateOptions(LossOptions, total=False):
 
 
 class FitOptions(LossOptions, total=False):
-    """Memory of a GPU that may be used, in bytes, and its links, in bytes per second each way."""
+    """Rows of the batch to try; memory of a GPU that may be used, in bytes; its links, in bytes per second each way."""
+
+    rows: int | Sequence[int] | None
 
     memory: float | None
     link: float | None

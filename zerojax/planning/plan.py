@@ -103,7 +103,6 @@ class Planner:
         devices: int | str | None = 8,
         stages: int | Sequence[int] = tuple(STAGES),
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
-        rows: int | Sequence[int] | None = None,
         **options: Unpack[FitOptions],
     ) -> Fit:
         """Find the stage, loss, offload and batch that fit at least cost per row, or the fewest GPUs for a model.
@@ -132,10 +131,10 @@ class Planner:
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several; None is no offload, the only one at
                 stage 0. The compiled plan counts parameters in host memory as the device's.
-            rows: Of the global batch, one number or several; those not divisible by the devices are ignored.
-                Default: one per device, doubled as long as a row gets 2% cheaper by it and something fits.
-            **options: As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second each way
-                between a GPU and its host (default: PCIe's); as for `train_step`: `has_aux`, `weighted`.
+            **options: `rows` of the global batch, one number or several; those not divisible by the devices are
+                ignored. By default one per device, doubled as long as a row gets 2% cheaper by it and something fits.
+                As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second each way between a GPU and
+                its host (default: PCIe's); as for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             The choice, its compiled plan, and everything tried; print it for a table.
@@ -159,7 +158,7 @@ class Planner:
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
-        row_counts = None if rows is None else as_sequence(rows)
+        row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, hosts=hosts, **hardware)
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown

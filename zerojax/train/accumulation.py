@@ -11,13 +11,13 @@ from jax import lax
 from zerojax.config.precision import common_dtype
 from zerojax.train.batch import fold_keys
 from zerojax.train.loss import at_least_float32
-from zerojax.train.view import View
+from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def accumulate(view: View, stored, batch, args, mutable, scale):
+def accumulate(view: View, given: LossInputs, scale: Array):
     """Differentiate the microbatches in a loop; local shapes.
 
     Stages 0 and 1 add up full gradients and reduce them once; stages 2 and 3 reduce-scatter
@@ -42,7 +42,8 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
     def iteration(carry, microbatch):
         sums, mutable, maxima = carry
         number, rows = microbatch
-        returned, grads, factor, values = view.value_and_grad(stored, mutable, rows, fold_keys(args, number), scale)
+        one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
+        returned, grads, factor, values = view.value_and_grad(one, scale)
         if view.reduces_each:
             grads = view.reduce(grads)
         # Here XLA fuses the product with the sum; behind the loop it may be another pass over the gradients.
@@ -52,9 +53,9 @@ def accumulate(view: View, stored, batch, args, mutable, scale):
         maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
         return (sums, returned.mutable, maxima), returned._replace(mutable=None)
 
-    microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, batch))
-    lowest = [jnp.full_like(stored[i], -jnp.inf) for i in view.layout.overwritten]
-    carry = [zeros(k) for k in view.differentiable], mutable, lowest
+    microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
+    lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
+    carry = [zeros(k) for k in view.differentiable], given.mutable, lowest
     (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
     if not view.reduces_each:
         sums = view.reduce(sums)

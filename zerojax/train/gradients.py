@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import constrain, replicated
-from zerojax.config import Config
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf
@@ -26,9 +25,9 @@ from zerojax.layout.tree import Layout
 from zerojax.train.accumulation import accumulate as accumulate_microbatches
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
-from zerojax.train.loss import Loss, mean_mutable
+from zerojax.train.loss import mean_mutable
 from zerojax.train.loss_scaling import unscale
-from zerojax.train.view import View
+from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, PyTree, Shaped
@@ -62,36 +61,31 @@ class Gradients(NamedTuple):
 
 
 def loss_and_grads(
-    config: Config,
-    layout: Layout,
-    grads: Sequence[Leaf],
-    loss: Loss,
-    stored: Sequence[Shaped[Array, "*storage"]],
-    batch: PyTree,
-    args: tuple,
-    *,
-    mutable: PyTree = None,
-    scale: Float[Array, ""] | float = 1.0,
-    accumulate: int = 1,
-    errors: Mapping[str, Array] = MappingProxyType({}),
+    view: View, given: LossInputs, scale: Float[Array, ""] | float, errors: Mapping[str, Array] = MappingProxyType({})
 ) -> Gradients:
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
-    Dim 0 of the batch is divided over the batch axes, and by each device into microbatches.
-    PRNG keys among the arguments are folded with the indices of device and microbatch. The loss
-    is multiplied by `scale` while gradients are computed and summed, and they are divided by it.
-    `errors` are those that error feedback keeps, as `Gradients` of the step before has them.
+    Dim 0 of the batch is divided over the batch axes, and by each device into microbatches. PRNG keys among the
+    arguments are folded with the indices of device and microbatch.
+
+    Args:
+        view: What is differentiated, and how.
+        given: What the loss is called with, over all devices.
+        scale: The loss is multiplied by it while gradients are computed and summed, and they are divided by it.
+        errors: Errors that error feedback keeps, as `Gradients` of the step before has them.
     """
-    check_batch(batch, config.data, accumulate)
+    config, layout = view.config, view.layout
+    check_batch(given.batch, config.data, view.accumulate)
     check_trained(layout)
-    view, scale = View(config, layout, grads, loss, accumulate), jnp.asarray(scale, jnp.float32)
+    scale = jnp.asarray(scale, jnp.float32)
     if not view.is_one_loss:
-        check_args(args)
+        check_args(given.args)
     if config.view == "global" or config.batch_spec is not None:
-        batch = lax.with_sharding_constraint(batch, batch_shardings(config, config.mesh, batch))
+        batch = lax.with_sharding_constraint(given.batch, batch_shardings(config, config.mesh, given.batch))
+        given = given._replace(batch=batch)
     if config.view == "global":
-        found = view_gradients(view, stored, batch, args, mutable, scale, errors)
-        constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, grads, strict=True)]
+        found = view_gradients(view, given, scale, dict(errors))
+        constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
         # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
         pairs = zip(found.overwritten, layout.overwritten, strict=True)
@@ -99,22 +93,32 @@ def loss_and_grads(
         aux = merged(found.aux, found.rows)
         return found._replace(grads=constrained, mutable=mutable, aux=aux, overwritten=values)
 
-    def local(stored, batch, args, mutable, scale, errors):
-        args = fold_keys(args, lax.axis_index(config.data.batch))
-        found = view_gradients(view, stored, batch, args, mutable, scale, {path: x[0] for path, x in errors.items()})
+    def local(given, scale, errors):
+        given = given._replace(args=fold_keys(given.args, lax.axis_index(config.data.batch)))
+        found = view_gradients(view, given, scale, {path: x[0] for path, x in errors.items()})
         return found._replace(errors={path: x[None] for path, x in found.errors.items()})
 
     full: Any = PartitionSpec()
-    rows = PartitionSpec(spec_entry(config.data.batch))
-    kept = {path: summand_spec(leaf) for path, leaf in error_leaves(layout).items() if path in errors}
-    specs: Any = Gradients(*[full] * 9)._replace(grads=[leaf.local_spec for leaf in grads], rows=rows, errors=kept)
+    rows: Any = PartitionSpec(spec_entry(config.data.batch))
+    kept: Any = {path: summand_spec(leaf) for path, leaf in error_leaves(layout).items() if path in errors}
+    specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (layout.params, view.grads)]
     found = mapped(
         local,
         mesh=config.mesh,
-        in_specs=([leaf.local_spec for leaf in layout.params], rows, full, full, full, kept),
-        out_specs=specs,
+        in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full, kept),
+        out_specs=Gradients(
+            loss=full,
+            grads=specs[1],
+            aux=full,
+            rows=rows,
+            mutable=full,
+            weights_valid=full,
+            squares=full,
+            errors=kept,
+            overwritten=full,
+        ),
         axis_names=set(config.data.batch),
-    )(list(stored), batch, args, mutable, scale, dict(errors))
+    )(given._replace(stored=list(given.stored)), scale, dict(errors))
     # To multiply by one is no operation. With it `checkify` finds a NaN that a device computed.
     loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
     return found._replace(loss=loss, grads=grads, aux=merged(found.aux, found.rows))
@@ -139,16 +143,16 @@ def check_trained(layout: Layout) -> None:
             )
 
 
-def view_gradients(view: View, stored, batch, args, mutable, scale, errors) -> Gradients:
+def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
     """Compute `loss_and_grads` as the view sees it, with shards in and out."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:
-        returned, grads, factor, values = view.value_and_grad(stored, mutable, batch, args, scale)
+        returned, grads, factor, values = view.value_and_grad(given, scale)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
-        returned, grads, mutable, values = accumulate_microbatches(view, stored, batch, args, mutable, scale)
+        returned, grads, mutable, values = accumulate_microbatches(view, given, scale)
     total, weights, aux, _ = returned
     if weighted:
         total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))

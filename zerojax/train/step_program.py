@@ -21,6 +21,7 @@ from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import ScalingState, update_scaling
 from zerojax.train.state import ZeroState
+from zerojax.train.view import LossInputs, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +132,9 @@ class StepProgram:
         config, plan, scaling = self.config, state.plan, state.scaling
         check_params(config, plan, state.params)
         stored = pin_to_plan(config, storage_leaves(state.params, plan.layout.params), plan.layout.params)
-        gradients = loss_and_grads(
-            config,
-            plan.layout,
-            plan.grads,
-            self.loss,
-            stored,
-            batch,
-            args,
-            mutable=state.mutable,
-            scale=scaling.scale if self.scales_loss else 1.0,
-            accumulate=self.options.accumulate,
-            errors=state.rounding_errors,
-        )
+        view = View(config, plan.layout, plan.grads, self.loss, self.options.accumulate)
+        given = LossInputs(stored, state.mutable, batch, args)
+        gradients = loss_and_grads(view, given, scaling.scale if self.scales_loss else 1.0, state.rounding_errors)
         skipped, values = jnp.zeros((), bool), gradients.overwritten
         if self.may_skip:
             # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.

@@ -50,6 +50,7 @@ from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.refs import refs_named
 from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -147,7 +148,8 @@ def differentiate(
     given = storage_leaves(params, layout.params)
     stored = cast(given, [leaf.dtype for leaf in layout.params])
     trained = [parts[i] for i in layout.trained]
-    found = loss_and_grads(config, layout, trained, loss, stored, batch, args, mutable=mutable, accumulate=accumulate)
+    view = View(config, layout, trained, loss, accumulate)
+    found = loss_and_grads(view, LossInputs(stored, mutable, batch, args), scale=1.0)
     grads = dict(zip(layout.trained, found.grads, strict=True)) | dict(
         zip(layout.overwritten, found.overwritten, strict=True)
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.wire import Encoding
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
-from zerojax.gather import StandIn, gather_on_use, passes, row_states, split_arrays
+from zerojax.gather import RowStates, StandIn, gather_on_use, row_states, split_arrays, traced_passes
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
@@ -43,6 +43,22 @@ if TYPE_CHECKING:
 
 # Of the loss's arguments after the parameters: mutable state, the batch, and the caller's own.
 _OF_ROWS = (1,)
+
+
+class LossInputs(NamedTuple):
+    """What a loss is called with.
+
+    Attributes:
+        stored: One array per parameter, in storage shape.
+        mutable: The mutable state, or None.
+        batch: The rows: those of all devices in global view, of this one in device view.
+        args: The caller's further arguments.
+    """
+
+    stored: Sequence[Array]
+    mutable: PyTree
+    batch: PyTree
+    args: tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +166,7 @@ class View:
             of_rows=_OF_ROWS,
         )
 
-    def value_and_grad(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple, scale: Array):
+    def value_and_grad(self, given: LossInputs, scale: Array):
         """Return loss and gradient of one microbatch.
 
         The cotangent is that of a loss computed alone, and not divided by the number of losses: a custom rule, such as
@@ -164,7 +180,7 @@ class View:
             parameter is to be.
         """
         of_storage = self._pulled_to_shards if self.gathers_on_use else self._pulled_to_full
-        returned, pull = of_storage(stored, mutable, batch, args)
+        returned, pull = of_storage(given)
         cotangent = scale.astype(returned.total.dtype)
         factor = None
         if self.loss.weighted:
@@ -173,7 +189,7 @@ class View:
             cotangent = cotangent / factor
         # The loss scale is part of the cotangent and not of the gradients: narrow types stay in range.
         grads, values = pull(cotangent)
-        values = self.unscaled(values, stored, (mutable, batch, args), cotangent * weight_of(returned))
+        values = self.unscaled(values, given, cotangent * weight_of(returned))
         return returned, grads, factor, values
 
     @property
@@ -181,11 +197,12 @@ class View:
         """Return the indices of the differentiable parameters among all."""
         return [self.layout.trained[k] for k in self.differentiable]
 
-    def _pulled_to_shards(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple):
+    def _pulled_to_shards(self, given: LossInputs):
         """Return what the loss returns, and a function from its cotangent to gradients, which the engine reduces.
 
         The function returns `(gradients, values of overwritten parameters)`.
         """
+        stored, mutable, batch, args = given
         fn, zeros, trained = self.loss_of_storage(), self.stand_ins(stored), self._trained
         overwritten = self.layout.overwritten
 
@@ -202,50 +219,52 @@ class View:
         _, pull, returned = jax.vjp(objective, *primals, has_aux=True)
         return returned, pull
 
-    def _pulled_to_full(self, stored: Sequence[Array], mutable: PyTree, batch: PyTree, args: tuple):
+    def _pulled_to_full(self, given: LossInputs):
         """Differentiate for parameters that every device holds; gradients are not summed over workers yet."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
+        stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))
         structure = None
 
-        def function(_, given):
+        def function(_, values):
             nonlocal structure
-            params = jax.tree.unflatten(self.layout.treedef, given[: len(stored)])
-            returned = fn(params, *put_back(given[len(stored) :]))
+            params = jax.tree.unflatten(self.layout.treedef, values[: len(stored)])
+            returned = fn(params, *put_back(values[len(stored) :]))
             rest, structure = jax.tree.flatten(returned._replace(total=None))
             return [returned.total, *rest]
 
-        given = [*stored, *arrays]
-        rows = [NOWHERE] * len(stored) + row_states((mutable, batch, *args), _OF_ROWS, self.comm.follower)
-        active = [i in trained or i in overwritten for i in range(len(given))]
-        how = {"wanted": (0,), "rows": rows, "follower": self.comm.follower}
-        two = passes(function, (), given, trained=(), active=active, **how)
-        (total, *rest), saved = two.run((), given)
+        values, follower = [*stored, *arrays], self.comm.follower
+        rows = RowStates(
+            [NOWHERE] * len(stored) + row_states((mutable, batch, *args), _OF_ROWS, follower), (), follower
+        )
+        active = [i in trained or i in overwritten for i in range(len(values))]
+        passes = traced_passes(function, (), values, trained=(), active=active, wanted=(0,), rows=rows)
+        (total, *rest), saved = passes.run((), values)
         assert structure is not None
 
         def pull(cotangent):
-            _, found = two.pull(self.comm, (), given, saved, [cotangent], reduced_later=trained)
-            of = dict(zip(two.active_others, found, strict=True))
+            _, found = passes.pull(self.comm, (), values, saved, [cotangent], reduced_later=trained)
+            of = dict(zip(passes.active_others, found, strict=True))
             return [of[i] for i in trained], [of[i] for i in overwritten]
 
         return jax.tree.unflatten(structure, rest)._replace(total=total), pull
 
-    def unscaled(self, values: list, stored: Sequence[Array], given: tuple, cotangent: Array) -> list:
+    def unscaled(self, values: list, given: LossInputs, cotangent: Array) -> list:
         """Divide the values of overwritten parameters by the loss's cotangent, where they are linear in it."""
         overwritten, precision = self.layout.overwritten, self.config.precision
         is_mean = self.is_one_loss or not self.loss.weighted
         if not values or (is_mean and (precision is None or precision.loss_scale is None)):
             return values
-        leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in zip(self.layout.params, stored, strict=True)]
+        pairs = zip(self.layout.params, given.stored, strict=True)
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
 
         def loss(primals, given):
-            leaves, (mutable, batch, args) = given
-            merged = dict(enumerate(leaves)) | dict(zip(overwritten, primals, strict=True))
+            merged = dict(enumerate(given.stored)) | dict(zip(overwritten, primals, strict=True))
             params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(leaves))])
-            returned = self.loss_of_params()(params, mutable, batch, *args)
+            returned = self.loss_of_params()(params, given.mutable, given.batch, *given.args)
             return returned.total
 
-        return unscaled(values, loss, [leaves[i] for i in overwritten], (leaves, given), cotangent)
+        return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
 
     def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
         """Return stand-ins for parameters whose gradient is in other memory, or is reduced later.
