@@ -24,6 +24,7 @@ FLOORS = [
     {"gather"},
     {"optim"},
     {"streaming"},
+    {"staged"},
     {"train", "inspect"},
     {"checkpoint"},
     {"zero"},

@@ -125,9 +125,11 @@ class Config:
             )
         if self.offload is not None and self.offload.params is not None and self.stage != 3:
             raise ValueError(
-                f'Offload(params="host") needs stage 3: at stage {self.stage} the loss needs every parameter in full, '
-                f"on the device."
+                f"Offload(params={self.offload.params!r}) needs stage 3: at stage {self.stage} the loss needs every "
+                f"parameter in full, on the device."
             )
+        if self.params_on_disk:
+            self._check_params_on_disk()
 
     def _check_params_axis(self) -> None:
         """Refuse what parameters sharded over fewer axes than their optimizer state cannot be combined with."""
@@ -142,8 +144,22 @@ class Config:
             )
         if self.offload is not None and self.offload.params is not None:
             raise ValueError(
-                'Offload(params="host") keeps a parameter as its optimizer state is sharded, and params_axis= over '
-                "fewer axes. Give one of them."
+                f"Offload(params={self.offload.params!r}) keeps a parameter as its optimizer state is sharded, and "
+                f"params_axis= over fewer axes. Give one of them."
+            )
+
+    def _check_params_on_disk(self) -> None:
+        """Refuse options that a step in stages does not know."""
+        for name, found in {"shard_axis": self.shard_axis, "wire": self.wire, "overwrite": self.overwrite}.items():
+            if found:
+                raise ValueError(
+                    f'{name}={found!r} is not known to Offload(params="disk"), whose step runs in stages. Leave it '
+                    f'out, or take Offload(params="host").'
+                )
+        if self.view != "global":
+            raise ValueError(
+                f'view={self.view!r} runs a step as one program, and Offload(params="disk") in stages. Take the '
+                f"global view."
             )
 
     def _check_wire(self, wire: Wire) -> None:
@@ -231,6 +247,11 @@ class Config:
     def params_on_host(self) -> bool:
         """Return whether sharded parameters are kept in host memory."""
         return self.offload is not None and self.offload.params == "host"
+
+    @property
+    def params_on_disk(self) -> bool:
+        """Return whether sharded parameters are kept in files."""
+        return self.offload is not None and self.offload.params == "disk"
 
     @property
     def has_master_weights(self) -> bool:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from zerojax.config.checks import check_count, check_word
+from zerojax.config.checks import byte_count, check_count, check_word
 
 CHUNK_BYTES = 32 << 20
 
@@ -29,7 +29,9 @@ class Offload:
         params: `"host"`: at stage 3, shards of parameters are kept in host memory and
             fetched where they are gathered, in each pass again, and for their update: the
             device holds those of a few uses or of two updates. Gradients, and leaves below
-            `persist_below`, are on the device. None: the device.
+            `persist_below`, are on the device. `"disk"`: at stage 3, with the optimizer state, in files under
+            `path`, and gradients too. A step then runs in stages, which read the parameters of a few layers at a
+            time. None: the device.
         update: Where the optax update runs. `"device"`: the state is streamed through
             the device. `"host"`: gradients are sent to the host, and new parameters back.
             `"auto"`: link and host memory are measured once, and the faster way is taken.
@@ -41,6 +43,8 @@ class Offload:
             `Precision.keep`, or shell patterns such as `("*/kernel",)`. None: all.
         path: For `"disk"`: the folder of the files; each process makes its own in it.
         chunk_bytes: Bytes per device of the largest chunk of an array that is copied at once.
+        host_bytes: For `params="disk"`: bytes of host memory, per process, for buffers and for the parameters and
+            gradients that are kept there in place of the disk; a number, or text such as `"8 GB"`. None: buffers alone.
 
     Raises:
         TypeError: If a field is of another type.
@@ -52,24 +56,26 @@ class Offload:
     """
 
     optimizer: Literal["host", "disk"] | None = None
-    params: Literal["host"] | None = None
+    params: Literal["host", "disk"] | None = None
     update: Literal["auto", "device", "host"] = "auto"
     fraction: float | Literal["auto"] = 1.0
     budget: int | None = None
     where: Callable[[str, Any], bool] | tuple[str, ...] | None = None
     path: str | os.PathLike | None = None
     chunk_bytes: int = CHUNK_BYTES
+    host_bytes: int | str | None = None
 
     def __post_init__(self):
         """Check every field, and write paths and patterns in one way."""
         check_word("Offload(optimizer=)", self.optimizer, (None, "host", "disk"))
-        check_word("Offload(params=)", self.params, (None, "host"))
+        check_word("Offload(params=)", self.params, (None, "host", "disk"))
         check_word("Offload(update=)", self.update, ("auto", "device", "host"))
         check_count("Offload(chunk_bytes=)", self.chunk_bytes, "bytes", least=1)
         if self.optimizer is None:
             beside = "; the update of offloaded parameters goes through the host" if self.params else ""
             raise ValueError(f'Offload() moves nothing without optimizer="host" or optimizer="disk"{beside}.')
         self._check_fraction()
+        self._check_params()
         if (self.path is not None) != (self.optimizer == "disk"):
             raise ValueError(
                 f'Offload(optimizer={self.optimizer!r}, path={self.path!r}): optimizer="disk" needs path=, the folder '
@@ -84,6 +90,29 @@ class Offload:
             if not all(isinstance(pattern, str) for pattern in patterns):
                 raise TypeError(f"Offload(where=) is a function of (path, leaf) or shell patterns, not {self.where!r}.")
             object.__setattr__(self, "where", patterns)
+
+    def _check_params(self) -> None:
+        if self.host_bytes is not None:
+            object.__setattr__(self, "host_bytes", byte_count("Offload(host_bytes=)", self.host_bytes))
+            if self.params != "disk":
+                raise ValueError(
+                    f'Offload(host_bytes={self.host_bytes}) bounds the host memory of params="disk", and '
+                    f"params={self.params!r}. Leave it out, or keep the parameters on disk."
+                )
+        if self.params != "disk":
+            return
+        found = {"optimizer": (self.optimizer, "disk"), "fraction": (self.fraction, 1), "where": (self.where, None)}
+        for name, (given, wanted) in found.items():
+            if given != wanted:
+                raise ValueError(
+                    f'Offload(params="disk", {name}={given!r}): a parameter on disk is updated chunk by chunk with its '
+                    f"optimizer state, so all of that state is on disk, too. Give {name}={wanted!r}."
+                )
+        if self.update == "host":
+            raise ValueError(
+                'Offload(params="disk", update="host"): chunks pass through the device, where they are updated. Give '
+                'update="device" or "auto".'
+            )
 
     def _check_fraction(self) -> None:
         fraction = self.fraction

@@ -65,6 +65,19 @@ def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
     return Chunking(dim, (extent,) * (count - 1) + (local[dim] - extent * (count - 1),))
 
 
+MOST_ROWS = 256
+
+
+def row_chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
+    """Divide a parameter on disk, and its gradient and state: a stack of layers by layer, anything else by bytes.
+
+    A stack has at most `MOST_ROWS` layers on dim 0, which is not sharded. So a scan, or an indexed layer, reads no
+    other layers.
+    """
+    rows = leaf.shape[0] if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) else 0
+    return Chunking(0, (1,) * rows) if 0 < rows <= MOST_ROWS else chunking_of(leaf, chunk_bytes)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["chunks"], meta_fields=["leaf", "chunking", "sharding", "store"]
 )

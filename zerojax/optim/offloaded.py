@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import Config, Offload
-from zerojax.layout.chunked import Chunking, chunking_of
+from zerojax.layout.chunked import Chunking, chunking_of, row_chunking_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
@@ -69,6 +69,12 @@ class OffloadedState:
             if self._is_large(leaf) and (i is None or means[i])
         }
 
+    @functools.cached_property
+    def params_on_disk(self) -> frozenset[int]:
+        """Return the trained parameters that are in files."""
+        sharded = (i for i, leaf in enumerate(self.trained.params) if leaf.kind == "sharded")
+        return frozenset(sharded if self.config.params_on_disk else ())
+
     @property
     def _offload(self) -> Offload:
         assert self.config.offload is not None
@@ -121,6 +127,7 @@ class OffloadedState:
                 itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), state[k].dtype.itemsize)
         chunk_bytes = lambda i: self._offload.chunk_bytes * grads[i].dtype.itemsize // itemsizes[i]
         chunkings = {i: chunking_of(grads[i], chunk_bytes(i)) for i in itemsizes}
+        chunkings |= {i: row_chunking_of(grads[i], self._offload.chunk_bytes) for i in self.params_on_disk}
         if not chunkings:
             return {}
         params = jax.tree.unflatten(self.trained.treedef, shapes(grads))

@@ -103,7 +103,7 @@ def partition(
         owned: What owners compute, wherever it lies.
     """
     units, chunkings = offloaded.units, offloaded.chunkable
-    shared_scalars = Dependencies.of(traced, units).shared_scalars
+    shared_scalars = Dependencies.of(traced, units, offloaded.params_on_disk).shared_scalars
     chunk_traces = ChunkTraces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
@@ -201,12 +201,13 @@ class Dependencies:
     shared_scalars: frozenset
 
     @classmethod
-    def of(cls, traced: TracedUpdate, units: dict[int, Unit]) -> Dependencies:
-        """Follow the equations once."""
+    def of(cls, traced: TracedUpdate, units: dict[int, Unit], params_on_disk: Collection[int] = ()) -> Dependencies:
+        """Follow the equations once. A parameter on disk counts as offloaded."""
         scalars: set = set()
         reads = traced.reads.items()
         offloaded = {v: frozenset((units[k],)) for v, (kind, k) in reads if kind == STATE and k in units}
         params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
+        offloaded |= {v: of for v, of in params.items() if not of.isdisjoint(params_on_disk)}
         for eqn in traced.jaxpr.eqns:
             needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
             for var in eqn.outvars:
@@ -225,7 +226,9 @@ def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
 
 
-def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies) -> list[list[int]]:
+def groups_of(
+    traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies, params_on_disk: Collection[int] = ()
+) -> list[list[int]]:
     """Return the indices of results that are computed together, group by group.
 
     A group updates every parameter it reads: the update overwrites the old one.
@@ -235,7 +238,7 @@ def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencie
     own += [{units[k]} if k in units else set() for k in range(traced.num_state)]
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
     touched = [own[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
-    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and own[o])}
+    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and own[o])}.union(params_on_disk)
     fresh = active
     while fresh:
         fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active

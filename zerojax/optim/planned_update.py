@@ -61,8 +61,10 @@ class PlannedUpdate:
     @functools.cached_property
     def _groups(self) -> list[list[int]]:
         """Return the results that are computed together with offloaded state, group by group."""
-        units = self.offloaded.units
-        return groups_of(self.traced, units, Dependencies.of(self.traced, units)) if units else []
+        units, on_disk = self.offloaded.units, self.offloaded.params_on_disk
+        if not units and not on_disk:
+            return []
+        return groups_of(self.traced, units, Dependencies.of(self.traced, units, on_disk), on_disk)
 
     @functools.cached_property
     def owned(self) -> OwnedUpdate:
@@ -94,7 +96,7 @@ class PlannedUpdate:
     def chunkings(self) -> tuple[Chunking | None, ...]:
         """Return, for each leaf of the state, how it is chunked, or None if it is on the device."""
         state, found = self.leaves.state, {}
-        for group in self.partition.groups if self.offloaded.units else ():
+        for group in self.partition.groups if self._groups else ():
             found |= {k: group.chunking or Chunking(0, state[k].local_shape[:1]) for k in group.state}
         return tuple(map(found.get, range(len(state))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from zerojax.optim.state_memory import state_shardings, state_to_host
 from zerojax.optim.traced import equations_behind, producers_of, trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
 from zerojax.placement.storage import cast, named, to_storage, unpadded
-from zerojax.streaming.stores import StateStore, disk_nodes, store_for
+from zerojax.streaming.stores import HostStateStore, StateStore, disk_nodes, store_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -30,10 +31,27 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
     Raises:
         MemoryError: If the offloaded part is for host memory, and there is not enough of it.
     """
-    if not plan.offloaded or any(isinstance(x, jax.core.Tracer) for x in stored):
+    is_whole = not plan.offloaded and not config.params_on_disk
+    if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
     check_host_room(config, plan)
-    return init_state_by_group(config, plan, stored, store_for(config, plan))
+    store = store_for(config, plan) if plan.offloaded else HostStateStore(config, plan)
+    return init_state_by_group(config, plan, stored, store)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A parameter that is brought to the devices where it is needed.
+
+    Attributes:
+        load: Brings it, in storage shape.
+        shape: Its storage shape.
+        dtype: Its type.
+    """
+
+    load: Callable[[], Array]
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
@@ -85,9 +103,14 @@ def init_state_by_group(
             [named(config, plan.state[k])] * (len(plan.offloaded[k].extents) if k in plan.offloaded else 1)
             for k in leaves
         ]
-        return jax.jit(program, out_shardings=shardings)([to_device(inputs[var]) for var in invars])
+        return jax.jit(program, out_shardings=shardings)([on_device(inputs[var]) for var in invars])
 
     return store_by_group(config, plan, init, store)
+
+
+def on_device(x: Any) -> Array:
+    """Return a parameter on the devices."""
+    return x.load() if isinstance(x, Deferred) else to_device(x)
 
 
 def store_by_group(

@@ -15,8 +15,19 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
 from zerojax.placement.storage import in_storage, named
+from zerojax.staged.state import (
+    dtype_of,
+    files_of_run,
+    leaves_of_tree,
+    node_of,
+    node_of_shape,
+    on_disk,
+    placed_leaf,
+    shapes_on_disk,
+    write_leaf,
+)
 from zerojax.streaming.adopted_state import adopt_state
-from zerojax.streaming.init_state import init_opt_state, state_shapes
+from zerojax.streaming.init_state import Deferred, init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
 from zerojax.train.serialization import known_to_flax
@@ -25,11 +36,11 @@ from zerojax.train.state import ZeroState
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
     """Create a state that is the same on every process; see `ZeroTransformation.create`."""
-    plan, is_live = make_plan(config, params), not are_shapes(params)
+    plan, is_live = make_plan(config, shapes_on_disk(params)), not are_shapes(params)
     if is_live:
         plan = live_plan(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
-    begin = functools.partial(begin_run, config, plan)
+    begin = functools.partial(begin_on_disk if config.params_on_disk else begin_run, config, plan)
     shardings = lambda _: ZeroState.shardings(config, plan)
     state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
     if is_live:
@@ -56,6 +67,49 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
     stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
     errors = {path: zeros(leaf, named(config, leaf), shapes=shapes) for path, leaf in plan.errors}
     return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, errors, plan)
+
+
+def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
+    """Write parameters to files, one after the other; otherwise like `begin_run`."""
+    known_to_flax()
+    layout, shapes = plan.layout, are_shapes(params)
+    kept, given = on_disk(config, layout), leaves_of_tree(params)
+    if layout.overwritten:
+        raise ValueError(
+            f"params{layout.params[layout.overwritten[0]].path} takes its gradient as its new value, which a step in "
+            f'stages does not do. Take Offload(params="host").'
+        )
+    others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
+    step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
+    if shapes:
+        stored = [
+            jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf)) for leaf in layout.params
+        ]
+        nodes = {i: node_of_shape(config, of) for i, of in kept.items()}
+        opt_state = state_shapes(config, plan)
+    else:
+        files = files_of_run(config, plan)
+        wide = {i: placed_leaf(config, x, layout.params[i]) for i, x in enumerate(given) if i not in kept}
+        for i, of in kept.items():
+            write_leaf(files, of, placed_leaf(config, given[i], layout.params[i]))
+        files.flush()
+        nodes = {i: node_of(files, of) for i, of in kept.items()}
+        later = {
+            i: Deferred(
+                functools.partial(placed_leaf, config, given[i], layout.params[i]),
+                layout.params[i].storage_shape,
+                dtype_of(given[i]),
+            )
+            for i in kept
+        }
+        all_wide: list = [wide.get(i, later.get(i)) for i in range(len(given))]
+        opt_state = first_state(config, plan, params, all_wide, plain)
+        stored = [
+            x.astype(leaf.dtype) if isinstance(x, jax.Array) else x
+            for x, leaf in zip(all_wide, layout.params, strict=True)
+        ]
+    tree = jax.tree.unflatten(layout.treedef, [nodes.get(i, x) for i, x in enumerate(stored)])
+    return ZeroState(step, tree, opt_state, scaling, mutable, {}, plan)
 
 
 def first_state(config: Config, plan: ShardingPlan, params: Any, wide: list, plain: Any) -> Any:

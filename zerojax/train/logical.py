@@ -36,12 +36,14 @@ def logical(tree: PyTree) -> PyTree:
         The tree with the logical array for each `Padded`. In a `ZeroState`, the leaves of `opt_state` have the shapes
         that optax gives them, too, and offloaded ones are on the devices; such a state is not one to train on with.
     """
-    is_node = lambda x: is_padded(x) or isinstance(x, ZeroState)
+    is_node = lambda x: is_padded(x) or is_chunked(x) or isinstance(x, ZeroState)
     return jax.tree.map(lambda x: of_state(x) if isinstance(x, ZeroState) else of_leaf(x), tree, is_leaf=is_node)
 
 
 def of_leaf(x: Any) -> Any:
-    """Return the logical array of one leaf; anything that is not padded stays as it is."""
+    """Return the logical array of one leaf; anything that is not padded, and not on disk, stays as it is."""
+    if is_chunked(x):
+        return of_stored(x, x.leaf)
     if not is_padded(x):
         return x
     if isinstance(x.storage, jax.ShapeDtypeStruct):
@@ -53,7 +55,7 @@ def of_state(state: ZeroState) -> ZeroState:
     """Return a state with logical arrays."""
     leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
     arrays = [of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
-    params = jax.tree.map(of_leaf, state.params, is_leaf=is_padded)
+    params = jax.tree.map(of_leaf, state.params, is_leaf=lambda x: is_padded(x) or is_chunked(x))
     errors = {path: of_stored(state.rounding_errors[path], leaf) for path, leaf in state.plan.errors}
     return dataclasses.replace(
         state, params=params, opt_state=jax.tree.unflatten(structure, arrays), rounding_errors=errors

@@ -23,6 +23,7 @@ from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
 from zerojax.placement.storage import Form, padded_forms
 from zerojax.placement.unusable import unusable_named
+from zerojax.staged.state import loaded
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
 from zerojax.train.same_run import SameCalls, types_of
@@ -62,7 +63,7 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
     with unusable_named(config.mesh, tree=tree):
         if (state := unshard_state(config, tree, params)) is not None:
             return state
-        on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, tree)
+        on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, loaded(tree))
         gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
         return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
 

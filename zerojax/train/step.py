@@ -29,6 +29,7 @@ from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.metrics import Metrics
 from zerojax.train.refs import refs_named
 from zerojax.train.same_run import SameCalls
+from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState, ready_state
 from zerojax.train.step_program import StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog, limit_of
@@ -77,6 +78,7 @@ class Step:
         self._jitted = jax.jit(step, donate_argnums=0)
         self._resident = jax.jit(resident_step, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
+        self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()
         self._same = SameCalls(config, f"step with {self._name}", options)
@@ -143,6 +145,7 @@ class Step:
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
+            self._check_one_program()
             with refs_named(self.config.view):
                 return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
         plan = state.plan
@@ -167,9 +170,11 @@ class Step:
     ) -> tuple[ZeroState, Metrics]:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
-        if is_new:
+        if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._lowered(state, rows, args))
         with jax.profiler.StepTraceAnnotation("train", step_num=number), refs_named(self.config.view):
+            if self.config.params_on_disk:
+                return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
@@ -205,7 +210,15 @@ class Step:
     def _lowered(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         return self._traced(state, rows, args).lower()
 
+    def _check_one_program(self) -> None:
+        if self.config.params_on_disk:
+            raise TypeError(
+                'With Offload(params="disk") a step is many programs, which Python runs while files are read and '
+                "written. Call the step as it is, outside of jax.jit; there is no single program to trace or lower."
+            )
+
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
+        self._check_one_program()
         with refs_named(self.config.view):
             if not state.plan.offloaded:
                 return self._jitted.trace(state, rows, *args)

@@ -114,7 +114,7 @@ class StepProgram:
         with jax.named_scope(UPDATE):
             resident = resident_update(config, plan, grads, state.opt_state, done.old, done.gradients.loss)
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
-        metrics = self._metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
+        metrics = self.metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
         if self.may_skip:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
@@ -127,7 +127,7 @@ class StepProgram:
         step = state.step + jnp.where(done.skipped, 0, 1)
         return ZeroState(step, None, None, scaling, mutable, errors, plan), metrics, inputs
 
-    def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> _Differentiated:
+    def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> Differentiated:
         """Differentiate, and decide whether the step counts."""
         config, plan, scaling = self.config, state.plan, state.scaling
         check_params(config, plan, state.params)
@@ -148,9 +148,9 @@ class StepProgram:
         for i, x in zip(plan.layout.overwritten, values, strict=True):
             stored[i] = x
         old = shard_for_update(config, plan, in_storage(stored, plan.layout))
-        return _Differentiated(gradients, stored, old, scaling, skipped)
+        return Differentiated(gradients, stored, old, scaling, skipped)
 
-    def _metrics(self, state: ZeroState, done: _Differentiated, opt_state: Any) -> dict:
+    def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
         """Return the step's metrics. `opt_state` is the updated one, before a skipped step is rolled back."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
@@ -172,7 +172,7 @@ def _learning_rate(opt_state: Any) -> dict:
     return {"learning_rate": rates[0].ravel()[0]} if len(rates) == 1 else {}
 
 
-class _Differentiated(NamedTuple):
+class Differentiated(NamedTuple):
     """A step whose gradients are computed.
 
     Attributes:

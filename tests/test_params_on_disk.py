@@ -1,0 +1,165 @@
+"""Stage 3 with `Offload(params="disk")`: a step in stages, whose parameters, gradients and state are in files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from matrix_optimizers import shampoo
+from test_offload_params import LOSSES, batch_of, model_params
+
+from zerojax import Offload, Precision, zero_shard
+from zerojax.layout.chunked import is_chunked
+
+ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
+
+
+def on_disk(path, tx=None, devices=8, **options):
+    chosen = {name: options.pop(name) for name in ("chunk_bytes", "host_bytes") if name in options}
+    offload = Offload(params="disk", optimizer="disk", path=path, **{"chunk_bytes": 512, **chosen})
+    return sharded(tx, devices, offload=offload, **options)
+
+
+def sharded(tx=None, devices=8, **options):
+    tx = optax.adamw(1e-2) if tx is None else tx
+    return zero_shard(tx, stage=3, mesh=mesh_of(devices), persist_below=64, **options)
+
+
+def trained(tx, loss, steps=3, batch=batch_of, args=(), params=model_params, mutable=None, **options):
+    """The logical state after a few steps, and each step's metrics."""
+    step, state, found = tx.train_step(loss, **options), tx.create(params(), mutable=mutable), []
+    for seed in range(steps):
+        state, metrics = step(state, batch(seed), *args)
+        found.append(jax.device_get(metrics))
+    everything = tx.unshard(state.params), tx.unshard(state.opt_state, state.params), state.mutable, state.step
+    return jax.device_get(everything), found
+
+
+def assert_close(found, wanted, atol=ATOL):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), jax.tree_util.keystr(path)
+        scale = max(1.0, float(np.max(np.abs(y.astype(np.float64))))) if y.size else 1
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=0, atol=atol * scale, err_msg=name)
+
+
+def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATOL, host_bytes=None, **options):
+    """As in memory, where `beside` says how parameters and state are kept."""
+    config = {name: options.pop(name) for name in ("precision", "trainable") if name in options}
+    disk = on_disk(path, tx and tx(), devices, host_bytes=host_bytes, **config)
+    memory = sharded(tx and tx(), devices, offload=beside, **config)
+    have, found = trained(disk, loss, **options)
+    want, wanted = trained(memory, loss, **options)
+    assert_close(found, wanted, atol)
+    assert_close(have, want, atol)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_model_trains_as_in_memory(tmp_path, name, devices):
+    assert_trains_the_same(tmp_path, LOSSES[name], devices=devices)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-1),
+    "momentum": lambda: optax.sgd(1e-1, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "each leaf clipped": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.adamw(1e-2)),
+    "clipped twice": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "shampoo": lambda: shampoo(1e-2),
+    "schedule": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 1e-3, 3)),
+    "finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "adaptive clip": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.adam(1e-2)),
+    "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_transformation_trains_the_same(tmp_path, name):
+    tx = OPTIMIZERS[name]
+    assert_trains_the_same(tmp_path, LOSSES["remat_loop"], tx, devices=3 if name != "muon" else 8)
+
+
+def noisy(params, batch, key):
+    by = jax.random.uniform(key, (48 if batch["tokens"].shape[0] == 48 else 24,))
+    return LOSSES["loop"](params, batch) * (1 + by.mean())
+
+
+def weighted(params, batch):
+    return LOSSES["loop"](params, batch) * batch["tokens"].sum(), batch["tokens"].sum().astype(jnp.float32)
+
+
+def mutable(params, state, batch):
+    loss = LOSSES["one_by_one"](params, batch)
+    return loss, {"seen": state["seen"] + 1, "mean": 0.9 * state["mean"] + 0.1 * loss}, {"double": 2 * loss}
+
+
+STEPS = {
+    "microbatches": (LOSSES["loop"], {"accumulate": 2}),
+    "weights": (weighted, {"weighted": True}),
+    "weights of microbatches": (weighted, {"weighted": True, "accumulate": 2}),
+    "mutable and aux": (mutable, {"mutable": {"seen": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}, "aux": True}),
+    "keys": (noisy, {"args": (jax.random.key(3),)}),
+    "keys of microbatches": (noisy, {"args": (jax.random.key(3),), "accumulate": 2}),
+    "norms": (LOSSES["one_by_one"], {"leaf_norms": True, "skip_nonfinite": True}),
+    "frozen": (LOSSES["loop"], {"trainable": lambda path, _: "w" not in path}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_kind_of_step_trains_the_same(tmp_path, name):
+    loss, options = STEPS[name]
+    if "mutable" in options:
+        start = options["mutable"]
+        config = dict(has_aux=True)
+        have, found = run_mutable(on_disk(tmp_path), loss, start, config)
+        want, wanted = run_mutable(sharded(), loss, start, config)
+        assert_close((have, found), (want, wanted))
+        return
+    assert_trains_the_same(tmp_path, loss, **options)
+
+
+def run_mutable(tx, loss, start, config):
+    step, state, found = tx.train_step(loss, mutable=True, **config), tx.create(model_params(), mutable=start), []
+    for seed in range(3):
+        state, metrics = step(state, batch_of(seed))
+        found.append(jax.device_get(metrics))
+    return jax.device_get((tx.unshard(state.params), state.mutable)), found
+
+
+PRECISIONS = {"bf16": Precision.bf16(), "fp16": Precision.fp16(loss_scale=256.0)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["remat_loop", "one_by_one"])
+def test_master_weights_train_the_same(tmp_path, name, precision):
+    """Compared with state in host memory, since both store narrow parameters; bfloat16 rounds at 1/256."""
+    beside = Offload(optimizer="host", update="device")
+    options = {"precision": PRECISIONS[precision], "beside": beside, "atol": 1e-2}
+    assert_trains_the_same(tmp_path, LOSSES[name], **options)
+
+
+def test_a_skipped_step_changes_and_moves_nothing(tmp_path):
+    tx = on_disk(tmp_path)
+    step = tx.train_step(lambda params, batch: LOSSES["loop"](params, batch) * batch["by"].mean(), skip_nonfinite=True)
+    state = tx.create(model_params())
+    first = jax.device_get((tx.unshard(state.params), tx.unshard(state.opt_state, state.params)))
+    state, metrics = step(state, {**batch_of(), "by": jnp.full((48,), jnp.inf)})
+    assert metrics["skipped"]
+    found = jax.device_get((tx.unshard(state.params), tx.unshard(state.opt_state, state.params)))
+    jax.tree.map(np.testing.assert_array_equal, found, first)
+    state, metrics = step(state, {**batch_of(), "by": jnp.ones((48,))})
+    assert not metrics["skipped"]
+
+
+def test_what_is_large_is_on_disk(tmp_path):
+    state = on_disk(tmp_path).create(model_params())
+    kinds = jax.tree.map(is_chunked, state.params, is_leaf=is_chunked)
+    assert kinds == {"embed": True, "layers": {"w": True, "bias": False}, "uneven": True}

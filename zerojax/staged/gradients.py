@@ -1,0 +1,158 @@
+"""Gradients of chunks on their way to the files: summed over uses and microbatches, and finished with the last one."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax import jaxprs
+from zerojax.comm.mesh import wait_if_simulated
+from zerojax.layout.leaf import Leaf
+from zerojax.placement.storage import unpadded
+from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.reductions import Cut, Reductions, combined
+from zerojax.staged.sources import OnDisk, Piece
+from zerojax.staged.update import Trained
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total, grad):
+    return total + grad.astype(total.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _scaled(grad, dtype, share):
+    return grad.astype(dtype) if share is None else grad.astype(dtype) * share.astype(dtype)
+
+
+class Gradients:
+    """The gradients of one step.
+
+    Each chunk's gradient is written once per microbatch. The last time, when the step's weights are known, it is
+    multiplied by the factor that makes it the gradient of the loss, and reduced to the scalars that the update needs.
+    So the update reads it once.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        trained: Mapping[int, Trained],
+        expected: Mapping[Piece, int],
+        reductions: Reductions,
+        finishing: Any,
+        mesh: Mesh,
+    ):
+        """Begin a step.
+
+        Args:
+            files: Take the gradients.
+            trained: The parameters on disk that are trained.
+            expected: How many gradients each chunk gets in one microbatch.
+            reductions: The scalars that the update needs.
+            finishing: The programs of `Finishing`.
+            mesh: Simulated devices run one program at a time.
+        """
+        self._files, self._expected, self._mesh = files, expected, mesh
+        self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
+        self._reductions, self._finishing = reductions, finishing
+        self._pending: dict[Piece, tuple[int, Array]] = {}
+        self._scalars: dict[int, list[list[Array]]] = collections.defaultdict(list)
+        self._first, self._share, self._factor = True, None, None
+
+    def begin(self, *, first: bool, share: Array | None, factor: Array | None) -> None:
+        """Begin a microbatch.
+
+        Args:
+            first: Whether it is the first one.
+            share: What its gradients are multiplied by; None: nothing.
+            factor: What the sums are multiplied by if it is the last one; None for the others.
+        """
+        self._first, self._share, self._factor = first, share, factor
+
+    def add(self, piece: Piece, grad: Array) -> None:
+        """Add the gradient of one use of a chunk; the last use completes it."""
+        count, total = self._pending.pop(piece, (0, None))
+        total = grad if total is None else self._wait(_added(total, grad))
+        if count + 1 < self._expected[piece]:
+            self._pending[piece] = count + 1, total
+        else:
+            self._complete(*self._of[piece[0]], piece[1], total)
+
+    def end(self) -> None:
+        """End a microbatch: a chunk that the loss does not use has a gradient of zeros."""
+        assert not self._pending
+        if self._factor is None:
+            return
+        for index, (k, of) in self._of.items():
+            for n in range(len(of.chunking.extents)):
+                if not self._expected.get((index, n)):
+                    shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
+                    zeros = jnp.zeros(shape, of.leaf.dtype, device=of.sharding)
+                    self._finish(k, of, n, zeros)
+
+    def scalars(self) -> tuple[dict[int, Array], dict[Any, Array]]:
+        """Return the sum of squares of each gradient, by index, and the values of cuts, by variable."""
+        squares, known = {}, {}
+        for k, rows in self._scalars.items():
+            first, *others = zip(*rows, strict=True)
+            squares[k] = functools.reduce(jnp.add, first)
+            for cut, values in zip(self._reductions.at_once(k), others, strict=True):
+                known[cut.var] = combined(cut, values)
+        return squares, known
+
+    def _complete(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
+        grad = self._wait(_scaled(grad, of.leaf.dtype, self._share))
+        if not self._first:
+            before = self._files.receive(of.index, n, self._files.read(of.index, n), "device")
+            grad = self._wait(_added(before, grad))
+        if self._factor is None:
+            self._files.write(of.index, n, grad)
+        else:
+            self._finish(k, of, n, grad)
+
+    def _finish(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
+        cuts = self._reductions.at_once(k)
+        program = self._finishing.of(of, cuts)
+        grad, scalars = self._wait(program(grad, self._factor))
+        self._scalars[k].append(scalars)
+        self._files.write(of.index, n, grad)
+
+    def _wait(self, arrays: Any) -> Any:
+        wait_if_simulated(self._mesh, arrays)
+        return arrays
+
+
+class Finishing:
+    """The programs that finish a chunk's gradient: chunks of one layout whose scalars are computed alike share one."""
+
+    def __init__(self):
+        """Begin with none."""
+        self._made: dict[Any, Any] = {}
+
+    def of(self, of: OnDisk, cuts: list[Cut]) -> Any:
+        """Return `f(grad, factor) -> (grad, [sum of squares, cuts...])` for chunks of a gradient."""
+        leaf, dim = of.leaf, of.chunking.dim
+        key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(jaxprs.signature(cut.jaxpr) for cut in cuts)
+        if key not in self._made:
+            self._made[key] = jax.jit(functools.partial(_finished, leaf, dim, cuts), donate_argnums=0)
+        return self._made[key]
+
+
+def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, factor: Array) -> tuple[Array, list[Array]]:
+    grad = grad * factor.astype(grad.dtype)
+    logical = logical_chunk(grad, leaf, dim)
+    return grad, [jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.float32))), *(cut.of_chunk(logical) for cut in cuts)]
+
+
+def logical_chunk(chunk: Array, leaf: Leaf, dim: int) -> Array:
+    """Return a chunk without padding; one that is divided on the sharded dim has none."""
+    return chunk if dim == leaf.dim else unpadded(chunk, leaf)

@@ -1,0 +1,131 @@
+"""A scan over layers as a stage: Python runs its iterations, and all of them share one program each way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax import compat
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.gather.loop import Loop
+from zerojax.gather.scan import ScanSegment
+from zerojax.gather.segments import BlockSegment
+from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.vjp import RowStates
+from zerojax.staged.sources import Source
+from zerojax.staged.stage import Stage, Stages, Wanted
+
+SourceOf = Callable[[ShardedParam], Source]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedLoop:
+    """A scan whose iterations are one stage.
+
+    Attributes:
+        segment: The scan.
+        stage: Its body.
+        shared: Where the shards come from that every iteration reads.
+        stacked: For each stack and each layer, where the layer's shard comes from.
+        consts: Arrays that the body closes over.
+    """
+
+    segment: ScanSegment
+    stage: Stage
+    shared: tuple[Source, ...]
+    stacked: tuple[tuple[Source, ...], ...]
+    consts: tuple
+
+    @property
+    def loop(self) -> Loop:
+        """Return the scan's operands, sorted."""
+        return self.segment.loop
+
+    def sources(self, iteration: int) -> list[Source]:
+        """Return where the shards of one iteration come from."""
+        layer = self.loop.layer(iteration)
+        return [*self.shared, *(layers[layer] for layers in self.stacked)]
+
+    def values(self, env: Mapping) -> tuple[list, list, list]:
+        """Return `(consts, carry, slices)` of the scan, in the types that the body takes."""
+        loop, types = self.loop, [v.aval.dtype for v in _others(self.loop)]
+        values = [
+            jnp.asarray(literal, dtype) if index is None else env[self.segment.others[index]]
+            for index, literal, dtype in zip(loop.others, loop.literals, types, strict=False)
+        ]
+        inner = loop.consts + loop.carry
+        return values[: loop.consts], values[loop.consts : inner], values[inner:]
+
+
+def staged_loop(
+    segment: ScanSegment,
+    stages: Stages,
+    source_of: SourceOf,
+    layers_of: Callable[[ShardedParam], tuple[Source, ...] | None],
+    moving: Collection,
+    arguments: Collection,
+    rows: Mapping[Any, State],
+    follower: Follower | None,
+) -> StagedLoop | None:
+    """Return a scan as a stage, or None if its layers are not read one by one.
+
+    Args:
+        segment: The scan.
+        stages: Makes the stage of the body.
+        source_of: Finds the source of a parameter.
+        layers_of: Finds the sources of a stack's layers; None if the stack is not on disk layer by layer.
+        moving: The variables before the scan that want cotangents.
+        arguments: The program's arguments.
+        rows: Where variables hold the rows of the batch.
+        follower: Follows the rows.
+    """
+    loop = segment.loop
+    stacked = [layers_of(p) for p in loop.stacked]
+    by_row = [{source.row is not None for source in layers or ()} for layers in stacked]
+    if not loop.stacked or any(len(kinds) != 1 for kinds in by_row):
+        return None
+    shared = tuple(map(source_of, loop.shared))
+    body, consts = compat.opened(loop.eqn.body)
+    operands = list(zip(loop.is_param, body.invars, strict=True))
+    params, others = [v for on, v in operands if on], _others(loop)
+    jaxpr = compat.part_of(body, body.eqns, [*params, *others, *compat.constvars_of(body)], body.outvars)
+    layers = (*loop.shared, *(p.at_layer(0) for p in loop.stacked))
+    block = BlockSegment(jaxpr, layers, tuple(others), tuple(jaxpr.outvars))
+    carried = range(loop.consts, loop.consts + loop.carry)
+    active = [index is not None and segment.others[index] in moving for index in loop.others]
+    active[loop.consts : loop.consts + loop.carry] = [bool(moving)] * loop.carry
+    summands = [
+        i
+        for i, index in enumerate(loop.others)
+        if i not in carried and index is not None and segment.others[index] in arguments
+    ]
+    none = [False] * len(consts)
+    wanted = Wanted(tuple(p.root in moving for p in loop.params), (*active, *none), None, frozenset(summands))
+    states = [*_body_rows(segment, rows, follower), *[NOWHERE] * len(consts)]
+    by_rows = [*(source.row is not None for source in shared), *(kinds.pop() for kinds in by_row)]
+    stage = stages.of(block, wanted, RowStates(states, (), follower), by_rows)
+    return StagedLoop(segment, stage, shared, tuple(layers or () for layers in stacked), tuple(consts))
+
+
+def _others(loop: Loop) -> list:
+    """Return the body's variables of everything but parameters."""
+    body, _ = compat.opened(loop.eqn.body)
+    return [v for on, v in zip(loop.is_param, body.invars, strict=True) if not on]
+
+
+def _body_rows(segment: ScanSegment, rows: Mapping[Any, State], follower: Follower | None) -> Sequence[State]:
+    """Return where the body's inputs, except parameters, hold the rows of the batch."""
+    loop = segment.loop
+    if follower is None:
+        return [UNKNOWN] * len(loop.others)
+    (eqn,) = segment.jaxpr.eqns
+    states = {
+        var: rows.get(key, NOWHERE)
+        for var, key in zip(segment.jaxpr.invars[len(segment.params) :], segment.others, strict=True)
+    }
+    given = [NOWHERE if compat.is_literal(atom) else states.get(atom, NOWHERE) for atom in eqn.invars]
+    inside = follower.into_loop(loop.eqn, given)
+    return [state for state, is_param in zip(inside, loop.is_param, strict=True) if not is_param]

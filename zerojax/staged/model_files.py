@@ -1,0 +1,160 @@
+"""The files of parameters and gradients, of which a part is kept in host memory."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zerojax.layout.chunked import Chunking
+from zerojax.layout.leaf import Leaf
+from zerojax.offload import folder
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore, Lease
+from zerojax.offload.state_files import StateFiles, close_store, shards_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+# Chunks that are read ahead, and as many that are written behind.
+READ_AHEAD = 8
+# Arrays on the devices that wait until they are copied to a buffer.
+_COPYING = 2
+
+
+class ModelFiles(StateFiles):
+    """The files of one process's shards of parameters and gradients.
+
+    Each chunk has a version of its own: a gradient is written more often than a parameter, and a frozen parameter once.
+    Chunks that fit into `host_bytes` are kept in memory. Which ones is decided once, because every step reads all
+    chunks in the same order: a cache that drops the oldest chunk would drop each one just before it is needed.
+
+    Attributes:
+        moved: Bytes that were read from files and written to them since the files were made.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
+        *,
+        host_bytes: int | None,
+        first: Sequence[int],
+    ):
+        """Name the files.
+
+        Args:
+            path: The folder in which each process makes its own.
+            leaves: Layout, chunking and sharding of each parameter and gradient, by a number.
+            host_bytes: Host memory for buffers and for chunks that are kept there; None: for buffers alone.
+            first: The numbers of the leaves in the order in which they are kept in host memory.
+        """
+        super().__init__(path, leaves, in_flight=READ_AHEAD)
+        self._path = path
+        self._versions: collections.Counter[int] = collections.Counter()
+        self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
+        self._held: dict[int, tuple[np.ndarray, ...]] = {}
+        self.moved = {"read": 0, "written": 0}
+        left = (host_bytes or 0) - self.buffer_bytes
+        for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
+            index = self._index[key]
+            if self._specs[index].bytes <= left:
+                left -= self._specs[index].bytes
+                self._held[index] = ()
+        self._disk_specs = [ChunkSpec(x.name, () if i in self._held else x.arrays) for i, x in enumerate(self._specs)]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the memory of all buffers."""
+        return 2 * READ_AHEAD * max(spec.bytes for spec in self._specs)
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the host memory of buffers and of the chunks that are kept there."""
+        return self.buffer_bytes + sum(self._specs[i].bytes for i in self._held)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(spec.bytes for i, spec in enumerate(self._specs) if i not in self._held)
+
+    @functools.cached_property
+    def _store(self) -> DiskStore:
+        with folder.writable(self.path.parent.parent):
+            self.path.parent.parent.mkdir(exist_ok=True)
+            self.path.parent.mkdir(exist_ok=True)
+        store = DiskStore(self.path, self._disk_specs, in_flight=READ_AHEAD)
+        weakref.finalize(self, close_store, store)
+        return store
+
+    def read(self, k: int, n: int) -> Future[Lease]:
+        """Begin to read chunk `n` of leaf `k`; see `StateFiles`."""
+        if any((k, n) == (other, m) for other, m, _ in self._copying):
+            self.copy_all()
+        index = self._index[k, n]
+        if index in self._held:
+            done: Future[Lease] = Future()
+            done.set_result(Lease(self._held[index], lambda: None))
+            return done
+        self.moved["read"] += self._specs[index].bytes
+        return self._store.read(index, version=self._versions[index])
+
+    def write(self, k: int, n: int, array: Array) -> None:
+        """Write chunk `n` of leaf `k` behind: its copy to a buffer is begun, and the oldest such copy is awaited."""
+        array.copy_to_host_async()
+        self._copying.append((k, n, array))
+        if len(self._copying) > _COPYING:
+            self._write(*self._copying.popleft())
+
+    def copy_all(self) -> None:
+        """Block until everything is in buffers."""
+        while self._copying:
+            self._write(*self._copying.popleft())
+
+    def _write(self, k: int, n: int, array: Array) -> None:
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
+        index = self._index[k, n]
+        if index in self._held:
+            self._held[index] = tuple(map(np.copy, shards))
+            return
+        self._versions[index] += 1
+        self.moved["written"] += self._specs[index].bytes
+        self._store.write(index, shards, version=self._versions[index])
+
+    @property
+    def version(self) -> np.ndarray:
+        """Return the version of the parameters, an int32 scalar."""
+        return np.array(self._version, np.int32)
+
+    def advance(self) -> None:
+        """Count one more version of the parameters: an earlier state can no longer be read."""
+        self._version += 1
+
+    def abandon(self) -> None:
+        """Give up files that an interrupted step left half written; see `StateFiles`."""
+        self._copying.clear()
+        self._version = -1
+        super().abandon()
+
+    def flush(self) -> None:
+        """Block until everything written so far is in the files, and raise the error of a write that failed."""
+        self.copy_all()
+        if "_store" in self.__dict__:
+            self._store.flush()
+
+
+def local_bytes(leaf: Leaf, chunking: Chunking, sharding: NamedSharding) -> int:
+    """Return the bytes of one process's chunks of a leaf, without the padding to complete blocks."""
+    shapes = chunking.chunk_shapes(leaf)
+    return sum(
+        len(shards_of(sharding, shape)) * int(np.prod(sharding.shard_shape(shape))) * np.dtype(leaf.dtype).itemsize
+        for shape in shapes
+    )

@@ -1,0 +1,209 @@
+"""A loss as stages: which chunks each of them reads, in which order, and how many gradients each chunk gets."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax import compat
+from zerojax.dims import NOWHERE
+from zerojax.gather.program import Program
+from zerojax.gather.scan import ScanSegment
+from zerojax.gather.schedule import Options
+from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Segment
+from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.vjp import RowStates, differentiable
+from zerojax.staged.loop import StagedLoop, staged_loop
+from zerojax.staged.sources import OnDisk, Piece, Source, source_of
+from zerojax.staged.stage import Stage, Stages, Wanted
+from zerojax.staged.whole import WholeStage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedBlock:
+    """A segment that runs once.
+
+    Attributes:
+        segment: The segment.
+        stage: Its programs.
+        sources: Where the shards of its parameters come from.
+    """
+
+    segment: Segment
+    stage: Stage
+    sources: tuple[Source, ...]
+
+
+Item = StagedBlock | StagedLoop | WholeStage
+
+
+class StagedProgram:
+    """A program as stages.
+
+    Attributes:
+        program: The program.
+        items: Its segments as stages, in order.
+        reads: For each execution of a stage, forward and then backward, the chunks that it reads.
+        expected: How many gradients each chunk gets in one pass backward.
+        backward: The items whose backward pass runs, last first.
+        live: The variables that want cotangents.
+    """
+
+    def __init__(
+        self, program: Program, on_disk: Mapping[int, OnDisk], active: Sequence[bool], options: Options, mesh: Any
+    ):
+        """Divide a program.
+
+        Args:
+            program: A loss; its first result is differentiated.
+            on_disk: The sharded parameters, by their index among the program's arguments.
+            active: For each argument, whether its cotangent is wanted.
+            options: How to gather.
+            mesh: The mesh of the shards.
+        """
+        self.program = program
+        self.variables = {program.invars[i]: of for i, of in on_disk.items()}
+        self._stages, self._options, self._mesh = Stages(options, mesh), options, mesh
+        pairs = zip(program.invars, active, strict=False)
+        self.live = {v for v, on in pairs if on and differentiable(v.aval.dtype)}
+        self.live.update(
+            var for var, params in program.joined.items() if not self.live.isdisjoint(p.root for p in params)
+        )
+        self._arguments = frozenset([*program.invars, *program.held])
+        self.items = [self._item(segment) for segment in program.segments]
+        self.backward = self._reached()
+        self.expected: collections.Counter[Piece] = collections.Counter()
+        for sources in self._trained_uses():
+            self.expected.update(piece for source in sources for piece in source.pieces)
+        forward = [list(use) for item in self.items for use in _forward_uses(item)]
+        backward = [use for item in self.backward for use in _backward_uses(item)]
+        self.reads = [
+            tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]
+        ]
+
+    @property
+    def gathered_before(self) -> list[str]:
+        """Return the loops whose layers are not read one by one, each with its parameters' paths and the reason."""
+        return [item.reason for item in self.items if isinstance(item, WholeStage)]
+
+    @property
+    def last_read(self) -> dict[Any, int]:
+        """Return the index of the last item that reads each variable."""
+        found = {}
+        for i, item in enumerate(self.items):
+            operands = [v for p in item.segment.params for v in p.operands]
+            found |= dict.fromkeys([*item.segment.others, *operands], i)
+        return found | dict.fromkeys(variables_of(self.program.outs), len(self.items))
+
+    def _item(self, segment: Segment) -> Item:
+        moving = self.live.intersection(segment.sources)
+        live = segment.live_results(moving)
+        self.live.update(live)
+        rows, follower = self.program.rows, self._options.comm.follower
+        if isinstance(segment, ScanSegment):
+            loop = staged_loop(
+                segment, self._stages, self._source, self._layers, moving, self._arguments, rows, follower
+            )
+            if loop is not None:
+                return loop
+        if not isinstance(segment, BlockSegment | PlainSegment):
+            return WholeStage(segment, self._sources_of_root(segment), moving, self.program, self._options)
+        sources = tuple(map(self._source, segment.params))
+        results = None
+        if isinstance(segment, PlainSegment):
+            results = tuple(i for i, key in enumerate(segment.results) if key in set(live))
+        wanted = Wanted(
+            tuple(p.root in moving for p in segment.params),
+            tuple(v in moving for v in segment.others),
+            results,
+            frozenset(i for i, v in enumerate(segment.others) if v in self._arguments),
+        )
+        states = [[rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results)]
+        by_row = [source.row is not None for source in sources]
+        stage = self._stages.of(segment, wanted, RowStates(*states, follower), by_row)
+        return StagedBlock(segment, stage, sources)
+
+    def _source(self, param: ShardedParam) -> Source:
+        """Return where the shard of a parameter comes from.
+
+        Raises:
+            ValueError: If it is taken from a stack that `jnp.stack` makes.
+        """
+        if param.root not in self.variables:
+            raise ValueError(
+                f"params{param.leaf.path} is taken from a stack of parameters, which a step in stages does not build: "
+                f'Offload(params="disk") reads one layer at a time. Scan over the stack alone, or keep the layers '
+                f"stacked in the tree of parameters."
+            )
+        return source_of(param, self.variables[param.root])
+
+    def _layers(self, param: ShardedParam) -> tuple[Source, ...] | None:
+        """Return where each layer of a stack comes from; None if the layers are not read one by one."""
+        if param.slices:
+            return None
+        if param.root in self.program.joined:
+            return tuple(map(self._source, self.program.joined[param.root]))
+        of = self.variables[param.root]
+        return tuple(Source(of, row) for row in range(of.leaf.shape[0])) if of.is_by_row else None
+
+    def _sources_of_root(self, segment: Segment) -> dict[Any, tuple[Source, ...]]:
+        """Return where the arrays come from that a segment's parameters are taken from."""
+        members = {p.root: self.program.joined.get(p.root) for p in segment.params}
+        return {
+            root: (Source(self.variables[root]),) if layers is None else tuple(map(self._source, layers))
+            for root, layers in members.items()
+        }
+
+    def _reached(self) -> list[Item]:
+        """Return the items whose results have cotangents, last first."""
+        reached, found = {v for v in variables_of(self.program.outs[:1]) if v in self.live}, []
+        for item in reversed(self.items):
+            if not reached.isdisjoint(_differentiated(item)):
+                found.append(item)
+                reached.update(v for v in item.segment.others if v in self.live)
+        return found
+
+    def _trained_uses(self) -> list[list[Source]]:
+        """Return the sources that get gradients, for each execution of the backward pass."""
+        uses = []
+        for item in self.backward:
+            if isinstance(item, WholeStage):
+                uses.append([source for root in item.trained for source in item.roots[root]])
+                continue
+            assert item.stage.passes is not None
+            chosen = item.stage.passes.active_params
+            uses += [[use[i] for i in chosen] for use in _forward_uses(item)]
+        return uses
+
+
+def variables_of(outs: Sequence) -> list:
+    """Return the variables and gathered parameters among a program's results."""
+    return [atom for atom in outs if isinstance(atom, Gathered) or not compat.is_literal(atom)]
+
+
+def _differentiated(item: Item) -> list:
+    """Return the results of an item that may have cotangents."""
+    if isinstance(item, WholeStage):
+        return list(item.segment.results) if item.is_differentiated else []
+    if item.stage.passes is None:
+        return []
+    if isinstance(item, StagedLoop):
+        places = zip(item.loop.results, item.segment.results, strict=True)
+        return [key for i, key in places if i in item.stage.passes.active_results]
+    return [item.segment.results[i] for i in item.stage.passes.active_results]
+
+
+def _forward_uses(item: Item) -> list[list[Source]]:
+    """Return the sources that each execution of the forward pass reads."""
+    if isinstance(item, StagedLoop):
+        return [item.sources(iteration) for iteration in range(item.loop.length)]
+    return [list(item.sources)]
+
+
+def _backward_uses(item: Item) -> list[list[Source]]:
+    """Return the sources that each execution of the backward pass reads, in its order."""
+    if isinstance(item, WholeStage):
+        return [item.sources]
+    return [[use[i] for i in item.stage.needed] for use in reversed(_forward_uses(item))]

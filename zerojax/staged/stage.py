@@ -1,0 +1,206 @@
+"""A segment as two compiled programs, forward and backward; segments that are alike share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.comm.mesh import constrain
+from zerojax.gather.residuals import BlockResiduals, Static
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
+from zerojax.gather.segments import BlockSegment, PlainSegment, Segment
+from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.vjp import RowStates, traced_passes
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    """Stands for a variable, in a segment that several segments share.
+
+    Attributes:
+        aval: Shape and type of the value.
+    """
+
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which cotangents a segment's backward pass gives.
+
+    Attributes:
+        trained: For each parameter, whether its gradient is wanted.
+        active: For each other input, whether its cotangent is wanted.
+        results: Indices of the results that are differentiated; None: all that can be.
+        summands: Indices of the other inputs whose cotangents may stay one partial sum per worker.
+    """
+
+    trained: tuple[bool, ...]
+    active: tuple[bool, ...]
+    results: tuple[int, ...] | None
+    summands: frozenset[int]
+
+
+class Stage:
+    """A segment as two programs.
+
+    Its parameters are given as shards. A shard that is one row of a stack has a dim 0 of one, as on disk.
+
+    Attributes:
+        passes: The two passes; None if nothing before the segment wants a cotangent.
+    """
+
+    def __init__(
+        self, segment: Segment, wanted: Wanted, rows: RowStates, options: Options, by_row: Sequence[bool], mesh: Any
+    ):
+        """Trace the passes; nothing is compiled yet.
+
+        Args:
+            segment: The segment.
+            wanted: Its cotangents.
+            rows: Where its inputs and results hold the rows of the batch.
+            options: How to gather.
+            by_row: For each parameter, whether its shard has a dim 0 of one.
+            mesh: The mesh of the shards.
+        """
+        assert isinstance(segment, BlockSegment | PlainSegment)
+        roots = [jax.core.ShapedArray(p.leaf.shape, p.leaf.dtype) for p in segment.params]
+        roots = [Slot(aval.update(dtype=p.stored.dtype)) for p, aval in zip(segment.params, roots, strict=True)]
+        params = [_plain(p, slot) for p, slot in zip(segment.params, roots, strict=True)]
+        slots = lambda variables: tuple(Slot(v.aval) for v in variables)
+        inputs = segment.jaxpr.invars[len(params) :]
+        self._segment = dataclasses.replace(
+            segment, params=tuple(params), others=slots(inputs), results=slots(segment.jaxpr.outvars)
+        )
+        self._options, self._by_row, self._mesh = options, tuple(by_row), mesh
+        self._arguments = [self._segment.others[i] for i in sorted(wanted.summands)]
+        self.passes = None
+        if any(wanted.trained) or any(wanted.active):
+            self.passes = traced_passes(
+                segment.run,
+                [jax.ShapeDtypeStruct(p.leaf.shape, p.leaf.dtype) for p in params],
+                [v.aval for v in inputs],
+                trained=wanted.trained,
+                active=wanted.active,
+                wanted=wanted.results,
+                rows=rows,
+            )
+        self.forward = jax.jit(self._forward)
+        self.backward = jax.jit(self._backward)
+
+    @property
+    def needed(self) -> list[int]:
+        """Return the indices of the parameters that the backward pass reads."""
+        return [] if self.passes is None else sorted(self.passes.needed)
+
+    @property
+    def kept(self) -> list[int]:
+        """Return the indices of the other inputs that the backward pass reads."""
+        return [] if self.passes is None else sorted(self.passes.needed_others)
+
+    def _forward(self, shards: Sequence[Array], others: Sequence[Array]) -> tuple[list, list]:
+        """Return `(results, saved)`."""
+        segment = self._segment
+        env = dict(zip(segment.others, others, strict=True)) | self._roots(dict(enumerate(shards)))
+        gathered, others = segment.start(self._gathers(env, segment.params))
+        return (segment.run(gathered, others), []) if self.passes is None else self.passes.run(gathered, others)
+
+    def _backward(
+        self, shards: Sequence[Array], others: Sequence[Array], saved: Sequence, cotangents: Sequence[Array | None]
+    ) -> tuple[list, list]:
+        """Return `(gradients of shards, cotangents of other inputs)`, None where there is none.
+
+        Args:
+            shards: Those in `needed`.
+            others: Those in `kept`.
+            saved: As the forward pass returned it.
+            cotangents: One for each result; None where it is zero.
+        """
+        segment, passes = self._segment, self.passes
+        assert passes is not None
+        env = self._roots(dict(zip(self.needed, shards, strict=True)))
+        read: list[Any] = [None] * len(segment.others)
+        for i, x in zip(self.kept, others, strict=True):
+            read[i] = x
+        grads = GradScheduler(env, self._arguments, self._options)
+        pairs = zip(segment.results, cotangents, strict=True)
+        grads.cotangents.update({key: x for key, x in pairs if x is not None})
+        residuals = BlockResiduals(saved, read, [], None, Static(passes))
+        segment.backward(residuals, self._gathers(env, segment.last_gather(residuals)), grads)
+        grads.finish()
+        found = [grads.cotangents.get(p.root) for p in segment.params]
+        to_params = [
+            None if x is None else self._stored(x, p, on)
+            for x, p, on in zip(found, segment.params, self._by_row, strict=True)
+        ]
+        return to_params, [grads.cotangents.get(key) for key in segment.others]
+
+    def _stored(self, grad: Array, param: ShardedParam, by_row: bool) -> Array:
+        """Return a shard's gradient in the layout in which it is written."""
+        leaf = param.stored
+        if by_row:
+            assert leaf.dim is not None
+            others = (None, *leaf.others) if leaf.others else ()
+            leaf = dataclasses.replace(leaf, shape=(1, *leaf.shape), dim=leaf.dim + 1, others=others)
+            grad = jnp.expand_dims(grad, 0)
+        return constrain(self._mesh, grad, leaf)
+
+    def _roots(self, shards: dict[int, Array]) -> dict:
+        """Return the shards by their slots; of one that is not given, shape and type."""
+        params = enumerate(zip(self._segment.params, self._by_row, strict=True))
+        value = lambda x, by_row: jnp.squeeze(x, 0) if by_row else x
+        return {
+            p.root: value(shards[i], by_row)
+            if i in shards
+            else jax.ShapeDtypeStruct(p.leaf.storage_shape, p.root.aval.dtype)
+            for i, (p, by_row) in params
+        }
+
+    def _gathers(self, env: dict, params: Sequence[ShardedParam]) -> GatherScheduler:
+        """Return the gathers of this segment alone. The empty second use stands for the stages that follow."""
+        uses = Uses([params, []], [self._segment.computes, False], frozenset(self._arguments), {})
+        return GatherScheduler(env, uses, self._options)
+
+
+def _plain(param: ShardedParam, slot: Slot) -> ShardedParam:
+    """Return a parameter whose slices are done already, as a parameter of its own."""
+    leaf = dataclasses.replace(param.leaf, path="", reason="")
+    stored = dataclasses.replace(leaf, dtype=slot.aval.dtype)
+    return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=(), layer=None)
+
+
+class Stages:
+    """The stages of one program: segments that are alike get one."""
+
+    def __init__(self, options: Options, mesh: Any):
+        """Begin with none."""
+        self._made: dict[Any, Stage] = {}
+        self._options, self._mesh = options, mesh
+
+    def of(self, segment: Segment, wanted: Wanted, rows: RowStates, by_row: Sequence[bool] = ()) -> Stage:
+        """Return the stage of a segment."""
+        make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
+        shared = getattr(segment, "shared", None)
+        if shared is None:
+            return make()
+        params = tuple(
+            (dataclasses.replace(p.leaf, path="", reason=""), p.stored.dtype, p.wide, p.order) for p in segment.params
+        )
+        others = tuple((v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in segment.jaxpr.invars[len(params) :])
+        key = id(shared), params, others, wanted, tuple(rows.others), tuple(rows.results), tuple(by_row)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @property
+    def compiled(self) -> int:
+        """Return how many stages alike segments share."""
+        return len(self._made)

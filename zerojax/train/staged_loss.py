@@ -1,0 +1,208 @@
+"""A loss in stages: traced once per kind of batch, and run forward and backward for each microbatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.comm.mesh import wait_if_simulated
+from zerojax.gather.engine import split_arrays, traced
+from zerojax.gather.schedule import Options
+from zerojax.optim.plan import ShardingPlan
+from zerojax.staged.gradients import Gradients
+from zerojax.staged.microbatch import Microbatch, Reader
+from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.program import StagedProgram
+from zerojax.staged.state import on_disk
+from zerojax.train.batch import batch_shardings, fold_keys
+from zerojax.train.checked import checked
+from zerojax.train.loss import Returned, at_least_float32
+from zerojax.train.step_program import StepProgram
+from zerojax.train.view import View
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+# Of the loss's arguments after the parameters, the batch has rows.
+_OF_ROWS = (1,)
+
+
+class Traced(NamedTuple):
+    """A loss for batches of one kind.
+
+    Attributes:
+        staged: Its stages.
+        consts: Arrays that it closes over.
+        structure: The structure of what it returns.
+    """
+
+    staged: StagedProgram
+    consts: list
+    structure: Any
+
+
+class LossAndGrads(NamedTuple):
+    """What the loss and its gradients give, but for the gradients in files.
+
+    Attributes:
+        returned: What each microbatch returned.
+        resident: Sums of the gradients of parameters on the devices, one per differentiable parameter, reduced; None
+            for those on disk.
+        loss: The mean loss.
+        factor: What makes the sums the gradients of the loss.
+        weights_valid: Whether the weights can be divided by.
+        mutable: The last mutable state.
+    """
+
+    returned: list[Returned]
+    resident: list
+    loss: Array
+    factor: Array
+    weights_valid: Array
+    mutable: PyTree
+
+
+class StagedLoss:
+    """One loss under one plan."""
+
+    def __init__(self, program: StepProgram, plan: ShardingPlan):
+        """Store the arguments; nothing is traced yet."""
+        self.view = View(program.config, plan.layout, plan.grads, program.loss, program.options.accumulate)
+        self.plan = plan
+        self._program = program
+        self._traced: dict[Any, Traced] = {}
+        self.disk = on_disk(program.config, plan.layout)
+        self._microbatch = jax.jit(self._inputs, static_argnums=3)
+        self._begin = jax.jit(self._cotangent)
+        self._end = jax.jit(self._factor)
+        self._reduce = jax.jit(self._reduced)
+
+    def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
+        """Return the stages of the loss for `(mutable, batch, args)` of some types."""
+        arrays = jax.eval_shape(lambda *given: self._inputs(*given, 0), *inputs)
+        leaves, structure = jax.tree.flatten(arrays)
+        key = structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
+        if key not in self._traced:
+            self._traced[key] = self._trace(stored, arrays)
+        return self._traced[key]
+
+    def _trace(self, stored: dict[int, Array], arrays: tuple) -> Traced:
+        view, layout = self.view, self.view.layout
+        call = view.loss_of_params()
+        if not view.is_one_loss:
+            call = checked(call, manual=())
+        full = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if i not in stored else stored[i]
+            for i, leaf in enumerate(layout.params)
+        ]
+        found = traced(call, layout.treedef, layout.params, full, arrays, _OF_ROWS, view.comm.follower)
+        trained = {layout.trained[k] for k in view.differentiable}
+        active = [i in trained for i in range(len(full))]
+        options = Options(view.comm, prefetch=0, reshard_after_forward=True)
+        staged = StagedProgram(found.program, self.disk, active, options, view.config.mesh)
+        return Traced(staged, found.consts, found.structure)
+
+    @property
+    def all_traced(self) -> list[Traced]:
+        """Return the stages for every kind of batch so far."""
+        return list(self._traced.values())
+
+    def run(
+        self,
+        traced: Traced,
+        files: ModelFiles,
+        gradients: Gradients,
+        stored: dict[int, Array],
+        inputs: tuple,
+        scale: Any,
+    ) -> LossAndGrads:
+        """Differentiate every microbatch.
+
+        Args:
+            traced: The stages.
+            files: Parameters.
+            gradients: Takes the gradients of parameters on disk.
+            stored: Parameters on the devices.
+            inputs: `(mutable, batch, args)`.
+            scale: The loss scale.
+        """
+        view, mesh, (mutable, batch, args) = self.view, self.view.config.mesh, inputs
+        count, last = view.accumulate, view.accumulate - 1
+        returned, shares, sums, end = [], [], None, None
+        reader = Reader(files, traced.staged.reads * count)
+        try:
+            for m in range(count):
+                arrays, _ = split_arrays(self._microbatch(mutable, batch, args, m))
+                given = dict(stored)
+                given |= dict(enumerate([*arrays, *traced.consts], len(view.layout.params)))
+                one = Microbatch(traced.staged, reader, view.comm, mesh, gradients)
+                found = jax.tree.unflatten(traced.structure, one.forward(given))
+                mutable = found.mutable
+                returned.append(found._replace(mutable=None))
+                cotangent, share = self._begin(found.total, found.weight, scale)
+                shares.append(share)
+                if m == last:
+                    end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
+                gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[1] if end else None)
+                others = wait(mesh, one.backward(cotangent))
+                gradients.end()
+                sums = wait(mesh, self._reduce(others, share, sums))
+        finally:
+            reader.close()
+        assert end is not None
+        assert sums is not None
+        return LossAndGrads(returned, sums, *end, mutable)
+
+    def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
+        """Return the arguments of one microbatch. Traced under jit."""
+        view = self.view
+        batch = lax.with_sharding_constraint(batch, batch_shardings(view.config, view.config.mesh, batch))
+        if view.accumulate > 1:
+            batch = jax.tree.map(lambda x: view.microbatches_of(x)[number], batch)
+            args = fold_keys(args, jnp.int32(number))
+        return mutable, batch, *args
+
+    def _cotangent(self, total: Array, weight: Array, scale: Array) -> tuple[Array, Array]:
+        """Return the cotangent of a microbatch's loss, and what its gradients are multiplied by."""
+        view = self.view
+        cotangent = jnp.asarray(scale).astype(total.dtype)
+        if not view.loss.weighted:
+            return cotangent, jnp.float32(1 / view.microbatches)
+        share = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
+        return cotangent / share, share
+
+    def _factor(self, totals: list, weights: list, shares: list, scale: Array) -> tuple[Array, Array, Array]:
+        """Return `(loss, factor, whether weights are valid)`."""
+        view, total = self.view, jnp.stack(totals).sum()
+        if not view.loss.weighted:
+            return total / view.microbatches, jnp.asarray(1 / scale, jnp.float32), jnp.array(True)
+        each = jnp.stack(weights)
+        weight = each.sum()
+        valid = (weight > 0) & ((each < 0).sum() == 0)
+        weight = jnp.where(valid, weight, jnp.nan)
+        factor = (1.0 if view.accumulate > 1 else shares[0]) / weight / scale
+        return total / weight, factor, valid
+
+    def _reduced(self, others: dict[int, Array], share: Array, sums: list | None) -> list:
+        """Return the gradients of parameters on the devices: reduced, and added to those of earlier microbatches."""
+        view, layout = self.view, self.view.layout
+        grads: list[Any] = []
+        for k in view.differentiable:
+            leaf, i = layout.params[layout.trained[k]], layout.trained[k]
+            zeros = view.comm.zeros(leaf.shape, leaf.dtype)
+            grads.append(None if leaf.kind == "sharded" else view.comm.like(others[i], zeros) if i in others else zeros)
+        grads = view.reduce(grads)
+        if view.accumulate > 1:
+            grads = [x if x is None else at_least_float32(x) * share for x in grads]
+        if sums is None:
+            return grads
+        return [x if x is None else total + x.astype(total.dtype) for total, x in zip(sums, grads, strict=True)]
+
+
+def wait(mesh: Any, arrays: Any) -> Any:
+    """Return the arrays; simulated devices finish them before."""
+    wait_if_simulated(mesh, arrays)
+    return arrays

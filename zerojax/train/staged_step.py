@@ -1,0 +1,292 @@
+"""A training step whose parameters are on disk: the loss runs in stages, then the update chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.comm.mesh import constrain, replicated
+from zerojax.layout.chunked import is_chunked
+from zerojax.optim.checks import check_state
+from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.rollback import roll_back
+from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
+from zerojax.optim.update import unshard_after_update
+from zerojax.placement.storage import storage_leaves, to_storage, unpadded
+from zerojax.staged.gradients import Finishing, Gradients, logical_chunk
+from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.reductions import Cut, Reductions, combined
+from zerojax.staged.state import files_of, leaves_of_tree, node_of, trained_on_disk
+from zerojax.staged.update import StagedUpdate
+from zerojax.streaming.stores import StateStore, store_for
+from zerojax.train.aux import combine, merged, unmarked
+from zerojax.train.gradients import Gradients as AllGradients
+from zerojax.train.loss import mean_mutable
+from zerojax.train.loss_scaling import unscale, update_scaling
+from zerojax.train.staged_loss import LossAndGrads, StagedLoss, wait
+from zerojax.train.state import ZeroState
+from zerojax.train.step_program import Differentiated, StepProgram
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+class Small(NamedTuple):
+    """What of a step is on the devices when all gradients are in files.
+
+    Attributes:
+        state: The state before it, without parameters; a list as `opt_state`, with None for offloaded leaves.
+        stored: Parameters on the devices, by index, in storage shape.
+        found: The loss and its gradients.
+        squares: Sums of squares of the gradients in files, by index among the trained.
+        cuts: Values of the cuts, in their order; None for those that are not evaluated yet.
+        whole: Gradients that are needed whole, by index among the trained, in logical shape.
+    """
+
+    state: ZeroState
+    stored: Mapping[int, Array]
+    found: LossAndGrads
+    squares: Mapping[int, Array]
+    cuts: Sequence[Array | None]
+    whole: Mapping[int, Array]
+
+
+class Finished(NamedTuple):
+    """A step but for the update of what is in files.
+
+    Attributes:
+        new: The new state, without parameters and optimizer state.
+        metrics: The step's metrics.
+        params: One array per parameter, as stored; None for those on disk, and for those that groups update.
+        opt_state: One array per leaf of the optimizer state; None for those in files.
+        shared: What the groups of the update share.
+        others: Parameters and gradients on the devices that groups may read: `("param", i)` and `("grad", i)`.
+    """
+
+    new: ZeroState
+    metrics: dict
+    params: list
+    opt_state: list
+    shared: list
+    others: dict
+
+
+class StagedStep:
+    """The step of one plan: its programs, compiled when they are first needed."""
+
+    def __init__(self, program: StepProgram, plan: ShardingPlan):
+        """Plan the update; nothing is compiled yet."""
+        self._program, self._plan, self._config = program, plan, program.config
+        self._trained = trained_on_disk(program.config, plan)
+        self._loss = StagedLoss(program, plan)
+        self._update = StagedUpdate(program.config, plan, self._trained)
+        self._reductions = Reductions(self._update.partition.resident, self._trained)
+        self._finishing = Finishing()
+        self._finish = jax.jit(self._finished)
+        self._round = jax.jit(self._small_values, static_argnums=1)
+        self._unshard = jax.jit(self._unsharded)
+
+    @property
+    def read_before(self) -> list[str]:
+        """Say which parameters are read before a loop, and not layer by layer, in the losses that were traced."""
+        return [reason for one in self._loss.all_traced for reason in one.staged.gathered_before]
+
+    def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
+        """Do one step. Files that it leaves half written after an error are given up."""
+        check_state(self._config, self._plan, state.opt_state)
+        files = files_of(state.params)
+        if files is None:
+            raise TypeError(
+                'The state has no files, as tx.create makes it of shapes, and Offload(params="disk") trains from '
+                "files. Call tx.create with arrays, or with what tx.init_params returns."
+            )
+        leaves = leaves_of_tree(state.params)
+        files.require(next(x for x in leaves if is_chunked(x)).chunks[0])
+        held = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+        store = store_for(self._config, self._plan, held) if self._plan.offloaded else None
+        try:
+            return self._run(state, files, store, batch, args)
+        except BaseException:
+            files.abandon()
+            if store is not None:
+                store.abandon()
+            raise
+
+    def _run(
+        self, state: ZeroState, files: ModelFiles, store: StateStore | None, batch: Any, args: tuple
+    ) -> tuple[ZeroState, dict]:
+        config, plan = self._config, self._plan
+        resident = [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
+        nodes = {i: x for i, x in enumerate(leaves_of_tree(state.params)) if is_chunked(x)}
+        stored = self._stored(state)
+        inputs = state.mutable, batch, args
+        traced = self._loss.traced(stored, inputs)
+        gradients = Gradients(
+            files, self._trained, traced.staged.expected, self._reductions, self._finishing, config.mesh
+        )
+        scale = state.scaling.scale if self._program.scales_loss else jnp.float32(1)
+        found = self._loss.run(traced, files, gradients, stored, inputs, scale)
+        squares, known = gradients.scalars()
+        cuts = [known.get(cut.var) for cut in self._reductions.cuts]
+        bare = state.replace(params=None, opt_state=None)
+        small = Small(bare, stored, found, squares, cuts, {})
+        small = self._reduced(small, resident, files)
+        done = wait(config.mesh, self._finish(small, resident))
+        leaves, params = list(done.opt_state), list(done.params)
+        if self._program.may_skip and bool(done.new.scaling.skips > 0):
+            before = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+            leaves = [old if is_chunked(old) else x for old, x in zip(before, leaves, strict=True)]
+        else:
+            kept = {k: x for k, x in enumerate(leaves) if x is not None}
+            held, updated = self._update.run(files, store, done.shared, kept, done.others)
+            leaves = [held.get(k, x) for k, x in enumerate(leaves)]
+            if updated:
+                params = [new if new is not None else x for new, x in zip(self._unshard(updated), params, strict=True)]
+            files.advance()
+        nodes = {i: node_of(files, self._loss.disk[i]) for i in nodes}
+        tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms(params, plan))])
+        return done.new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), done.metrics
+
+    def _stored(self, state: ZeroState) -> dict[int, Array]:
+        """Return the parameters on the devices by index, in storage shape."""
+        leaves = enumerate(zip(leaves_of_tree(state.params), self._plan.layout.params, strict=True))
+        return {i: storage_leaves([x], [leaf])[0] for i, (x, leaf) in leaves if not is_chunked(x)}
+
+    def _reduced(self, small: Small, resident: Sequence, files: ModelFiles) -> Small:
+        """Evaluate the cuts that were not reduced with the gradients, and read what is needed whole."""
+        reductions, cuts = self._reductions, list(small.cuts)
+        for number in range(1, reductions.rounds + 1):
+            later = reductions.later(number)
+            if not later:
+                continue
+            known = self._round(small._replace(cuts=cuts), number, resident)
+            for cut in later:
+                values = dict(zip(cut.inputs[1:], known[reductions.cuts.index(cut)], strict=True))
+                cuts[reductions.cuts.index(cut)] = self._evaluated(cut, values, files)
+        whole = {k: self._whole(k, files) for k in reductions.whole}
+        return small._replace(cuts=cuts, whole=whole)
+
+    def _evaluated(self, cut: Cut, known: Mapping, files: ModelFiles) -> Array:
+        grad = self._trained[cut.grad].grad
+        if cut.combine is None:
+            return wait(self._config.mesh, jax.jit(cut.of_whole)(self._whole(cut.grad, files), list(known.values())))
+        program = jax.jit(lambda x, values: cut.of_chunk(logical_chunk(x, grad.leaf, grad.chunking.dim), values))
+        chunks = (files.receive(*piece, files.read(*piece), "device") for piece in grad.pieces)
+        return combined(cut, [wait(self._config.mesh, program(x, list(known.values()))) for x in chunks])
+
+    def _whole(self, k: int, files: ModelFiles) -> Array:
+        """Return a gradient in logical shape on the devices."""
+        grad = self._trained[k].grad
+        stored = grad.joined([files.receive(*piece, files.read(*piece), "device") for piece in grad.pieces])
+        return wait(self._config.mesh, unpadded(stored, grad.leaf))
+
+    def _known(self, small: Small, resident: Sequence, old: Mapping, grads: Mapping) -> dict:
+        """Return the values of the update's variables that are known before it; traced under jit."""
+        plan, equations = self._plan, self._reductions.equations
+        consts = self._update.partition.consts
+        read = {
+            PARAM: lambda i: unpadded(old[i].astype(plan.grads[i].dtype), plan.grads[i]),
+            STATE: lambda k: unpadded(resident[k], plan.state[k]),
+            EXTRA: lambda _: small.found.loss.astype(jnp.float32),
+            CONST: lambda i: consts[i],
+            GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
+        }
+        known = {}
+        for var, (kind, i) in zip(equations.jaxpr.invars, equations.reads, strict=True):
+            if kind == GRAD and i in self._trained:
+                if i in small.whole:
+                    known[var] = small.whole[i].astype(var.aval.dtype)
+            else:
+                known[var] = read[kind](i)
+        cuts = zip(self._reductions.cuts, small.cuts, strict=True)
+        return known | {cut.var: x for cut, x in cuts if x is not None}
+
+    def _small_values(self, small: Small, number: int, resident: Sequence) -> dict[int, list]:
+        """Return what the later cuts of a round read beside gradients, by their index; traced under jit."""
+        cuts = self._reductions.later(number)
+        values = self._reductions.small_values(cuts, self._known(small, resident, self._old(small), self._grads(small)))
+        return {self._reductions.cuts.index(cut): [values[v] for v in cut.inputs[1:]] for cut in cuts}
+
+    def _old(self, small: Small) -> dict[int, Array]:
+        """Return the trained parameters on the devices, sharded for the update, by index among the trained."""
+        plan = self._plan
+        pairs = [(k, i) for k, i in enumerate(plan.layout.trained) if i in small.stored]
+        return {k: to_storage(self._config, small.stored[i], plan.grads[k]) for k, i in pairs}
+
+    def _grads(self, small: Small) -> dict[int, Array]:
+        """Return the gradients on the devices, multiplied by the step's factor, by index among the trained."""
+        plan, view, factor = self._plan, self._loss.view, small.found.factor
+        found = dict(zip(view.differentiable, small.found.resident, strict=True))
+        given = {k: x for k, x in found.items() if x is not None}
+        pairs = zip(given, unscale(list(given.values()), factor), strict=True)
+        grads = {k: constrain(self._config.mesh, x, plan.grads[k]) for k, x in pairs}
+        for k, i in enumerate(plan.layout.trained):
+            if i in small.stored and k not in grads:
+                grads[k] = jnp.zeros(plan.grads[k].storage_shape, plan.grads[k].dtype)
+        return grads
+
+    def _finished(self, small: Small, resident: Sequence) -> Finished:
+        """Finish the step but for the update of what is in files; traced under jit."""
+        config, plan, program = self._config, self._plan, self._program
+        state, found, view = small.state, small.found, self._loss.view
+        old, wide = self._old(small), self._grads(small)
+        squares = [
+            small.squares[k] if k in small.squares else jnp.sum(jnp.square(jnp.abs(wide[k]).astype(jnp.float32)))
+            for k in range(len(plan.grads))
+        ]
+        squares = jnp.asarray(squares, jnp.float32)
+        mutable = lax.with_sharding_constraint(mean_mutable(found.mutable, view.comm), replicated(config.mesh))
+        grads = {k: x.astype(plan.grads[k].dtype) for k, x in wide.items()}
+        results = iter(self._reductions.results(self._known(small, resident, old, grads)))
+        partition = self._update.partition
+        updated = {i: to_storage(config, next(results), plan.grads[i]) for i in partition.resident_params}
+        new_state = {k: to_storage(config, next(results), plan.state[k]) for k in partition.resident_state}
+        leaves, shared = [new_state.get(k, x) for k, x in enumerate(resident)], list(results)
+        scaling, skipped = state.scaling, jnp.zeros((), bool)
+        opt_state = jax.tree.unflatten(plan.state_def, leaves)
+        if program.may_skip:
+            finite = jnp.isfinite(squares) if program.skips_nonfinite else jnp.ones(squares.shape, bool)
+            scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=found.weights_valid)
+            skipped = scaling.skips > 0
+            before = {i: old[i] for i in updated}, list(resident), state.mutable
+            updated, leaves, mutable = roll_back(~skipped, (updated, leaves, mutable), before)
+        gradients = AllGradients(
+            found.loss, [], self._aux(found), None, mutable, found.weights_valid, squares, state.rounding_errors, []
+        )
+        metrics = program.metrics(state, Differentiated(gradients, [], [], scaling, skipped), opt_state)
+        params = self._unsharded(updated, small.stored)
+        step = state.step + jnp.where(skipped, 0, 1)
+        new = ZeroState(step, None, None, scaling, mutable, state.rounding_errors, plan)
+        others = {("param", i): x for i, x in old.items() if i not in updated} | {
+            ("grad", i): x for i, x in grads.items()
+        }
+        return Finished(new, metrics, params, leaves, shared, others)
+
+    def _unsharded(self, updated: Mapping[int, Array], stored: Mapping[int, Array] | None = None) -> list:
+        """Return updated parameters as they are stored, and the others of `stored`; None for the rest."""
+        plan, given = self._plan, stored or {}
+        frozen = [given.get(i) for i in range(len(plan.layout.params))]
+        new = [updated.get(k) for k in range(len(plan.grads))]
+        params = unshard_after_update(self._config, plan, new, frozen)
+        return [given.get(i) if x is None else x for i, x in enumerate(params)]
+
+    def _aux(self, found: LossAndGrads) -> Any:
+        view = self._loss.view
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(x.aux for x in found.returned))
+        if view.is_one_loss:
+            return unmarked(jax.tree.map(lambda x: x[0], stacked))
+        weights = jnp.stack([x.weight for x in found.returned])
+        total = weights.sum() if view.loss.weighted else view.microbatches
+        if view.loss.weighted:
+            total = jnp.where(found.weights_valid, total, jnp.nan)
+        return merged(*combine(stacked, weights, total, view.comm, view.rows_of))
+
+
+def in_forms(params: Sequence, plan: ShardingPlan) -> list:
+    """Return parameters on the devices as leaves of a tree in storage. None of them is padded: these are sharded."""
+    pairs = zip(params, plan.layout.params, strict=True)
+    return [x if x is None else unpadded(x, leaf) for x, leaf in pairs]
