@@ -99,8 +99,9 @@ def leaves_of_tree(params: PyTree) -> list:
 
 
 def files_of(params: PyTree) -> ModelFiles | None:
-    """Return the files of a tree of parameters, or None if none of them is on disk."""
-    return next((x.store.files for x in leaves_of_tree(params) if is_chunked(x) and x.store is not None), None)
+    """Return the files of a tree of parameters, or None if it has no parameter on disk; optimizer state is none."""
+    stores = (x.store for x in leaves_of_tree(params) if is_chunked(x) and x.store is not None)
+    return next((store.files for store in stores if isinstance(store.files, ModelFiles)), None)
 
 
 def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:

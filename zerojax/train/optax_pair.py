@@ -23,7 +23,7 @@ from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
 from zerojax.placement.storage import Form, padded_forms
 from zerojax.placement.unusable import unusable_named
-from zerojax.staged.state import loaded
+from zerojax.staged.state import files_of, loaded, shapes_on_disk
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
 from zerojax.train.same_run import SameCalls, types_of
@@ -61,7 +61,8 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
             "tx.unshard(state.params) and tx.unshard(state.opt_state)."
         )
     with unusable_named(config.mesh, tree=tree):
-        if (state := unshard_state(config, tree, params)) is not None:
+        is_params = files_of(tree) is not None
+        if not is_params and (state := unshard_state(config, tree, shapes_on_disk(params))) is not None:
             return state
         on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, loaded(tree))
         gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
