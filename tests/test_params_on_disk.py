@@ -10,6 +10,7 @@ from matrix_optimizers import shampoo
 from test_offload_params import LOSSES, batch_of, model_params
 
 from zerojax import Offload, Precision, zero_shard
+from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.layout.chunked import is_chunked
 
 ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
@@ -69,7 +70,9 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-3),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "each leaf clipped": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.adamw(1e-2)),
-    "clipped twice": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "clipped twice": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm(), optax.sgd(0.1)
+    ),
     "lamb": lambda: optax.lamb(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "muon": lambda: optax.contrib.muon(1e-2),
@@ -118,7 +121,7 @@ def test_every_kind_of_step_trains_the_same(tmp_path, name):
     loss, options = STEPS[name]
     if "mutable" in options:
         start = options["mutable"]
-        config = dict(has_aux=True)
+        config = {"has_aux": True}
         have, found = run_mutable(on_disk(tmp_path), loss, start, config)
         want, wanted = run_mutable(sharded(), loss, start, config)
         assert_close((have, found), (want, wanted))
@@ -163,3 +166,87 @@ def test_what_is_large_is_on_disk(tmp_path):
     state = on_disk(tmp_path).create(model_params())
     kinds = jax.tree.map(is_chunked, state.params, is_leaf=is_chunked)
     assert kinds == {"embed": True, "layers": {"w": True, "bias": False}, "uneven": True}
+
+
+def test_evaluation_streams_and_equals_that_in_memory(tmp_path):
+    """With a batch that the devices divide, and one that they do not."""
+    disk, memory = on_disk(tmp_path), sharded()
+
+    def predict(params, batch, scale):
+        return {
+            "logits": params["embed"][batch["tokens"]] @ params["embed"].T * scale,
+            "loss": LOSSES["loop"](params, batch),
+        }
+
+    have, want = disk.eval_step(predict), memory.eval_step(predict)
+    state = disk.create(model_params())
+    for rows in (batch_of(), {"tokens": batch_of()["tokens"][:7]}):
+        found, wanted = have(state.params, rows, 2.0), want(memory.shard(model_params()), rows, 2.0)
+        assert_close(jax.device_get(found), jax.device_get(wanted))
+
+
+@pytest.mark.parametrize("precision", [None, Precision.bf16()])
+def test_parameters_are_initialised_into_files(tmp_path, precision):
+    tx = on_disk(tmp_path, precision=precision)
+    given = model_params()
+    params = tx.init_params(lambda: given)
+    assert is_chunked(params["embed"])
+    assert params["embed"].dtype == jnp.float32
+    assert_close(jax.device_get(tx.unshard(params)), model_params(), atol=0)
+    state = tx.create(params)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if precision else x, model_params())
+    assert_close(jax.device_get(tx.unshard(state.params)), jax.device_get(narrow), atol=0)
+    if precision:
+        masters = tx.unshard(tx.as_params(state.opt_state.master, params))
+        assert_close(jax.device_get(masters), model_params(), atol=0)
+
+
+@pytest.mark.parametrize("precision", [None, Precision.bf16()])
+def test_a_checkpoint_restores_into_any_layout(tmp_path, precision):
+    """From disk to disk on other devices, to memory, and back; training goes on as if nothing had been."""
+    shapes = jax.eval_shape(model_params)
+    options = {"precision": precision}
+    ways = {
+        "disk": on_disk(tmp_path / "again", **options),
+        "three": on_disk(tmp_path / "three", devices=3, **options),
+        "memory": sharded(**options),
+        "host": sharded(offload=Offload(optimizer="host", params="host", update="device"), **options),
+    }
+    tx = on_disk(tmp_path / "run", **options)
+    step, state = tx.train_step(LOSSES["loop"]), tx.create(model_params())
+    state, _ = step(state, batch_of(0))
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        saved.wait()
+        wanted = masters_of(tx, state)
+        after, _ = step(state, batch_of(1))  # the checkpoint is of the state before
+        for name, other in ways.items():
+            restored = saved.restore(other.create(shapes)).state
+            assert_close(masters_of(other, restored), wanted, atol=0)
+            if name == "disk":
+                again, _ = other.train_step(LOSSES["loop"])(restored, batch_of(1))
+                assert_close(masters_of(other, again), masters_of(tx, after), atol=0)
+        back = ways["memory"].create(model_params())
+        saved.save(back, step=2)
+        saved.wait()
+        restored = saved.restore(after).state
+        assert_close(masters_of(tx, restored), jax.device_get(model_params()), atol=0)
+        step(restored, batch_of(2))
+
+
+def masters_of(tx, state):
+    """The parameters in their widest type, on the host."""
+    master = getattr(state.opt_state, "master", None)
+    found = tx.unshard(state.params)
+    if master is not None:
+        found = tx.unshard(tx.as_params(master, state.params))
+    return jax.device_get(found)
+
+
+def test_an_export_is_read_back_into_files(tmp_path):
+    tx = on_disk(tmp_path / "run")
+    state, _ = tx.train_step(LOSSES["loop"])(tx.create(model_params()), batch_of(0))
+    export(state, tmp_path / "exported")
+    shapes = jax.eval_shape(model_params)
+    read = import_params(tmp_path / "exported", sharded().shard(shapes))
+    assert_close(jax.device_get(sharded().unshard(read)), jax.device_get(tx.unshard(state.params)), atol=0)

@@ -19,7 +19,8 @@ from zerojax.optim.as_params import as_params
 from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import cast_params, check_host_room, place_params
 from zerojax.placement.storage import in_storage, named_tree
-from zerojax.train.begin import create, initialised
+from zerojax.staged.state import loaded, put_on_disk, shapes_on_disk
+from zerojax.train.begin import create, initialised, initialised_on_disk
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.optax_pair import adopt, init, unshard, update
@@ -68,6 +69,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         config, layout = self.config, layout_of(self.config, jax.eval_shape(init_fn, *args))
         check_host_room(config, layout)
+        if config.params_on_disk:
+            return on_auto_mesh(config.user_mesh, initialised_on_disk, config, layout, init_fn, args)
         arrays = initialised(config, init_programs(config, layout, init_fn, args), args)
         store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
         shardings = lambda _: named_tree(config, layout.treedef, layout.params)
@@ -84,7 +87,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             the types that `precision` asks for: at stages 0 to 2 that is the one to compute in, so make the
             optimizer's state from the wider parameters before. Of shapes, shapes with their shardings.
         """
-        config, layout = self.config, layout_of(self.config, params)
+        config, layout = self.config, layout_of(self.config, shapes_on_disk(params))
+        if config.params_on_disk:
+            return on_auto_mesh(config.user_mesh, put_on_disk, config, layout, params)
 
         def store(params):
             arrays = place_params(config, layout, params)
@@ -142,7 +147,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Raises:
             ValueError: If `mirror` is of another structure or shape.
         """
-        return as_params(self.config, mirror, params)
+        return as_params(self.config, mirror, loaded(params))
 
     def eval_step(self, fn: Callable) -> Callable:
         """Return a jitted function of full parameters, gathered where they are used: evaluation, generation.

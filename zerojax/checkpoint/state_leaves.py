@@ -17,7 +17,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.optim.master_weights import MasterState
-from zerojax.placement.chunking import joined
+from zerojax.placement.chunking import joined, replaced
 from zerojax.placement.storage import leaves_of
 from zerojax.train.state import ZeroState
 
@@ -118,7 +118,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     if masters:
         structure = jax.tree.structure(like.opt_state.master, is_leaf=is_chunked)
         opt_state = MasterState(opt_state, jax.tree.unflatten(structure, [params[i] for i in masters]))
-        shardings = [x.sharding for x in jax.tree.leaves(like.params)]
+        shardings = [x.sharding for x in jax.tree.leaves(like.params, is_leaf=is_chunked)]
         conversions = {i: Conversion(leaf, layout.params[i], shardings[i]) for i, (leaf, _) in masters.items()}
         offloaded = [i for i in masters if is_chunked(params[i])]
         # offloaded leaves one at a time: device memory may be too small for all
@@ -126,7 +126,11 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
             wide = [joined(params[i]) if i in offloaded else params[i] for i in group]
             for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
                 params[i] = narrow
-    stored = jax.tree.unflatten(jax.tree.structure(like.params), params)
+    nodes, structure = jax.tree.flatten(like.params, is_leaf=is_chunked)
+    # Narrow copies of master weights are written to the files that they are read from.
+    pairs = zip(nodes, params, strict=True)
+    params = [replaced(node, x) if is_chunked(node) and not is_chunked(x) else x for node, x in pairs]
+    stored = jax.tree.unflatten(structure, params)
     return like.replace(params=stored, opt_state=opt_state, **fields)
 
 

@@ -22,8 +22,10 @@ from zerojax.placement.storage import named, storage_leaves
 MOST_PROGRAMS = 8
 
 
-def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> list[Any]:
-    """Return jitted programs of `args`. Each makes the next few parameters, in storage shape."""
+def init_programs(
+    config: Config, layout: Layout, init_fn: Callable, args: tuple, *, most: int = MOST_PROGRAMS
+) -> list[Any]:
+    """Return jitted programs of `args`, about `most`. Each makes the next few parameters, in storage shape."""
     jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 
     def some(indices, *args):
@@ -33,15 +35,15 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
     return [
         jax.jit(functools.partial(some, group), out_shardings=[named(config, layout.params[i]) for i in group])
-        for group in groups(layout.params)
+        for group in groups(layout.params, most)
     ]
 
 
-def groups(leaves: tuple[Leaf, ...]) -> Iterator[tuple[int, ...]]:
+def groups(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
     """Group the leaves in order, so that a group is small beside the largest full leaf."""
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
-    budget = max(largest // 2, sum(local) // MOST_PROGRAMS)
+    budget = max(largest // 2, sum(local) // most)
     group: list[int] = []
     for i, size in enumerate(local):
         if group and sum(local[j] for j in group) + size > budget:

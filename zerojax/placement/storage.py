@@ -21,6 +21,7 @@ from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
+from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded, known_to_flax, pad, trim
 from zerojax.layout.tree import Layout
@@ -31,8 +32,13 @@ if TYPE_CHECKING:
 
 
 def leaves_of(params: PyTree) -> list:
-    """Return the leaves of a tree without opening `Padded` nodes."""
-    return jax.tree.leaves(params, is_leaf=is_padded)
+    """Return the leaves of a tree without opening nodes of padded arrays, or of parameters on disk."""
+    return jax.tree.leaves(params, is_leaf=is_stored_node)
+
+
+def is_stored_node(x: Any) -> bool:
+    """Return whether a node of a tree of parameters stands for one array; for `is_leaf=`."""
+    return is_padded(x) or is_chunked(x)
 
 
 # The padded dim of a `Padded` and its size in storage; None for a plain array.

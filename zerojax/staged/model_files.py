@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from zerojax.layout.chunked import Chunking
+from zerojax.comm.mesh import replicated
+from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore, Lease
-from zerojax.offload.state_files import StateFiles, close_store, shards_of
+from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, shards_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, Int
 
 # Chunks that are read ahead, and as many that are written behind.
 READ_AHEAD = 8
@@ -47,6 +50,7 @@ class ModelFiles(StateFiles):
         *,
         host_bytes: int | None,
         first: Sequence[int],
+        params: Collection[int],
     ):
         """Name the files.
 
@@ -55,12 +59,14 @@ class ModelFiles(StateFiles):
             leaves: Layout, chunking and sharding of each parameter and gradient, by a number.
             host_bytes: Host memory for buffers and for chunks that are kept there; None: for buffers alone.
             first: The numbers of the leaves in the order in which they are kept in host memory.
+            params: The numbers of parameters.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
         self._path = path
         self._versions: collections.Counter[int] = collections.Counter()
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
+        self._params, self._saved = frozenset(params), set[int]()
         self.moved = {"read": 0, "written": 0}
         left = (host_bytes or 0) - self.buffer_bytes
         for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
@@ -93,6 +99,24 @@ class ModelFiles(StateFiles):
         store = DiskStore(self.path, self._disk_specs, in_flight=READ_AHEAD)
         weakref.finalize(self, close_store, store)
         return store
+
+    def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
+        """Return layout, chunking and sharding of a leaf."""
+        return self._leaves[k]
+
+    def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
+        """Return the nodes that stand for the parameters in a tree; if `is_shape`, of parameters not yet written."""
+        found = {}
+        for k in sorted(self._params):
+            leaf, chunking, sharding = self._leaves[k]
+            mesh = sharding.mesh
+            assert isinstance(mesh, Mesh)
+            version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(mesh))
+            if not is_shape:
+                version = jax.device_put(np.array(self._version, np.int32), replicated(mesh))
+            store = ModelLeaf(self, k, len(chunking.extents))
+            found[k] = Chunked((version,), leaf, chunking, sharding, store)
+        return found
 
     def read(self, k: int, n: int) -> Future[Lease]:
         """Begin to read chunk `n` of leaf `k`; see `StateFiles`."""
@@ -129,14 +153,16 @@ class ModelFiles(StateFiles):
         self.moved["written"] += self._specs[index].bytes
         self._store.write(index, shards, version=self._versions[index])
 
-    @property
-    def version(self) -> np.ndarray:
-        """Return the version of the parameters, an int32 scalar."""
-        return np.array(self._version, np.int32)
-
     def advance(self) -> None:
         """Count one more version of the parameters: an earlier state can no longer be read."""
         self._version += 1
+
+    def saved(self, k: int) -> None:
+        """Note that a parameter was written outside of a step; once all of them were, they are one version more."""
+        self._saved.add(k)
+        if self._saved == self._params:
+            self._saved.clear()
+            self.advance()
 
     def abandon(self) -> None:
         """Give up files that an interrupted step left half written; see `StateFiles`."""
@@ -149,6 +175,20 @@ class ModelFiles(StateFiles):
         self.copy_all()
         if "_store" in self.__dict__:
             self._store.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLeaf(LeafFiles):
+    """Where a parameter is on disk; see `LeafFiles`."""
+
+    def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
+        """Write it anew; see `LeafFiles`."""
+        files = self.files
+        assert isinstance(files, ModelFiles)
+        version = super().save(jax.block_until_ready(list(chunks)))
+        files.flush()
+        files.saved(self.k)
+        return version
 
 
 def local_bytes(leaf: Leaf, chunking: Chunking, sharding: NamedSharding) -> int:

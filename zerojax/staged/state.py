@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
-from zerojax.layout.chunked import Chunked, is_chunked, row_chunking_of
+from zerojax.layout.chunked import is_chunked, row_chunking_of
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_padded
+from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout, canonical
-from zerojax.offload.state_files import LeafFiles
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.chunking import joined, splitting
-from zerojax.placement.place import place_array
-from zerojax.placement.storage import named, storage_leaves
+from zerojax.placement.place import are_shapes, place_array
+from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_leaves
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.update import Trained
@@ -60,47 +60,30 @@ def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
     """Return the files of a run's parameters and gradients. Parameters are kept in host memory before gradients."""
     params = on_disk(config, plan.layout)
     grads = [trained.grad for trained in trained_on_disk(config, plan).values()]
-    return _files(config, "params", [*params.values(), *grads])
+    return _files(config, "params", [*params.values(), *grads], len(params))
 
 
-def files_of_params(config: Config, layout: Layout) -> ModelFiles:
-    """Return the files of parameters that were initialised or imported, in the types of the master weights."""
-    wide = dict(enumerate(leaf.dtype for leaf in layout.grads))
-    return _files(config, "given", list(on_disk(config, layout, wide).values()))
+def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
+    """Return the files of parameters that no run has yet, in the types of some leaves."""
+    params = list(on_disk(config, layout, {i: leaf.dtype for i, leaf in enumerate(types)}).values())
+    return _files(config, "given", params, len(params))
 
 
-def _files(config: Config, name: str, kept: list[OnDisk]) -> ModelFiles:
+def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFiles:
+    """Return files of parameters, of which there are `count`, and of gradients."""
     offload = config.offload
     assert offload is not None
     assert offload.path is not None
     leaves = {of.index: (of.leaf, of.chunking, of.sharding) for of in kept}
     assert not isinstance(offload.host_bytes, str)
-    return ModelFiles(
-        os.path.join(offload.path, name), leaves, host_bytes=offload.host_bytes, first=[of.index for of in kept]
-    )
-
-
-def node_of(files: ModelFiles, of: OnDisk) -> Chunked:
-    """Return the node that stands for a parameter in a tree."""
-    version = jax.device_put(files.version, replicated(of.mesh))
-    chunks = len(of.chunking.extents)
-    return Chunked((version,), of.leaf, of.chunking, of.sharding, LeafFiles(files, of.index, chunks))
-
-
-def node_of_shape(config: Config, of: OnDisk) -> Chunked:
-    """Return the node of a parameter of which only the shape is known; no file is made."""
-    version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
-    return Chunked((version,), of.leaf, of.chunking, of.sharding)
-
-
-def leaves_of_tree(params: PyTree) -> list:
-    """Return the leaves of a tree without opening nodes of padded arrays and of parameters on disk."""
-    return jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_chunked(x))
+    first, params = [of.index for of in kept], [of.index for of in kept[:count]]
+    path = os.path.join(offload.path, name)
+    return ModelFiles(path, leaves, host_bytes=offload.host_bytes, first=first, params=params)
 
 
 def files_of(params: PyTree) -> ModelFiles | None:
     """Return the files of a tree of parameters, or None if it has no parameter on disk; optimizer state is none."""
-    stores = (x.store for x in leaves_of_tree(params) if is_chunked(x) and x.store is not None)
+    stores = (x.store for x in leaves_of(params) if is_chunked(x) and x.store is not None)
     return next((store.files for store in stores if isinstance(store.files, ModelFiles)), None)
 
 
@@ -112,11 +95,52 @@ def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
     return place_array(stored, named(config, leaf))
 
 
-def write_leaf(files: ModelFiles, of: OnDisk, stored: Array) -> None:
-    """Write a parameter that is on the devices, in the type of its files."""
-    chunks = splitting(of.mesh, of.sharding, of.leaf, of.chunking)(stored.astype(of.leaf.dtype))
+def write_params(
+    config: Config, layout: Layout, leaves: Iterable[Any], files: ModelFiles, *, shapes: bool = False
+) -> PyTree:
+    """Return a tree of parameters in storage; those that are sharded are written to files, one after the other.
+
+    Args:
+        config: The transformation.
+        layout: Layout of the parameters.
+        leaves: The parameters in any form; if `shapes`, their shapes, of which no file is made.
+        files: Take the sharded parameters, in the types of the files' leaves.
+        shapes: Whether the leaves are shapes.
+    """
+    stored = files.nodes(is_shape=shapes)
+    for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True)):
+        if i not in stored:
+            x = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) if shapes else placed_leaf(config, x, leaf)
+            stored[i] = place_array(x, named(config, leaf)) if shapes else x.astype(leaf.dtype)
+        elif not shapes:
+            write_leaf(files, i, x, functools.partial(placed_leaf, config, x, leaf))
+    if not shapes:
+        files.flush()
+    return jax.tree.unflatten(layout.treedef, [stored[i] for i in range(len(layout.params))])
+
+
+def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
+    """Return existing parameters, or their shapes, in storage; those that are sharded are in files of their own."""
+    leaves = leaves_of(params)
+    return write_params(
+        config, layout, leaves, files_of_params(config, layout, layout.params), shapes=are_shapes(leaves)
+    )
+
+
+def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) -> None:
+    """Write parameter `i`, chunk by chunk if it is on disk in the same chunks, otherwise by way of the devices."""
+    leaf, chunking, sharding = files.leaf(i)
+    if is_chunked(x) and x.chunking == chunking and x.store is not None:
+        source = x.store.files
+        source.require(*x.chunks)
+        for n in range(len(chunking.extents)):
+            files.write(i, n, source.receive(x.store.k, n, source.read(x.store.k, n), "device").astype(leaf.dtype))
+        return
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    chunks = splitting(mesh, sharding, leaf, chunking)(place().astype(leaf.dtype))
     for n, chunk in enumerate(jax.block_until_ready(chunks)):
-        files.write(of.index, n, chunk)
+        files.write(i, n, chunk)
 
 
 def shapes_on_disk(params: PyTree) -> PyTree:
@@ -125,7 +149,7 @@ def shapes_on_disk(params: PyTree) -> PyTree:
     def one(x):
         return jax.ShapeDtypeStruct(x.leaf.shape, x.leaf.dtype) if is_chunked(x) else x
 
-    return jax.tree.map(one, params, is_leaf=lambda x: is_padded(x) or is_chunked(x))
+    return jax.tree.map(one, params, is_leaf=is_stored_node)
 
 
 def loaded(tree: PyTree) -> PyTree:
@@ -137,7 +161,7 @@ def loaded(tree: PyTree) -> PyTree:
         stored, leaf = joined(x), x.leaf
         return Padded(stored, leaf.shape, leaf.dim) if leaf.padding and leaf.dim is not None else stored
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: is_padded(x) or is_chunked(x))
+    return jax.tree.map(one, tree, is_leaf=is_stored_node)
 
 
 def dtype_of(x: Any) -> Any:

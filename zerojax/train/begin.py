@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,20 +14,12 @@ from jax.sharding import NamedSharding
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan, make_plan
+from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
-from zerojax.placement.storage import in_storage, named
-from zerojax.staged.state import (
-    dtype_of,
-    files_of_run,
-    leaves_of_tree,
-    node_of,
-    node_of_shape,
-    on_disk,
-    placed_leaf,
-    shapes_on_disk,
-    write_leaf,
-)
+from zerojax.placement.storage import in_storage, leaves_of, named
+from zerojax.staged.state import dtype_of, files_of_params, files_of_run, placed_leaf, shapes_on_disk, write_params
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import Deferred, init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
@@ -56,6 +50,18 @@ def initialised(config: Config, programs: list[Any], args: tuple) -> list[Any]:
     return [x for program in programs for x in program(*args)]
 
 
+def initialised_on_disk(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> Any:
+    """Initialise parameters into files, in the types of the master weights, about one leaf at a time."""
+    leaves = zip(layout.params, layout.grads, strict=True)
+    wide = dataclasses.replace(layout, params=tuple(dataclasses.replace(x, dtype=grad.dtype) for x, grad in leaves))
+    programs = init_programs(config, wide, init_fn, args, most=len(layout.params))
+    what = "initialise parameters"
+    require_same_values(config, what, args=args)
+    require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
+    leaves = (x for program in programs for x in program(*args))
+    return write_params(config, wide, leaves, files_of_params(config, layout, layout.grads))
+
+
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
     """Place parameters in storage, with a fresh optimizer state or the `plain` one, at step 0; of shapes, shapes."""
     known_to_flax()
@@ -73,7 +79,6 @@ def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any,
     """Write parameters to files, one after the other; otherwise like `begin_run`."""
     known_to_flax()
     layout, shapes = plan.layout, are_shapes(params)
-    kept, given = on_disk(config, layout), leaves_of_tree(params)
     if layout.overwritten:
         raise ValueError(
             f"params{layout.params[layout.overwritten[0]].path} takes its gradient as its new value, which a step in "
@@ -81,35 +86,17 @@ def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any,
         )
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
+    files = files_of_run(config, plan)
+    tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
     if shapes:
-        stored = [
-            jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf)) for leaf in layout.params
-        ]
-        nodes = {i: node_of_shape(config, of) for i, of in kept.items()}
-        opt_state = state_shapes(config, plan)
-    else:
-        files = files_of_run(config, plan)
-        wide = {i: placed_leaf(config, x, layout.params[i]) for i, x in enumerate(given) if i not in kept}
-        for i, of in kept.items():
-            write_leaf(files, of, placed_leaf(config, given[i], layout.params[i]))
-        files.flush()
-        nodes = {i: node_of(files, of) for i, of in kept.items()}
-        later = {
-            i: Deferred(
-                functools.partial(placed_leaf, config, given[i], layout.params[i]),
-                layout.params[i].storage_shape,
-                dtype_of(given[i]),
-            )
-            for i in kept
-        }
-        all_wide: list = [wide.get(i, later.get(i)) for i in range(len(given))]
-        opt_state = first_state(config, plan, params, all_wide, plain)
-        stored = [
-            x.astype(leaf.dtype) if isinstance(x, jax.Array) else x
-            for x, leaf in zip(all_wide, layout.params, strict=True)
-        ]
-    tree = jax.tree.unflatten(layout.treedef, [nodes.get(i, x) for i, x in enumerate(stored)])
-    return ZeroState(step, tree, opt_state, scaling, mutable, {}, plan)
+        return ZeroState(step, tree, state_shapes(config, plan), scaling, mutable, {}, plan)
+    wide = [deferred(config, x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
+    return ZeroState(step, tree, first_state(config, plan, params, wide, plain), scaling, mutable, {}, plan)
+
+
+def deferred(config: Config, x: Any, leaf: Leaf) -> Deferred:
+    """Return a parameter in storage, in the type in which it was given, which is copied to the devices when needed."""
+    return Deferred(functools.partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
 
 
 def first_state(config: Config, plan: ShardingPlan, params: Any, wide: list, plain: Any) -> Any:

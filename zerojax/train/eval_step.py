@@ -19,9 +19,11 @@ from zerojax.layout.tree import layout_of
 from zerojax.offload.host import is_on_host, to_device
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.placement.unusable import unusable_named
+from zerojax.staged.state import files_of
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import check_types, first_undivided, place_batch, placed
 from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.staged_eval import StagedFunction
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
         return on_auto_mesh(config.user_mesh, run, params, batch, *with_types(args), shardings=shardings)
 
+    staged = StagedFunction(config, Function(fn))
     what = f"evaluate {getattr(fn, '__name__', 'a function')}"
     same = SameCalls(config, what)
 
@@ -74,12 +77,15 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
     def run_on(params, batch, args):
         check_types(batch)
-        is_new = same.is_needed and same.is_first(types_of(params), batch, args)
+        on_disk = files_of(params) is not None
+        is_new = not on_disk and same.is_needed and same.is_first(types_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)
         else:
             rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
+        if on_disk:
+            return on_auto_mesh(config.user_mesh, staged, params, rows, with_types(args))
         if is_new:
             same.require_same_program(lambda: program.lower(params, rows, *args))
         try:

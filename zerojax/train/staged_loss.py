@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
 # Of the loss's arguments after the parameters, the batch has rows.
-_OF_ROWS = (1,)
+OF_ROWS = (1,)
 
 
 class Traced(NamedTuple):
@@ -83,8 +83,7 @@ class StagedLoss:
     def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
         """Return the stages of the loss for `(mutable, batch, args)` of some types."""
         arrays = jax.eval_shape(lambda *given: self._inputs(*given, 0), *inputs)
-        leaves, structure = jax.tree.flatten(arrays)
-        key = structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
+        key = type_key(arrays)
         if key not in self._traced:
             self._traced[key] = self._trace(stored, arrays)
         return self._traced[key]
@@ -98,7 +97,7 @@ class StagedLoss:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if i not in stored else stored[i]
             for i, leaf in enumerate(layout.params)
         ]
-        found = traced(call, layout.treedef, layout.params, full, arrays, _OF_ROWS, view.comm.follower)
+        found = traced(call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm.follower)
         trained = {layout.trained[k] for k in view.differentiable}
         active = [i in trained for i in range(len(full))]
         options = Options(view.comm, prefetch=0, reshard_after_forward=True)
@@ -200,6 +199,12 @@ class StagedLoss:
         if sums is None:
             return grads
         return [x if x is None else total + x.astype(total.dtype) for total, x in zip(sums, grads, strict=True)]
+
+
+def type_key(arrays: tuple) -> Any:
+    """Return what arguments have in common for which a loss is traced once."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
 
 
 def wait(mesh: Any, arrays: Any) -> Any:

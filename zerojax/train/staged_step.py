@@ -16,11 +16,11 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
 from zerojax.optim.update import unshard_after_update
-from zerojax.placement.storage import storage_leaves, to_storage, unpadded
+from zerojax.placement.storage import leaves_of, storage_leaves, to_storage, unpadded
 from zerojax.staged.gradients import Finishing, Gradients, logical_chunk
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.reductions import Cut, Reductions, combined
-from zerojax.staged.state import files_of, leaves_of_tree, node_of, trained_on_disk
+from zerojax.staged.state import files_of, trained_on_disk
 from zerojax.staged.update import StagedUpdate
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.train.aux import combine, merged, unmarked
@@ -104,7 +104,7 @@ class StagedStep:
                 'The state has no files, as tx.create makes it of shapes, and Offload(params="disk") trains from '
                 "files. Call tx.create with arrays, or with what tx.init_params returns."
             )
-        leaves = leaves_of_tree(state.params)
+        leaves = leaves_of(state.params)
         files.require(next(x for x in leaves if is_chunked(x)).chunks[0])
         held = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         store = store_for(self._config, self._plan, held) if self._plan.offloaded else None
@@ -121,7 +121,6 @@ class StagedStep:
     ) -> tuple[ZeroState, dict]:
         config, plan = self._config, self._plan
         resident = [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
-        nodes = {i: x for i, x in enumerate(leaves_of_tree(state.params)) if is_chunked(x)}
         stored = self._stored(state)
         inputs = state.mutable, batch, args
         traced = self._loss.traced(stored, inputs)
@@ -147,13 +146,13 @@ class StagedStep:
             if updated:
                 params = [new if new is not None else x for new, x in zip(self._unshard(updated), params, strict=True)]
             files.advance()
-        nodes = {i: node_of(files, self._loss.disk[i]) for i in nodes}
+        nodes = files.nodes()
         tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms(params, plan))])
         return done.new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), done.metrics
 
     def _stored(self, state: ZeroState) -> dict[int, Array]:
         """Return the parameters on the devices by index, in storage shape."""
-        leaves = enumerate(zip(leaves_of_tree(state.params), self._plan.layout.params, strict=True))
+        leaves = enumerate(zip(leaves_of(state.params), self._plan.layout.params, strict=True))
         return {i: storage_leaves([x], [leaf])[0] for i, (x, leaf) in leaves if not is_chunked(x)}
 
     def _reduced(self, small: Small, resident: Sequence, files: ModelFiles) -> Small:

@@ -1,0 +1,83 @@
+"""A function of parameters on disk, such as an evaluation: run in stages, forward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zerojax.config import Config
+from zerojax.gather.engine import split_arrays, traced
+from zerojax.gather.schedule import Options
+from zerojax.layout.chunked import is_chunked
+from zerojax.layout.tree import Layout, layout_of
+from zerojax.placement.storage import leaves_of, storage_leaves
+from zerojax.staged.microbatch import Microbatch, Reader
+from zerojax.staged.program import StagedProgram
+from zerojax.staged.sources import OnDisk
+from zerojax.staged.state import files_of, shapes_on_disk
+from zerojax.train.staged_loss import OF_ROWS, Traced, type_key
+from zerojax.train.view import View
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+
+class StagedFunction:
+    """A function of full parameters and a batch, whose parameters are read while it runs."""
+
+    def __init__(self, config: Config, function: Any):
+        """Store the arguments; nothing is traced yet. `function` has the `call` of a loss."""
+        self._config, self._function = config, function
+        self._traced: dict[Any, Traced] = {}
+        self._on_devices: Callable = jax.jit(lambda *inputs: inputs)
+
+    def __call__(self, params: PyTree, batch: PyTree, args: tuple) -> Any:
+        """Return what the function returns."""
+        files = files_of(params)
+        assert files is not None
+        layout = layout_of(self._config, shapes_on_disk(params))
+        leaves = leaves_of(params)
+        files.require(*next(x for x in leaves if is_chunked(x)).chunks)
+        kept = {i: OnDisk(i, x.leaf, x.chunking, x.sharding) for i, x in enumerate(leaves) if is_chunked(x)}
+        stored = {
+            i: storage_leaves([x], [leaf])[0].astype(leaf.dtype)
+            for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True))
+            if i not in kept
+        }
+        inputs = self._on_devices(None, batch, *args)
+        view = View(self._config, layout, (), self._function, 1)
+        found = self._trace(view, layout, kept, stored, inputs)
+        arrays, _ = split_arrays(inputs)
+        given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
+        reader = Reader(files, found.staged.reads)
+        try:
+            outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, NoGradients()).forward(given)
+        finally:
+            reader.close()
+        return jax.tree.unflatten(found.structure, outs)
+
+    def _trace(
+        self, view: View, layout: Layout, kept: dict[int, OnDisk], stored: dict[int, Array], inputs: tuple
+    ) -> Traced:
+        key = layout, tuple(of.leaf.dtype for of in kept.values()), type_key(inputs)
+        if key not in self._traced:
+            full = [
+                stored[i] if i in stored else jax.ShapeDtypeStruct(leaf.shape, kept[i].leaf.dtype)
+                for i, leaf in enumerate(layout.params)
+            ]
+            call, follower = view.loss_of_params(), view.comm.follower
+            found = traced(call, layout.treedef, layout.params, full, inputs, OF_ROWS, follower)
+            options = Options(view.comm, prefetch=0, reshard_after_forward=True)
+            staged = StagedProgram(found.program, kept, [False] * len(full), options, self._config.mesh)
+            self._traced[key] = Traced(staged, found.consts, found.structure)
+        return self._traced[key]
+
+
+class NoGradients:
+    """Takes no gradients, because nothing is differentiated."""
+
+    def add(self, piece: Any, grad: Any) -> None:
+        """Refuse a gradient."""
+        raise AssertionError(piece)
