@@ -250,3 +250,120 @@ def test_an_export_is_read_back_into_files(tmp_path):
     shapes = jax.eval_shape(model_params)
     read = import_params(tmp_path / "exported", sharded().shard(shapes))
     assert_close(jax.device_get(sharded().unshard(read)), jax.device_get(tx.unshard(state.params)), atol=0)
+
+
+WIDE, DEEP = 24, 3
+
+
+def odd_params():
+    keys = iter(jax.random.split(jax.random.key(5), 20))
+    draw = lambda *shape: jax.random.normal(next(keys), shape) / 5
+    return {
+        "embed": draw(26, WIDE),
+        "stack": {"w": draw(DEEP, WIDE, WIDE), "v": draw(DEEP, WIDE, WIDE)},
+        "list": [draw(WIDE, WIDE) for _ in range(DEEP)],
+        "shared": draw(WIDE, WIDE),
+        "deep": draw(64, 2, 3),  # a stack that is sharded over its layers
+    }
+
+
+def embedded(params, batch):
+    return params["embed"][batch["tokens"]]
+
+
+def squares(x, params, batch):
+    return jnp.mean((x @ params["embed"].T) ** 2)
+
+
+def shared_in_a_loop(params, batch):
+    def body(x, layer):
+        w, scale = layer
+        return x + jnp.tanh(x @ w @ params["shared"]) * scale, (x**2).mean()
+
+    x, norms = jax.lax.scan(body, embedded(params, batch), (params["stack"]["w"], jnp.arange(1.0, 4.0)), reverse=True)
+    return squares(x, params, batch) + (norms * jnp.arange(3.0)).sum()
+
+
+def stacked_in_the_loss(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), embedded(params, batch), jnp.stack(params["list"]))
+    return squares(x, params, batch)
+
+
+def sharded_over_layers(params, batch):
+    def body(x, w):
+        return x + jnp.tanh(x[:, :2] @ w)[:, :1], None
+
+    x, _ = jax.lax.scan(body, embedded(params, batch), params["deep"])
+    return squares(x, params, batch)
+
+
+def transposed_stack(params, batch):
+    x, _ = jax.lax.scan(
+        lambda x, w: (x + jnp.tanh(x @ w), None), embedded(params, batch), jnp.swapaxes(params["stack"]["w"], 1, 2)
+    )
+    return squares(x, params, batch)
+
+
+def of_a_while_loop(params, batch):
+    x = jax.lax.fori_loop(0, 3, lambda i, x: x + jnp.tanh(x @ params["shared"]), embedded(params, batch))
+    return squares(x, params, batch)
+
+
+def microbatches_of_its_own(params, batch):
+    def one(total, tokens):
+        x = params["embed"][tokens]
+        for w in params["list"]:
+            x = x + jnp.tanh(x @ w)
+        return total + jnp.mean((x @ params["embed"].T) ** 2), None
+
+    return jax.lax.scan(one, jnp.zeros(()), batch["tokens"].reshape(2, -1))[0] / 2
+
+
+def indexed_by_the_batch(params, batch):
+    layer = batch["tokens"][0] % DEEP
+    x = embedded(params, batch)
+    for stack in params["stack"].values():
+        x = x + jnp.tanh(x @ stack[layer]) + jnp.tanh(x @ stack[1])
+    return squares(x, params, batch)
+
+
+def within_a_branch(params, batch):
+    x = embedded(params, batch)
+    x = jax.lax.cond(batch["tokens"][0] > 12, lambda: x @ params["shared"], lambda: x @ params["list"][0])
+    return squares(x, params, batch)
+
+
+def of_weights_alone(params, batch):
+    decay = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+    product = params["shared"] @ params["list"][1]
+    x = embedded(params, batch)
+    for _ in range(2):
+        x = jnp.tanh(x @ product)
+    return squares(x, params, batch) + 1e-3 * decay
+
+
+def within_one_remat(params, batch):
+    return jax.checkpoint(shared_in_a_loop)(params, batch)
+
+
+ODD = {
+    fn.__name__: fn
+    for fn in (
+        shared_in_a_loop,
+        stacked_in_the_loss,
+        sharded_over_layers,
+        transposed_stack,
+        of_a_while_loop,
+        microbatches_of_its_own,
+        indexed_by_the_batch,
+        within_a_branch,
+        of_weights_alone,
+        within_one_remat,
+    )
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_losses_train_the_same(tmp_path, name):
+    """Parameters that a loss does not use have gradients of zeros, and still decay."""
+    assert_trains_the_same(tmp_path, ODD[name], devices=3 if name == "sharded_over_layers" else 8, params=odd_params)

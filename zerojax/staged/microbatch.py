@@ -184,26 +184,26 @@ class Microbatch:
         self._add_grads(item.sources, to_params, operands)
 
     def _whole_forward(self, item: WholeStage) -> list:
-        operands = self._operands(item)
-        others = {v: self._env[v] for v in item.segment.others} | operands
-        results, residuals = self._wait(item.forward(self._whole_shards(item, operands), others))
+        operands, inputs = self._operands(item), [self._env[v] for v in item.inputs]
+        results, residuals = self._wait(item.forward(self._whole_shards(item, operands), inputs))
         if item.is_differentiated:
             self._kept[item] = residuals, operands
         return results
 
     def _whole_backward(self, item: WholeStage) -> None:
         residuals, operands = self._kept.pop(item)
-        cotangents = {key: self._cotangents[key] for key in item.segment.results if key in self._cotangents}
+        cotangents = [self._cotangents.get(key) for key in item.segment.results]
+        inputs = [operands.get(v) for v in item.inputs]
         shards = self._whole_shards(item, operands)
-        to_shards, to_others = self._wait(item.backward(shards, operands, residuals, cotangents))
-        for key, x in to_others.items():
+        to_shards, to_others = self._wait(item.backward(shards, inputs, residuals, cotangents))
+        for key, x in zip(item.segment.others, to_others, strict=True):
             self._add(key, x)
-        for root, grads in to_shards.items():
+        for root, grads in zip(item.trained, to_shards, strict=True):
             self._add_grads(item.roots[root], grads, operands)
 
-    def _whole_shards(self, item: WholeStage, operands: Mapping) -> dict:
+    def _whole_shards(self, item: WholeStage, operands: Mapping) -> list[list[Array]]:
         shards = iter(self._shards(item.sources, operands))
-        return {root: [next(shards) for _ in sources] for root, sources in item.roots.items()}
+        return [[next(shards) for _ in sources] for sources in item.roots.values()]
 
     def _loop_forward(self, item: StagedLoop) -> list:
         loop, stage, operands = item.loop, item.stage, self._operands(item)

@@ -158,7 +158,7 @@ class ModelFiles(StateFiles):
         self._version += 1
 
     def saved(self, k: int) -> None:
-        """Note that a parameter was written outside of a step; once all of them were, they are one version more."""
+        """Record that a parameter was written outside of a step. When all of them were, their version advances."""
         self._saved.add(k)
         if self._saved == self._params:
             self._saved.clear()

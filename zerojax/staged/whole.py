@@ -55,31 +55,41 @@ class WholeStage:
         paths = ", ".join(sorted({source.of.leaf.path for source in self.sources}))
         return f"params{paths}: a loop does not read this layer by layer, so it is read before the loop"
 
-    def _env(self, shards: Mapping[Any, Sequence[Array]]) -> dict:
-        return {root: jnp.stack(xs) if root in self._stacks else xs[0] for root, xs in shards.items()}
+    @property
+    def inputs(self) -> list:
+        """Return the variables of the other inputs, and those that slices of the parameters read."""
+        return list(dict.fromkeys([*self.segment.others, *self.segment.operands]))
 
-    def _forward(self, shards: Mapping[Any, Sequence[Array]], others: Mapping[Any, Array]) -> tuple[list, Any]:
-        """Return `(results, residuals)`. `others` has the other inputs, and what slices of the parameters read."""
-        env = {**others, **self._env(shards)}
-        return self.segment.forward(self._gathers(env, self.segment.first_gather), self._moving)
+    def _env(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array | None]) -> dict:
+        """Return the values of variables, given the shards of each root and the `inputs`."""
+        pairs = zip(self.roots, shards, strict=True)
+        roots = {root: jnp.stack(xs) if root in self._stacks else xs[0] for root, xs in pairs}
+        return roots | {v: x for v, x in zip(self.inputs, inputs, strict=True) if x is not None}
+
+    def _forward(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array]) -> tuple[list, Any]:
+        """Return `(results, residuals)`."""
+        return self.segment.forward(self._gathers(self._env(shards, inputs), self.segment.first_gather), self._moving)
 
     def _backward(
-        self, shards: Mapping[Any, Sequence[Array]], others: Mapping[Any, Array], residuals: Any, cotangents: Mapping
-    ) -> tuple[dict, dict]:
-        """Return `(gradients of the trained shards, cotangents of the other inputs)`, the latter if there are any."""
-        segment, program = self.segment, self._program
-        env = {**others, **self._env(shards)}
+        self, shards: Sequence[Sequence[Array]], inputs: Sequence, residuals: Any, cotangents: Sequence
+    ) -> tuple[list, list]:
+        """Return `(gradients of the trained shards, cotangents of the segment's other inputs)`.
+
+        `inputs` has those that slices of the parameters read, and None for the others; `cotangents` has one for each
+        result, or None.
+        """
+        segment, program, env = self.segment, self._program, self._env(shards, inputs)
         grads = GradScheduler(env, [*program.invars, *program.held], self._options)
-        grads.cotangents.update(cotangents)
+        pairs = zip(segment.results, cotangents, strict=True)
+        grads.cotangents.update({key: x for key, x in pairs if x is not None})
         segment.backward(residuals, self._gathers(env, segment.last_gather(residuals)), grads)
         grads.finish()
-        to_shards = {root: self._grads_of(root, grads.cotangents.get(root), shards[root]) for root in self.trained}
-        return to_shards, {v: grads.cotangents[v] for v in segment.others if v in grads.cotangents}
+        to_shards = [self._grads_of(root, grads.cotangents.get(root), env[root]) for root in self.trained]
+        return to_shards, [grads.cotangents.get(v) for v in segment.others]
 
-    def _grads_of(self, root: Any, grad: Array | None, shards: Sequence[Array]) -> list[Array]:
+    def _grads_of(self, root: Any, grad: Array | None, stored: Array) -> list[Array]:
         """Return the gradients of the sources of one array."""
-        if grad is None:
-            grad = jnp.zeros_like(self._env({root: shards})[root])
+        grad = jnp.zeros_like(stored) if grad is None else grad
         layers = list(grad) if root in self._stacks else [grad]
         mesh = self.roots[root][0].of.mesh
         pairs = zip(layers, self.roots[root], strict=True)
