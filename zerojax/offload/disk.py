@@ -64,6 +64,8 @@ class DiskStore:
         path: The folder.
         direct: Whether files are read and written past the page cache.
         buffer_bytes: Memory of all buffers together, however many chunks there are.
+        bytes_read: Bytes that were read since the store was made.
+        bytes_written: Bytes that were written since the store was made.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class DiskStore:
             for free in [self._to_read, self._to_write] * in_flight:
                 free.put(chunks.aligned_buffer(largest))
             on_error.pop_all()
+        self.bytes_read = self.bytes_written = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # of each chunk
         self._writes: list[Future[None]] = []
@@ -124,6 +127,7 @@ class DiskStore:
                 f"Chunk {index} in {self.path} cannot be read: all buffers are lent. Give one back first, or have "
                 f"more in flight."
             ) from None
+        self.bytes_read += self._specs[index].bytes
         reading = self._begin(index, self._read, version, buffer)
         reading.add_done_callback(lambda done: self._to_read.put(buffer) if done.cancelled() else None)
         return reading
@@ -138,6 +142,7 @@ class DiskStore:
             for array, view in zip(arrays, spec.views(buffer), strict=True):
                 np.copyto(view, array)
             self._writes.append(self._begin(index, self._write, version, buffer))
+            self.bytes_written += spec.bytes
         except BaseException:
             self._to_write.put(buffer)
             raise

@@ -98,6 +98,11 @@ class StateFiles:
             self._written.clear()
 
     @property
+    def moved(self) -> tuple[int, int]:
+        """Return the bytes that were read from the files and written to them."""
+        return self._store.bytes_read, self._store.bytes_written
+
+    @property
     def next_version(self) -> Int[np.ndarray, ""]:
         """Return the version that is being written."""
         return np.array(self._version + 1, np.int32)

@@ -152,7 +152,7 @@ class Microbatch:
         return {v: self._env[v] for v in item.segment.operands}
 
     def _shards(self, sources: Sequence[Source], operands: Mapping) -> list[Array]:
-        chunks = self._reader.take()
+        chunks = self._reader.take() if sources else {}
         return self._wait([source.shard(chunks, operands) for source in sources])
 
     def _add_grads(self, sources: Sequence[Source], grads: Sequence[Array | None], operands: Mapping) -> None:

@@ -38,9 +38,6 @@ class ModelFiles(StateFiles):
     Each chunk has a version of its own: a gradient is written more often than a parameter, and a frozen parameter once.
     Chunks that fit into `host_bytes` are kept in memory. Which ones is decided once, because every step reads all
     chunks in the same order: a cache that drops the oldest chunk would drop each one just before it is needed.
-
-    Attributes:
-        moved: Bytes that were read from files and written to them since the files were made.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class ModelFiles(StateFiles):
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
         self._params, self._saved = frozenset(params), set[int]()
-        self.moved = {"read": 0, "written": 0}
         left = (host_bytes or 0) - self.buffer_bytes
         for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
             index = self._index[key]
@@ -127,7 +123,6 @@ class ModelFiles(StateFiles):
             done: Future[Lease] = Future()
             done.set_result(Lease(self._held[index], lambda: None))
             return done
-        self.moved["read"] += self._specs[index].bytes
         return self._store.read(index, version=self._versions[index])
 
     def write(self, k: int, n: int, array: Array) -> None:
@@ -150,7 +145,6 @@ class ModelFiles(StateFiles):
             self._held[index] = tuple(map(np.copy, shards))
             return
         self._versions[index] += 1
-        self.moved["written"] += self._specs[index].bytes
         self._store.write(index, shards, version=self._versions[index])
 
     def advance(self) -> None:

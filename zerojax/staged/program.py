@@ -45,7 +45,7 @@ class StagedProgram:
     Attributes:
         program: The program.
         items: Its segments as stages, in order.
-        reads: For each execution of a stage, forward and then backward, the chunks that it reads.
+        reads: For each execution of a stage that reads any, forward and then backward, the chunks that it reads.
         expected: How many gradients each chunk gets in one pass backward.
         backward: The items whose backward pass runs, last first.
         live: The variables that want cotangents.
@@ -79,9 +79,8 @@ class StagedProgram:
             self.expected.update(piece for source in sources for piece in source.pieces)
         forward = [list(use) for item in self.items for use in _forward_uses(item)]
         backward = [use for item in self.backward for use in _backward_uses(item)]
-        self.reads = [
-            tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]
-        ]
+        uses = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]]
+        self.reads = [use for use in uses if use]
 
     @property
     def gathered_before(self) -> list[str]:

@@ -1,0 +1,223 @@
+"""Train a GPT that is larger than the memory of its process, and the same small model in three places.
+
+    python benchmarks/params_on_disk.py                       a GPT under a limit of a quarter of its states
+    python benchmarks/params_on_disk.py --layers 24 --width 2048 --limit 6
+    python benchmarks/params_on_disk.py --compare             a small GPT in memory, in host memory and on disk
+
+The first form starts a child whose private memory `ulimit -d` (RLIMIT_DATA) bounds from outside. The child initialises
+parameters into files, takes three steps on one batch, and prints the losses, its peak of resident memory, and the bytes
+that it read and wrote beside those of the formula. With P bytes of parameters, of which E are the embedding's, H the
+head's and L the blocks', a step of Adam in float32
+
+    reads   E + 2 L + H   in the passes: the embedding's gradient reads no parameter, and the head is kept in between
+            4 P           for the update: parameters, gradients and two moments
+    writes  4 P           gradients, and for the update parameters and two moments
+
+At the end the same bytes are read and written one file after the other, which is the time that a step is compared with.
+"""
+
+import argparse
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+ROWS, LENGTH, VOCABULARY = 8, 64, 8192
+HEADS = 8
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--limit", type=float, help="private memory of the child, in gigabytes; default: states / 4")
+    parser.add_argument("--host-bytes", help='as for Offload, such as "1 GB"')
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--directory", type=pathlib.Path, help="where to write (default: the temporary one)")
+    parser.add_argument("--compare", action="store_true", help="train the same small model in three places")
+    parser.add_argument("--child", type=pathlib.Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def sizes(args):
+    """Bytes of embedding, blocks and head in float32."""
+    block = 12 * args.width**2
+    return 4 * VOCABULARY * args.width, 4 * args.layers * block, 4 * VOCABULARY * args.width
+
+
+def main():
+    args = arguments()
+    if args.compare:
+        return compare(args)
+    if args.child:
+        return train(args)
+    states = 4 * sum(sizes(args))
+    limit = args.limit or states / 4 / 1e9
+    print(f"{states / 16e6:.0f} million parameters; parameters, gradients and states {states / 1e9:.2f} GB")
+    print(f"limit of private memory {limit:.2f} GB: 1/{states / 1e9 / limit:.1f}", flush=True)
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        bound = lambda: resource.setrlimit(resource.RLIMIT_DATA, (int(limit * 1e9),) * 2)
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", folder]
+        sys.exit(subprocess.run(command, preexec_fn=bound, check=False).returncode)
+
+
+def model(layers, width):
+    """A GPT as `(init, loss)`; norms have no parameters."""
+    import jax
+    import jax.numpy as jnp
+
+    def init(key):
+        keys = iter(jax.random.split(key, 4 * layers + 2))
+        draw = lambda *shape: jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+        blocks = [
+            {
+                "qkv": draw(width, 3 * width),
+                "out": draw(width, width),
+                "up": draw(width, 4 * width),
+                "down": draw(4 * width, width),
+            }
+            for _ in range(layers)
+        ]
+        return {"embed": draw(VOCABULARY, width), "blocks": blocks, "head": draw(width, VOCABULARY)}
+
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+    @jax.checkpoint
+    def block(weights, x):
+        rows, length, _ = x.shape
+        q, k, v = jnp.split((norm(x) @ weights["qkv"]).reshape(rows, length, HEADS, -1), 3, -1)
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+        mixed = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v).reshape(rows, length, width)
+        x = x + mixed @ weights["out"]
+        return x + jax.nn.gelu(norm(x) @ weights["up"]) @ weights["down"]
+
+    def loss(params, tokens):
+        x = params["embed"][tokens[:, :-1]] * width**0.5
+        for weights in params["blocks"]:
+            x = block(weights, x)
+        logits = norm(x) @ params["head"]
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    return init, loss
+
+
+def tokens(rows=ROWS, seed=1):
+    import jax
+
+    return jax.random.randint(jax.random.key(seed), (rows, LENGTH + 1), 0, VOCABULARY)
+
+
+def train(args):
+    import jax
+    import optax
+
+    from zerojax import Offload, zero_shard
+
+    folder = args.child / "states"
+    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=16 << 20, host_bytes=args.host_bytes)
+    tx = zero_shard(optax.adam(3e-4), stage=3, offload=offload)
+    init, loss = model(args.layers, args.width)
+    begun = time.perf_counter()
+    state = tx.create(tx.init_params(init, jax.random.key(0)))
+    print(f"initialised in {time.perf_counter() - begun:.0f} s", flush=True)
+    step, batch = tx.train_step(loss), tokens()
+    for number in range(args.steps):
+        before, begun = moved(state), time.perf_counter()
+        state, metrics = step(state, batch)
+        value = float(metrics["loss"])
+        seconds = time.perf_counter() - begun
+        read, written = (b - a for a, b in zip(before, moved(state), strict=True))
+        print(
+            f"step {number}: loss {value:.4f}, {seconds:.1f} s, read {read / 1e9:.3f} GB, wrote {written / 1e9:.3f} GB",
+            flush=True,
+        )
+    embed, blocks, head = sizes(args)
+    total = embed + blocks + head
+    wanted = embed + 2 * blocks + head + 4 * total, 4 * total
+    print(f"formula: read {wanted[0] / 1e9:.3f} GB, write {wanted[1] / 1e9:.3f} GB")
+    print(f"moved / formula: {read / wanted[0]:.4f}, {written / wanted[1]:.4f}")
+    print(f"peak of resident memory {resident() / 1e9:.2f} GB")
+    plain = sequential(folder, read, written)
+    print(f"sequential reads and writes of the same bytes {plain:.1f} s: {plain / seconds:.2f} of the last step")
+
+
+def moved(state):
+    """Bytes read and written since the start."""
+    import jax
+
+    from zerojax.layout.chunked import is_chunked
+
+    nodes = jax.tree.leaves((state.params, state.opt_state), is_leaf=is_chunked)
+    files = {id(x.store.files): x.store.files for x in nodes if is_chunked(x)}
+    return [sum(found) for found in zip(*(x.moved for x in files.values()), strict=True)]
+
+
+def resident():
+    """Peak of resident memory, in bytes."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def sequential(folder, read, written):
+    """Seconds for reading, and then writing, so many bytes of the files one after the other."""
+    from zerojax.offload import chunks
+
+    files = sorted(folder.rglob("chunk_*.bin"))
+    begun = time.perf_counter()
+    for write, left in ((False, read), (True, written)):
+        while left > 0:
+            for path in files:
+                size = os.path.getsize(path)
+                buffer = chunks.aligned_buffer(max(size, chunks.BLOCK))
+                chunks.transfer(path, buffer, write=write, direct=True)
+                left -= size
+                if left <= 0:
+                    break
+    return time.perf_counter() - begun
+
+
+def compare(args):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    import jax
+    import numpy as np
+    import optax
+
+    from zerojax import Offload, zero_shard
+
+    init, loss = model(2, 64)
+    batches = [tokens(24, seed) for seed in range(20)]
+    print("largest difference of 20 losses, and of the last parameters, from those in memory")
+    for devices in (1, 3, 8):
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        found = {}
+        with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+            ways = {
+                "memory": None,
+                "host": Offload(optimizer="host", params="host", update="device"),
+                "disk": Offload(optimizer="disk", params="disk", path=folder),
+            }
+            for name, offload in ways.items():
+                tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, offload=offload)
+                step, state, losses = tx.train_step(loss), tx.create(init(jax.random.key(0))), []
+                for batch in batches:
+                    state, metrics = step(state, batch)
+                    losses.append(float(metrics["loss"]))
+                found[name] = losses, jax.device_get(tx.unshard(state.params))
+        losses, params = found["memory"]
+        for name in ("host", "disk"):
+            apart = max(abs(a - b) for a, b in zip(losses, found[name][0], strict=True))
+            far = max(map(lambda a, b: float(np.abs(a - b).max()), *map(jax.tree.leaves, (params, found[name][1]))))
+            print(
+                f"{devices} devices, {name}: {apart:.2g}, {far:.2g}; loss {losses[0]:.3f} to {losses[-1]:.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
