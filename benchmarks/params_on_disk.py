@@ -25,13 +25,13 @@ import sys
 import tempfile
 import time
 
-ROWS, LENGTH, VOCABULARY = 8, 64, 8192
+ROWS, LENGTH, VOCABULARY = 2, 64, 8192
 HEADS = 8
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--limit", type=float, help="private memory of the child, in gigabytes; default: states / 4")
     parser.add_argument("--host-bytes", help='as for Offload, such as "1 GB"')
@@ -60,8 +60,10 @@ def main():
     print(f"limit of private memory {limit:.2f} GB: 1/{states / 1e9 / limit:.1f}", flush=True)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         bound = lambda: resource.setrlimit(resource.RLIMIT_DATA, (int(limit * 1e9),) * 2)
+        # Otherwise glibc keeps what was freed: arrays of a few MB are on its heap once one of them was freed.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "2"}
         command = [sys.executable, __file__, *sys.argv[1:], "--child", folder]
-        sys.exit(subprocess.run(command, preexec_fn=bound, check=False).returncode)
+        sys.exit(subprocess.run(command, env=environment, preexec_fn=bound, check=False).returncode)
 
 
 def model(layers, width):
@@ -120,7 +122,7 @@ def train(args):
     from zerojax import Offload, zero_shard
 
     folder = args.child / "states"
-    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=16 << 20, host_bytes=args.host_bytes)
+    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=8 << 20, host_bytes=args.host_bytes)
     tx = zero_shard(optax.adam(3e-4), stage=3, offload=offload)
     init, loss = model(args.layers, args.width)
     begun = time.perf_counter()
@@ -131,6 +133,8 @@ def train(args):
         before, begun = moved(state), time.perf_counter()
         state, metrics = step(state, batch)
         value = float(metrics["loss"])
+        for files in files_of(state):
+            files.flush()
         seconds = time.perf_counter() - begun
         read, written = (b - a for a, b in zip(before, moved(state), strict=True))
         print(
@@ -149,13 +153,17 @@ def train(args):
 
 def moved(state):
     """Bytes read and written since the start."""
+    return [sum(found) for found in zip(*(x.moved for x in files_of(state)), strict=True)]
+
+
+def files_of(state):
+    """The files of parameters and gradients, and those of the optimizer state."""
     import jax
 
     from zerojax.layout.chunked import is_chunked
 
     nodes = jax.tree.leaves((state.params, state.opt_state), is_leaf=is_chunked)
-    files = {id(x.store.files): x.store.files for x in nodes if is_chunked(x)}
-    return [sum(found) for found in zip(*(x.moved for x in files.values()), strict=True)]
+    return {id(x.store.files): x.store.files for x in nodes if is_chunked(x)}.values()
 
 
 def resident():

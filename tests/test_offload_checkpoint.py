@@ -140,13 +140,13 @@ def test_master_weights_on_disk_are_exported(tmp_path):
     np.testing.assert_array_equal(load_file(file)["tied"], expected)
 
 
-def run(folder, steps, kill_after=None):
+def run(folder, steps, kill_after=None, params=()):
     """Run the child, to its end or until it is killed; its output."""
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     folder.mkdir(exist_ok=True)
     child = subprocess.Popen(
-        [sys.executable, CHILD, folder, str(steps)],
+        [sys.executable, CHILD, folder, str(steps), *params],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

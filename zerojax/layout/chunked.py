@@ -108,9 +108,10 @@ class Chunked:
         Raises:
             TypeError: Always.
         """
+        part = getattr(self.store, "part", "opt_state")
         raise TypeError(
-            f"opt_state{self.leaf.path} is offloaded, and cannot be pickled or deep-copied, or serialized by "
-            f"Flax. Save the state with a zerojax.checkpoint.Checkpointer, or tx.unshard(opt_state)."
+            f"{part}{self.leaf.path} is offloaded, and cannot be pickled or deep-copied, or serialized by "
+            f"Flax. Save the state with a zerojax.checkpoint.Checkpointer, or tx.unshard({part})."
         )
 
     @property

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -102,6 +102,10 @@ class StateFiles:
         """Return the bytes that were read from the files and written to them."""
         return self._store.bytes_read, self._store.bytes_written
 
+    def flush(self) -> None:
+        """Block until everything written so far is in the files, and raise the error of a write that failed."""
+        self._store.flush()
+
     @property
     def next_version(self) -> Int[np.ndarray, ""]:
         """Return the version that is being written."""
@@ -135,7 +139,10 @@ class LeafFiles:
         files: The files of the state.
         k: Its index in the state.
         chunks: How many chunks it has.
+        part: The part of the state that it belongs to, for errors.
     """
+
+    part: ClassVar[str] = "opt_state"
 
     files: StateFiles
     k: int

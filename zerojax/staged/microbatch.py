@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
+# Stages that may run on the devices, or wait there, while Python prepares the next one.
+_RUNNING = 1
+
+
 class Sink(Protocol):
     """Takes the gradients of chunks."""
 
@@ -109,6 +113,7 @@ class Microbatch:
         self._env: dict = {}
         self._kept: dict[Any, Any] = {}
         self._cotangents: dict = {}
+        self._running: collections.deque = collections.deque()
 
     def forward(self, args: Mapping[int, Array]) -> list:
         """Return the program's results. `args` has its arguments by index, except those on disk."""
@@ -148,6 +153,17 @@ class Microbatch:
         wait_if_simulated(self._mesh, arrays)
         return arrays
 
+    def _ran(self, results: Any) -> Any:
+        """Return the results of a stage, after those of an earlier stage are computed.
+
+        Otherwise Python runs ahead of the devices, and brings the shards of all stages to them.
+        """
+        self._running.append(results)
+        if len(self._running) > _RUNNING:
+            arrays = jax.tree.leaves(self._running.popleft())
+            jax.block_until_ready([x for x in arrays if not x.is_deleted()])  # gradients may be donated by now
+        return self._wait(results)
+
     def _operands(self, item: Any) -> dict:
         return {v: self._env[v] for v in item.segment.operands}
 
@@ -168,7 +184,7 @@ class Microbatch:
 
     def _block_forward(self, item: StagedBlock) -> list:
         operands, others = self._operands(item), [self._env[v] for v in item.segment.others]
-        results, saved = self._wait(item.stage.forward(self._shards(item.sources, operands), others))
+        results, saved = self._ran(item.stage.forward(self._shards(item.sources, operands), others))
         if item.stage.passes is not None:
             self._kept[item] = saved, [others[i] for i in item.stage.kept], operands
         return results
@@ -177,7 +193,7 @@ class Microbatch:
         saved, others, operands = self._kept.pop(item)
         shards = self._shards([item.sources[i] for i in item.stage.needed], operands)
         cotangents = [self._cotangents.get(key) for key in item.segment.results]
-        to_params, to_others = self._wait(item.stage.backward(shards, others, saved, cotangents))
+        to_params, to_others = self._ran(item.stage.backward(shards, others, saved, cotangents))
         del shards
         for key, x in zip(item.segment.others, to_others, strict=True):
             self._add(key, x)
@@ -185,7 +201,7 @@ class Microbatch:
 
     def _whole_forward(self, item: WholeStage) -> list:
         operands, inputs = self._operands(item), [self._env[v] for v in item.inputs]
-        results, residuals = self._wait(item.forward(self._whole_shards(item, operands), inputs))
+        results, residuals = self._ran(item.forward(self._whole_shards(item, operands), inputs))
         if item.is_differentiated:
             self._kept[item] = residuals, operands
         return results
@@ -195,7 +211,7 @@ class Microbatch:
         cotangents = [self._cotangents.get(key) for key in item.segment.results]
         inputs = [operands.get(v) for v in item.inputs]
         shards = self._whole_shards(item, operands)
-        to_shards, to_others = self._wait(item.backward(shards, inputs, residuals, cotangents))
+        to_shards, to_others = self._ran(item.backward(shards, inputs, residuals, cotangents))
         for key, x in zip(item.segment.others, to_others, strict=True):
             self._add(key, x)
         for root, grads in zip(item.trained, to_shards, strict=True):
@@ -213,7 +229,7 @@ class Microbatch:
         for iteration in range(loop.length):
             layer = loop.layer(iteration)
             others = [*consts, *carry, *(_row(x, layer) for x in slices), *item.consts]
-            results, saved = self._wait(stage.forward(self._shards(item.sources(iteration), operands), others))
+            results, saved = self._ran(stage.forward(self._shards(item.sources(iteration), operands), others))
             carry, written[layer] = results[: loop.carry], results[loop.carry :]
             if stage.passes is not None:
                 kept.append((saved, [others[i] for i in stage.kept]))
@@ -246,7 +262,7 @@ class Microbatch:
             saved, others = kept.pop()
             sources = item.sources(iteration)
             shards = self._shards([sources[i] for i in stage.needed], operands)
-            to_params, to_others = self._wait(stage.backward(shards, others, saved, cotangents))
+            to_params, to_others = self._ran(stage.backward(shards, others, saved, cotangents))
             del shards
             self._add_grads(sources, to_params, operands)
             for i, x in enumerate(to_others[: len(loop.others)]):

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -151,6 +151,20 @@ class ModelFiles(StateFiles):
         """Count one more version of the parameters: an earlier state can no longer be read."""
         self._version += 1
 
+    def require(self, version: Any) -> None:
+        """Refuse a state of a version that the files no longer have; see `StateFiles`."""
+        if self._version < 0:
+            raise ValueError(
+                f"The parameters on disk in {self.path} are half written, because a step on them was interrupted or "
+                f"failed. Make a state with tx.create, or restore the last checkpoint into one."
+            )
+        if int(version) != self._version:
+            raise ValueError(
+                f"The parameters on disk in {self.path} are of version {self._version}, and this state is of "
+                f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
+                f"that the last step returned; save what is to be kept in a checkpoint."
+            )
+
     def saved(self, k: int) -> None:
         """Record that a parameter was written outside of a step. When all of them were, their version advances."""
         self._saved.add(k)
@@ -174,6 +188,8 @@ class ModelFiles(StateFiles):
 @dataclasses.dataclass(frozen=True)
 class ModelLeaf(LeafFiles):
     """Where a parameter is on disk; see `LeafFiles`."""
+
+    part: ClassVar[str] = "params"
 
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
         """Write it anew; see `LeafFiles`."""

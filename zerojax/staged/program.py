@@ -79,7 +79,9 @@ class StagedProgram:
             self.expected.update(piece for source in sources for piece in source.pieces)
         forward = [list(use) for item in self.items for use in _forward_uses(item)]
         backward = [use for item in self.backward for use in _backward_uses(item)]
-        uses = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]]
+        uses = [
+            tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]
+        ]
         self.reads = [use for use in uses if use]
 
     @property

@@ -44,6 +44,7 @@ from zerojax.placement.storage import (
     unflatten_params,
 )
 from zerojax.placement.unusable import unusable_named
+from zerojax.staged.state import files_of
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
@@ -79,6 +80,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
+        refuse_on_disk(params)
         is_new = same.is_needed and same.is_first(types_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
@@ -95,6 +97,19 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
             return returned
 
     return value_and_grad
+
+
+def refuse_on_disk(params: Any) -> None:
+    """Refuse parameters that no single program can read.
+
+    Raises:
+        TypeError: If some are on disk.
+    """
+    if files_of(params) is not None:
+        raise TypeError(
+            "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in memory. "
+            "Train them with the step of tx.train_step, which runs in stages."
+        )
 
 
 def refuse_error_feedback(config: Config) -> None:
