@@ -31,8 +31,8 @@ HEADS = 8
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--limit", type=float, help="private memory of the child, in gigabytes; default: states / 4")
     parser.add_argument("--host-bytes", help='as for Offload, such as "1 GB"')
     parser.add_argument("--steps", type=int, default=3)
@@ -122,7 +122,7 @@ def train(args):
     from zerojax import Offload, zero_shard
 
     folder = args.child / "states"
-    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=8 << 20, host_bytes=args.host_bytes)
+    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=4 << 20, host_bytes=args.host_bytes)
     tx = zero_shard(optax.adam(3e-4), stage=3, offload=offload)
     init, loss = model(args.layers, args.width)
     begun = time.perf_counter()

@@ -158,10 +158,12 @@ class Microbatch:
 
         Otherwise Python runs ahead of the devices, and brings the shards of all stages to them.
         """
-        self._running.append(results)
+        # The arrays of one program are ready together: the smallest one stands for all, and holds little memory.
+        self._running.extend(sorted(jax.tree.leaves(results), key=lambda x: x.size)[:1])
+        if len(self._running) > _RUNNING and not self._running[0].is_deleted():
+            jax.block_until_ready(self._running[0])
         if len(self._running) > _RUNNING:
-            arrays = jax.tree.leaves(self._running.popleft())
-            jax.block_until_ready([x for x in arrays if not x.is_deleted()])  # gradients may be donated by now
+            self._running.popleft()
         return self._wait(results)
 
     def _operands(self, item: Any) -> dict:
