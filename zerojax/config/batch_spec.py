@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zerojax.config.data_mesh import in_words
+from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,8 @@ class BatchSpec:
             return None
         specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
         for spec in specs:
-            if not isinstance(spec, PartitionSpec) or not all(isinstance(name, str) for name in names_of(spec)):
+            entries = tuple(spec) if isinstance(spec, PartitionSpec) else (PartitionSpec.UNCONSTRAINED,)
+            if PartitionSpec.UNCONSTRAINED in entries or not all(isinstance(name, str) for name in axes_of(entries)):
                 raise TypeError(
                     f"batch_spec= is a jax.sharding.PartitionSpec of mesh axes, such as "
                     f'PartitionSpec("data", "sequence"), or a tree of them, not {spec!r}.'
@@ -54,13 +55,13 @@ class BatchSpec:
             ValueError: If a spec divides rows over other axes, or names an axis twice, or one that is not there.
         """
         for spec in self.specs:
-            named = names_of(spec)
+            named = axes_of(spec)
             if missing := tuple(name for name in dict.fromkeys(named) if name not in sizes):
                 raise ValueError(
                     f"batch_spec={spec} names {in_words(missing)}, and the axes of the mesh are {tuple(sizes)}. "
                     f"Name axes of the mesh, or build it with an axis called {missing[0]!r}."
                 )
-            if not len(spec) or entry_names(spec[0]) != axis:
+            if not len(spec) or entry_axes(spec[0]) != axis:
                 raise ValueError(
                     f"batch_spec={spec} does not divide dim 0 over {in_words(axis)}, as rows are: axis={axis!r}. "
                     f"Begin it with {(axis[0] if len(axis) == 1 else axis)!r}, or give other axes in axis=."
@@ -84,13 +85,3 @@ class BatchSpec:
                 f"batch_spec= is the tree {self.structure}, and the batch {jax.tree.structure(batch)}. Give one spec "
                 f"for all leaves, or a tree of specs with the structure of the batch, or of its beginning."
             ) from error
-
-
-def entry_names(entry: Any) -> tuple[Any, ...]:
-    """Return the mesh axes of one entry of a `PartitionSpec`."""
-    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
-
-
-def names_of(spec: PartitionSpec) -> list[Any]:
-    """Return all mesh axes that a `PartitionSpec` names, dim by dim."""
-    return [name for entry in spec for name in entry_names(entry)]

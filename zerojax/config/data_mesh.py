@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +118,16 @@ def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def axes_of(specs: Iterable[Iterable]) -> set[str]:
-    """Return all mesh axes that some `PartitionSpec`s name."""
-    entries = [entry for spec in specs for entry in spec if entry]
-    return {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one entry of a `PartitionSpec`; none if the entry is None or unconstrained."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of(*specs: Iterable) -> list[str]:
+    """Return the mesh axes that some `PartitionSpec`s name, dim by dim; an axis as often as it is named."""
+    return [axis for spec in specs for entry in spec for axis in entry_axes(entry)]
 
 
 def in_words(axes: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.config.data_mesh import entry_axes, spec_entry
 
 QUANTISED = "quantised"
 Kind = Literal["replicated", "sharded", "flat"]
@@ -54,8 +54,11 @@ def shard_extent(size: int, shards: int) -> tuple[int, int]:
 class Leaf:
     """How one array is laid out over the data axes of a mesh.
 
+    `path` and `reason` are labels for messages and reports. They take no part in equality and hash, so that leaves
+    that are laid out alike share compiled programs.
+
     Attributes:
-        path: Where the leaf is in its tree, as `jax.tree_util.keystr` writes it.
+        path: Where the leaf is in its tree, as `jax.tree_util.keystr` writes it. A label.
         shape: Logical shape.
         dtype: Element type.
         axes: Mesh axes the leaf is divided over, where it is divided.
@@ -64,14 +67,14 @@ class Leaf:
         dim: The dim that is sharded; None unless `kind` is `"sharded"`.
         others: For each dim, the other mesh axes it is divided over already (tensor
             parallel), which stay as they are.
-        reason: Why the leaf is replicated or flat, for the report; empty for a sharded leaf.
+        reason: Why the leaf is replicated or flat; empty for a sharded leaf. A label.
         host: Whether it is kept in host memory.
         further: Into how many parts a shard is divided in turn, over other axes, for its gradient and its optimizer
             state; padding is for these parts.
         wire: What collectives carry: `QUANTISED`, or why not; empty where the run quantises nothing.
     """
 
-    path: str
+    path: str = dataclasses.field(compare=False)
     shape: tuple[int, ...]
     dtype: np.dtype
     axes: tuple[str, ...]
@@ -79,7 +82,7 @@ class Leaf:
     kind: Kind = "replicated"
     dim: int | None = None
     others: tuple = ()
-    reason: str = ""
+    reason: str = dataclasses.field(default="", compare=False)
     host: bool = False
     further: int = 1
     wire: str = ""
@@ -134,7 +137,7 @@ class Leaf:
         """Return, as a leaf, the part of this leaf on one slice of the other mesh axes, which have these `sizes`."""
         if self.kind == "flat" or not any(self.others):
             return self
-        parts = [math.prod(sizes[axis] for axis in axes_of([(entry,)])) for entry in self.others]
+        parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]
         shape = (*(size // n for size, n in zip(self.shape, parts, strict=False)), *self.shape[len(parts) :])
         return dataclasses.replace(self, shape=shape, others=())
 

@@ -7,6 +7,7 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax.config import DataMesh
+from zerojax.config.data_mesh import entry_axes, spec_entry
 from zerojax.layout.padded import Padded, is_padded
 
 
@@ -45,14 +46,8 @@ def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if not any(spec):
         spec = metadata
-    kept = [other_names(entry, data) for entry in spec]
+    # Flax's metadata may also name data axes, and axes that this mesh does not have.
+    kept = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in data.compiler_axes)) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept)
-
-
-def other_names(entry, data: DataMesh):
-    """Return one dim's entry of a spec without data axes and without names that the mesh does not have."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    left = tuple(n for n in names if n in data.compiler_axes)
-    return left[0] if len(left) == 1 else left or None

@@ -10,7 +10,7 @@ import jax
 import jax.core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.config.data_mesh import axes_of
+from zerojax.config.data_mesh import entry_axes
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -63,8 +63,7 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return for each dim the data axes that divide it, without dims at the end that none divides."""
-    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    dims = [tuple(axis for axis in axes if axis in data) for axes in named]
+    dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
     while dims and not dims[-1]:
         dims.pop()
     return tuple(dims)
@@ -77,7 +76,7 @@ def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
         names = ", ".join(repr(axis) for axes in dims for axis in axes)
         at = " and ".join(str(i) for i, axes in enumerate(dims) if axes)
         dim = f" on dim {at}" if all(placements) else ""
-        return f"sharded over {names}{dim}" if axes_of([dims]) else "replicated"
+        return f"sharded over {names}{dim}" if any(dims) else "replicated"
 
     return [one(dims) for dims in placements]
 

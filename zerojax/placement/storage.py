@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
-from zerojax.comm import mesh
+from zerojax.comm.buckets import unflatten
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
@@ -109,14 +109,9 @@ def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 
 
-def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """Convert a logical array to storage; see `mesh.to_storage`."""
-    return mesh.to_storage(config.mesh, value, leaf)
-
-
-def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """Pin a stored array to its layout, inside jit."""
-    return mesh.constrain(config.mesh, stored, leaf)
+def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """Remove the padding of a stored array, and undo its flattening."""
+    return unflatten(stored, leaf) if leaf.kind == "flat" else unpadded(stored, leaf)
 
 
 def pin_to_plan(
@@ -124,8 +119,8 @@ def pin_to_plan(
 ) -> list[Shaped[Array, "*storage"]]:
     """Pin stored arrays to their layout along the data axes, inside jit; arrays in host memory stay as they are.
 
-    `constrain` leaves a replicated leaf to the compiler where the mesh has other axes. In a loop over steps the
-    compiler then shards it between two of them, and gathers it once for the loss and once for the update.
+    `comm.mesh.constrain` leaves a replicated leaf to the compiler where the mesh has other axes. In a loop over steps,
+    the compiler then shards the leaf between two steps, and gathers it once for the loss and once for the update.
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     specs = [leaves[i].local_spec for i in pinned]
@@ -182,5 +177,5 @@ def gather(
         in_specs=(specs,),
         out_specs=[target.spec for target in targets],
         # Along an axis that is left to the compiler XLA would gather a leaf first, and then it in full along ours.
-        axis_names={*axes, *axes_of(specs)},
+        axis_names={*axes, *axes_of(*specs)},
     )(list(stored))

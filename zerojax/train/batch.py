@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.mesh import batch_sharding
 from zerojax.config import Config, DataMesh, Precision
-from zerojax.config.batch_spec import entry_names
-from zerojax.config.data_mesh import in_words
+from zerojax.config.data_mesh import entry_axes, in_words
 from zerojax.layout.tree import canonical
 
 if TYPE_CHECKING:
@@ -130,8 +129,8 @@ def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, 
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):
         for dim, (size, entry) in enumerate(zip(jnp.shape(x), spec, strict=False)):
-            if dim and size % config.data.size(entry_names(entry)):
-                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_names(entry)
+            if dim and size % config.data.size(entry_axes(entry)):
+                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
     return None
 
 

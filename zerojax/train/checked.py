@@ -10,6 +10,7 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax import compat, jaxprs
+from zerojax.config.data_mesh import axes_of
 from zerojax.train.batch import is_untyped_key
 from zerojax.train.remedies import DIVIDED_ALREADY
 
@@ -42,7 +43,7 @@ def check(jaxpr: Any, manual: frozenset[str]) -> None:
         check_keys(inner)
         for eqn in inner.eqns:
             sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
-            if isinstance(sharding, NamedSharding) and manual & named_axes(sharding):
+            if isinstance(sharding, NamedSharding) and manual.intersection(axes_of(sharding.spec)):
                 raise ValueError(f"{DIVIDED_ALREADY} It is at {compat.line_of(eqn)}.")
 
 
@@ -70,9 +71,3 @@ def nested(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxprs.alive(jaxpr):
         for inner in compat.inner_jaxprs(eqn):
             yield from nested(inner)
-
-
-def named_axes(sharding: NamedSharding) -> set[str]:
-    """Return the mesh axes that a sharding divides an array over."""
-    named = [entry for entry in sharding.spec if isinstance(entry, str | tuple)]
-    return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}

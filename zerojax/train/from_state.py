@@ -12,15 +12,14 @@ import optax
 from jax import lax
 
 from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import replicated, to_storage
 from zerojax.config import Config
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.returned_state import as_planned, seen_in
 from zerojax.optim.state_memory import state_to_device
-from zerojax.placement.storage import Form, leaves_of, named_tree, padded_forms, to_storage
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import Form, in_logical_shape, leaves_of, named_tree, padded_forms
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
@@ -89,7 +88,7 @@ def from_state(
         state = state_to_device(config, plan, state)
         value, grads = stored_gradient(layout, state, jax.tree.unflatten(plan.state_def, plan.state))
         parts = returned_grads(config, layout, forms)
-        found = {i: to_storage(config, x, parts[i]) for i, x in grads.items()}
+        found = {i: to_storage(config.mesh, x, parts[i]) for i, x in grads.items()}
 
         def compute() -> tuple[Any, Any]:
             computed, tree = differentiate(config, loss, layout, forms, params, None, batch, *args)

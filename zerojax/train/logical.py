@@ -14,8 +14,8 @@ from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_number_array, is_padded
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage import in_logical_shape
 from zerojax.placement.storage import logical as unpadded_array
-from zerojax.placement.storage_shape import in_logical_shape
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from zerojax.comm.events import EVENTS, first_array
 from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
-from zerojax.comm.mesh import row_shardings
+from zerojax.comm.mesh import constrain, row_shardings
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
@@ -35,7 +35,6 @@ from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
     Form,
     cast,
-    constrain,
     leaves_of,
     logical,
     named_tree,
@@ -164,7 +163,9 @@ def grads_in_form(
     parts = returned_grads(config, layout, forms)
     zeros = [jnp.zeros(part.storage_shape, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
     given = [grads.get(i, zero) for i, zero in enumerate(zeros)]
-    arrays = [constrain(config, x.astype(zero.dtype), part) for x, zero, part in zip(given, zeros, parts, strict=True)]
+    arrays = [
+        constrain(config.mesh, x.astype(zero.dtype), part) for x, zero, part in zip(given, zeros, parts, strict=True)
+    ]
     return unflatten_params(arrays, layout, parts, forms)
 
 
@@ -202,7 +203,7 @@ def update_tree(
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
         values = leaves_of(grads)
         for i in layout.overwritten:
-            updates[i] = NewValue(constrain(config, logical(values[i]), layout.params[i]))
+            updates[i] = NewValue(constrain(config.mesh, logical(values[i]), layout.params[i]))
         state = as_returned(config, plan, state_to_host(config, plan, state))
         return unflatten_params(updates, layout, layout.params, forms), state
 

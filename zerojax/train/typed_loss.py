@@ -17,8 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.comm.explicit import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.config import Config
-from zerojax.config.batch_spec import entry_names
-from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
 from zerojax.layout.tree import Layout
 from zerojax.train.loss import Returned
 
@@ -114,7 +113,7 @@ def is_spec(x: Any) -> bool:
 
 def as_typed(x: Array, spec: PartitionSpec) -> Any:
     """Return a result with the type that plain jit would give it, if that type says anything."""
-    return Typed(x, spec) if axes_of([spec]) else x
+    return Typed(x, spec) if axes_of(spec) else x
 
 
 def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
@@ -134,5 +133,5 @@ def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
 def divides(config: Config, spec: PartitionSpec, x: Any) -> bool:
     """Return whether mesh axes divide the dims of an array evenly."""
     sizes = dict(config.data.sizes)
-    parts = [math.prod(sizes[axis] for axis in entry_names(entry)) for entry in spec]
+    parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in spec]
     return len(parts) <= jnp.ndim(x) and all(n % k == 0 for n, k in zip(jnp.shape(x), parts, strict=False))
