@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from zerojax import collectives, report, zero_shard
 from zerojax.layout.tree import layout_of
-from zerojax.placement.init_params import init_programs
+from zerojax.placement.place import init_programs
 
 WIDTH, DEPTH = 128, 6
 

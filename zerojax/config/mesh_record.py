@@ -1,4 +1,4 @@
-"""A mesh without its devices, from which another process rebuilds it."""
+"""A mesh as a record that can be pickled, from which another process rebuilds it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ class MeshRecord:
         return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
 
     def mesh(self) -> Mesh:
-        """Rebuild the mesh of this process's devices.
-
-        Raises:
-            ValueError: If this process has no device with one of the ids.
-        """
+        """Rebuild the mesh from the devices of this process. Raise a ValueError if one of them is missing."""
         try:
             devices = {device.id: device for device in jax.devices(self.platform)}
         except RuntimeError:  # this process has no such platform

@@ -1,4 +1,4 @@
-"""Mesh axes other than the data axes that divide a leaf already: by its sharding, or by Flax's metadata."""
+"""Find the mesh axes, other than data axes, that divide a leaf already: by its sharding, or by Flax's metadata."""
 
 import sys
 
@@ -12,13 +12,13 @@ from zerojax.layout.padded import Padded, is_padded
 
 
 def partition_metadata(params) -> list:
-    """Return, for each leaf, the axis names per dim in Flax's boxes and Variables, or () where there are none.
+    """Return, for each leaf, the axis names per dim in its Flax box or Variable; () if there are none.
 
-    Logical names become mesh axes by the rules that come with them, or by Flax's in force (`logical_axis_rules`).
+    Logical names are converted to mesh axes by the rules of the node, or by the current `logical_axis_rules` of Flax.
     """
 
     def names(node) -> tuple | None:
-        # Asked of the class: a node of the user's may answer for any attribute, or with another error than Python's.
+        # The class is asked: a node of the user may return a value for any attribute, or raise any error.
         if hasattr(type(node), "get_partition_spec"):
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
@@ -41,7 +41,7 @@ def partition_metadata(params) -> list:
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
     """Return the mesh axes, other than data axes, that already divide each dim of `x`."""
     array = x.storage if isinstance(x, Padded) else x
-    # the type of a traced array names Explicit axes
+    # The type of a traced array names Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if not any(spec):
