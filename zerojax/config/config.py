@@ -35,28 +35,17 @@ def with_auto_axes(mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A transformation and the options of `zero_shard`, which describes them in full.
+    """A transformation and the options of `zero_shard`. It describes all options; some have another type here.
 
     Attributes:
         tx: The optax transformation that is wrapped.
-        stage: ZeRO stage, 0 to 3.
         user_mesh: The mesh as the caller gave it.
         axis: The mesh axes that divide the rows of the batch.
         shard_axis: The axes over which the stage shards; empty: all of `axis`.
         params_axis: The axes over which parameters are sharded; empty: as `shard_axis`.
-        persist_below: Leaves with fewer elements are not sharded by dim.
-        prefetch: How many uses ahead stage 3 starts a gather; 0 disables prefetch.
-        bucket_bytes: Leaves of a layer share a bucket up to this many logical bytes.
-        reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
-        precision: Types of a step; None: the types of the parameters and the loss.
         trainable: `trainable(path, leaf) -> bool`; None: every leaf is trained.
         overwrite: `overwrite(path, leaf) -> bool`: leaves that take their gradient as the new value; None: only leaves
             whose name says so.
-        offload: Model states that are offloaded to host memory or disk; None: nothing.
-        batch_spec: How the dims of the batch are divided; None: dim 0 over `axis`.
-        view: `"global"`: the loss sees all rows. `"device"`: it sees the rows of one device.
-        wire: Collectives that send few bits; None: nothing.
-        matrix_updates: Which devices compute the update of a matrix: `"owner"`, `"sharded"` or `"auto"`.
 
     Raises:
         TypeError: If `tx` is no optax transformation, or an option has another type.

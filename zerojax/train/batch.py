@@ -102,12 +102,12 @@ def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
 
 
 def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """Return `(name, dim, size, axes)` of the first leaf with a dim, other than dim 0, that its axes do not divide."""
+    """Return `(name, dim, size, axes)` of the first leaf with a dim that the axes of its spec do not divide."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):
         for dim, (size, entry) in enumerate(zip(jnp.shape(x), spec, strict=False)):
-            if dim and size % config.data.size(entry_axes(entry)):
+            if size % config.data.size(entry_axes(entry)):
                 return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
     return None
 

@@ -25,21 +25,25 @@ if TYPE_CHECKING:
 
 # Primitives that are linear in each operand, if the other operands do not depend on the cotangent.
 LINEAR_IN_ONE = frozenset(
-    "broadcast_in_dim conv_general_dilated convert_element_type copy cumsum div dot_general dynamic_slice expand_dims "
-    "gather mul neg psum psum_invariant reduce_precision reduce_sum reduce_window_sum reshape rev sharding_constraint "
-    "slice split squeeze transpose".split()
+    "all_gather all_to_all broadcast_in_dim conj conv_general_dilated convert_element_type copy cumsum div dot_general "
+    "dynamic_slice expand_dims fft gather imag mul neg ppermute psum psum_invariant pvary real reduce_precision "
+    "reduce_scatter reduce_sum reduce_window_sum reshape rev sharding_constraint slice split squeeze tile transpose "
+    "unstack".split()
 )
 # Primitives that are linear in some operands together, and these operands.
 LINEAR_IN_SEVERAL = MappingProxyType(
     {
         "add": slice(2),
         "add_any": slice(2),
+        "complex": slice(2),
         "concatenate": slice(None),
         "dynamic_update_slice": slice(2),
         "optimization_barrier": slice(None),
         "pad": slice(2),
         "scatter-add": slice(0, 3, 2),
+        "scatter-sub": slice(0, 3, 2),
         "select_n": slice(1, None),
+        "stack": slice(None),
         "sub": slice(2),
     }
 )

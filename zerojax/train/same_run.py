@@ -124,17 +124,9 @@ class SameCalls:
     def is_first(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
         """Return whether no earlier call had arguments of these types, and if so, compare them over processes.
 
-        Another value of an argument that is not traced, such as a flag, also counts as new.
-
-        Args:
-            known: A value that stands for the types of all other arguments.
-            batch: The batch, which is compared by shape and type.
-            args: Further arguments, which are also compared by value.
-            step: The count of a training state, which is compared by value.
-
-        Raises:
-            ValueError: If the processes differ in shapes, values, options or step.
-            TimeoutError: If a process does not call the function.
+        Another value of an argument that is not traced, such as a flag, also counts as new. The batch is compared by
+        shape and type; further arguments, and the count of a training state (`step`), by value. `known` stands for the
+        types of all other arguments.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
         record = {

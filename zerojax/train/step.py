@@ -75,13 +75,10 @@ class Step:
                 metrics = row_shardings(config.mesh, config.data, returned[1], batch)
                 return ZeroState.shardings(config, state.plan), metrics
 
-            return on_auto_mesh(config.user_mesh, program.step, state, batch, with_types(args), shardings=shardings)
-
-        def resident_step(state, batch, *args):
-            return program.resident_step(state, batch, args)
+            return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
 
         self._jitted = jax.jit(step, donate_argnums=0)
-        self._resident = jax.jit(resident_step, donate_argnums=0)
+        self._resident = jax.jit(program.resident_step, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()

@@ -25,43 +25,20 @@ from zerojax.train.view import LossInputs, View
 
 
 class Metrics(TypedDict):
-    """The metrics of a step: a dict, typed for editors and type checkers.
+    """The metrics that `Step.__call__` describes: a dict, typed for editors and type checkers."""
 
-    Attributes:
-        loss: The mean loss; float scalar.
-        grad_norm: The norm of the unscaled, averaged gradient; float scalar.
-        skipped: Whether the step left the state unchanged; bool scalar.
-        aux: The auxiliary results of the loss. Present with `has_aux`.
-        loss_scale: The loss scale that the step used; float scalar. Present with a loss scale.
-        grad_norms: The norm of each parameter's gradient, as a tree. Present with `leaf_norms`.
-        learning_rate: The learning rate of the update; float scalar. Present under `optax.inject_hyperparams`.
-    """
-
-    loss: jax.Array
-    grad_norm: jax.Array
-    skipped: jax.Array
+    loss: jax.Array  # shape=(), dtype=float
+    grad_norm: jax.Array  # shape=(), dtype=jnp.float32
+    skipped: jax.Array  # shape=(), dtype=bool
     aux: Any
-    loss_scale: jax.Array
+    loss_scale: jax.Array  # shape=(), dtype=jnp.float32
     grad_norms: Any
-    learning_rate: jax.Array
+    learning_rate: jax.Array  # shape=(), dtype=float
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The options of a training step.
-
-    Attributes:
-        accumulate: Microbatches per device and step; at least 1.
-        skip_nonfinite: Whether a step whose gradients are not finite leaves the state unchanged. `max_skips` implies
-            it.
-        max_skips: How many steps in a row may be skipped; None for any number.
-        leaf_norms: Whether metrics have the norm of each parameter's gradient.
-        timeout: Seconds after which an unfinished step ends the process; None for `watchdog.limit_of`.
-
-    Raises:
-        TypeError: If a count is no integer, or the timeout no number.
-        ValueError: If a count is out of range.
-    """
+    """The options of `ZeroTransformation.train_step` with these names, which describes them."""
 
     accumulate: int = 1
     skip_nonfinite: bool = False
@@ -70,7 +47,7 @@ class StepOptions:
     timeout: float | None = None
 
     def __post_init__(self):
-        """Check the counts."""
+        """Raise a TypeError or ValueError for a count or timeout of another type or out of range."""
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
@@ -109,22 +86,22 @@ class StepProgram:
         """Return whether a step may be skipped. If not, the program has no code for that."""
         return self.skips_nonfinite or self.loss.weighted
 
-    def step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
+    def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Run the whole step: differentiate, update, and gather the parameters that the stage keeps replicated."""
         config, plan = self.config, state.plan
         check_state(config, plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
-        new, metrics, updated = self.resident_step(on_device, batch, args)
+        new, metrics, updated = self.resident_step(on_device, batch, *args)
         opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))
         return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
-    def resident_step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
+    def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
         """Run the part of a step that needs no offloaded state.
 
         Args:
             state: The state, with a list as `opt_state`: one array per leaf, and None for offloaded leaves.
             batch: The global batch, placed.
-            args: Further arguments of the loss.
+            *args: Further arguments of the loss.
 
         Returns:
             `(state, metrics, inputs)`. The state has neither parameters nor optimizer state. These are in `inputs`,
