@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count, check_word
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
-from zerojax.config.mesh_record import MeshRecord
 from zerojax.config.offload import Offload
 from zerojax.config.precision import Precision
 from zerojax.config.wire import Wire
@@ -26,6 +27,49 @@ STAGES = {
 }
 PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRecord:
+    """The parts of a mesh that can be pickled.
+
+    Attributes:
+        shape: The devices along each axis.
+        axis_names: The names of the axes.
+        axis_types: Whether each axis is Auto or Explicit.
+        platform: The platform of the devices, such as `"gpu"`.
+        device_ids: The ids of the devices, in the mesh's order.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    axis_types: tuple[AxisType, ...]
+    platform: str
+    device_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshRecord:
+        """Return the record of a mesh."""
+        devices = list(mesh.devices.flat)
+        ids = tuple(device.id for device in devices)
+        return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
+
+    def mesh(self) -> Mesh:
+        """Rebuild the mesh from the devices of this process. Raise a ValueError if one of them is missing."""
+        try:
+            devices = {device.id: device for device in jax.devices(self.platform)}
+        except RuntimeError:  # this process has no such platform
+            devices = {}
+        if missing := [i for i in self.device_ids if i not in devices]:
+            axes = dict(zip(self.axis_names, self.shape, strict=True))
+            raise ValueError(
+                f"A pickled transformation has a mesh {axes} with the {self.platform} devices {list(self.device_ids)}, "
+                f"and this process has no device {missing[0]}, only {sorted(devices) or 'devices of other platforms'}. "
+                f"A mesh is rebuilt from device ids: load the transformation where JAX sees the same devices (after "
+                f"jax.distributed.initialize), or make it there with zero_shard."
+            )
+        found = np.array([devices[i] for i in self.device_ids]).reshape(self.shape)
+        return Mesh(found, self.axis_names, axis_types=self.axis_types)
 
 
 def with_auto_axes(mesh: Any) -> Any:

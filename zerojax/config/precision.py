@@ -25,7 +25,7 @@ def common_dtype(first: Any, second: Any) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScale:
-    """A loss scale that adapts: the largest one at which no gradient overflows.
+    """A loss scale that rises and falls, so that it stays just below the scale at which gradients overflow.
 
     A step whose gradients overflow is skipped. The scale is divided by `factor` when `hysteresis` steps have overflowed
     since it was last raised. It is multiplied by `factor` after `growth_interval` clean steps in a row.

@@ -22,27 +22,22 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
     There is one error array per quantised parameter whose gradient is reduced across groups of devices. Its logical
     shape is `(groups, *parameter's)`. It is sharded like the parameter, and dim 0 over the axes across groups.
     """
-    return {
-        layout.paths[i]: error_leaf(leaf, layout.policy.data.batch, layout.paths[i])
-        for i, leaf in enumerate(layout.params)
-        if i in layout.trained and leaf.is_quantised and leaf.further > 1
-    }
-
-
-def error_leaf(leaf: Leaf, batch: tuple[str, ...], path: str) -> Leaf:
-    """Return the layout of the error of one parameter's gradient, which is summed over the axes `batch`."""
-    across = tuple(axis for axis in batch if axis not in leaf.axes)
-    assert leaf.dim is not None
-    return dataclasses.replace(
-        leaf,
-        path=f"[{path!r}]",
-        shape=(leaf.further, *leaf.shape),
-        dtype=np.dtype(np.float32),
-        dim=leaf.dim + 1,
-        others=(spec_entry(across), *leaf.others),
-        host=False,
-        wire="",
-    )
+    found = {}
+    for i, leaf in enumerate(layout.params):
+        if i in layout.trained and leaf.is_quantised and leaf.further > 1:
+            assert leaf.dim is not None
+            across = tuple(axis for axis in layout.policy.data.batch if axis not in leaf.axes)
+            found[layout.paths[i]] = dataclasses.replace(
+                leaf,
+                path=f"[{layout.paths[i]!r}]",
+                shape=(leaf.further, *leaf.shape),
+                dtype=np.dtype(np.float32),
+                dim=leaf.dim + 1,
+                others=(spec_entry(across), *leaf.others),
+                host=False,
+                wire="",
+            )
+    return found
 
 
 def summand_spec(leaf: Leaf) -> PartitionSpec:

@@ -99,9 +99,8 @@ class Padded:
             )
         return trim(self.storage, stacked + self.dim, self.shape[self.dim])
 
-    def __jax_array__(self) -> Shaped[Array, "*logical"]:
-        """Return the logical array, for `jax.numpy`."""
-        return self.logical()
+    __jax_array__ = logical  # for `jax.numpy`
+    unbox = logical  # for Flax, whose modules unbox their parameters
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logical array, for NumPy."""
@@ -118,10 +117,6 @@ class Padded:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rows of the logical array."""
         return iter(self.logical())
-
-    def unbox(self) -> Shaped[Array, "*logical"]:
-        """Return the logical array, for Flax, whose modules unbox their parameters."""
-        return self.logical()
 
     def __getattr__(self, name: str) -> Any:
         """Raise an AttributeError that explains a `Padded` to code that uses it as an array."""

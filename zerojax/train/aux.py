@@ -48,17 +48,29 @@ class Mean(Marker):
 
 @marker
 class Sum(Marker):
-    """Marks sums over rows, such as counts: they are added up. Example: `zerojax.Sum(jnp.sum(mask))`."""
+    """Marks sums over rows, such as counts: they are added up.
+
+    Examples:
+        >>> return loss, zerojax.Sum(jnp.sum(mask))
+    """
 
 
 @marker
 class Rows(Marker):
-    """Marks arrays with one entry per row on dim 0, such as logits: all are returned, in the order of the rows."""
+    """Marks arrays with one entry per row on dim 0, such as logits: all are returned, in the order of the rows.
+
+    Examples:
+        >>> return loss, zerojax.Rows(logits)
+    """
 
 
 @marker
 class Same(Marker):
-    """Marks values that are equal on every device, such as a counter: the value of the last microbatch is returned."""
+    """Marks values that are equal on every device, such as a counter: the value of the last microbatch is returned.
+
+    Examples:
+        >>> return loss, zerojax.Same(count + 1)
+    """
 
 
 def is_marker(x: Any) -> bool:

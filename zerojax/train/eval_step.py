@@ -20,7 +20,7 @@ from zerojax.placement.storage import cast, storage_leaves
 from zerojax.placement.unusable import unusable_named
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import check_types, first_undivided, place_batch, placed
-from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
     def run_on(params, batch, args):
         check_types(batch)
-        is_new = same.is_needed and same.is_first(types_of(params), batch, args)
+        is_new = same.is_needed and same.is_first(signature_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)

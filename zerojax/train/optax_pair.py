@@ -24,7 +24,7 @@ from zerojax.placement.storage import named_tree, padded_forms, storage_forms
 from zerojax.placement.unusable import unusable_named
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
-from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.state import ZeroState, known_to_flax
 from zerojax.train.tree_api import TreeForm, update_tree
 
@@ -76,7 +76,7 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     warn_of_outer_transformations(form.layout, form.forms)
     given = (updates, state, params, arrays, form, static)
     same = same_updates(config)
-    is_new = same.is_needed and same.is_first((types_of((updates, state, params)), static), arrays, ())
+    is_new = same.is_needed and same.is_first((signature_of((updates, state, params)), static), arrays, ())
     return same.call(jitted_update, *given, is_new=is_new)
 
 

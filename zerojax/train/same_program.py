@@ -56,7 +56,7 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
 
 
 def around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parts of two lines around the first letter that differs."""
+    """Return the parts of two lines around the first character that differs."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, same - LONGEST // 2)
     return one[start:][:LONGEST], other[start:][:LONGEST]

@@ -161,7 +161,7 @@ class SameCalls:
         return returned
 
 
-def types_of(tree: Any) -> Hashable:
+def signature_of(tree: Any) -> Hashable:
     """Return the structure of a tree of arrays, and the shape and type of each, as one hashable value."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)

@@ -118,8 +118,8 @@ class Step:
     ) -> tuple[ZeroState, Metrics]:
         """Do one training step.
 
-        The call returns before the devices have finished, except on simulated devices, which first finish the previous
-        step. Traces of `jax.profiler` number the calls.
+        The call does not wait for the devices to finish. On simulated devices, it first waits for the previous step.
+        Traces of `jax.profiler` number the calls.
 
         Args:
             state: The state that `create` or the previous step returned. It is donated.

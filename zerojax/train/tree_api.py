@@ -1,4 +1,4 @@
-"""Gradients and updates as trees in the caller's own form: what a hand-written loop passes around.
+"""Compute gradients and updates as trees in the caller's own form, for hand-written loops.
 
 The training step keeps small and padded leaves sharded throughout. Here, a gradient must have the structure and shape
 of its parameter: optax and Flax map functions over both trees. So a leaf whose shards do not form an array of the
@@ -45,7 +45,7 @@ from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.remedies import remedies
-from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ class NewValue:
 
 
 def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
-    """Return how `value_and_grad` returns each gradient: sharded at stages 2 and 3, if its form allows that."""
+    """Return the layout in which `value_and_grad` returns each gradient.
+
+    At stages 2 and 3 a gradient is sharded, if its shards form an array of its form. Otherwise it is replicated.
+    """
 
     def one(param: Leaf, grad: Leaf, form: Form | bool) -> Leaf:
         if param.dim is not None:
@@ -141,7 +144,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
-        is_new = same.is_needed and same.is_first(types_of((params, state)), batch, rest)
+        is_new = same.is_needed and same.is_first(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with remedies(config.view), unusable_named(config.mesh, params=params, state=state, batch=rows):

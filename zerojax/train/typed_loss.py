@@ -99,7 +99,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """Return the configuration for a mesh of one device with the Explicit axes of the caller's mesh."""
+    """Return the configuration. If the caller's mesh has Explicit axes, replace it by one device with the same axes."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config

@@ -278,7 +278,7 @@ class View:
         return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
 
     def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
-        """Return zeros to differentiate by, for parameters whose gradient differs from the stored array.
+        """Return zeros by which to differentiate instead of a parameter, if its gradient differs from the stored array.
 
         The gradient is in device memory while the parameter is in host memory, it has another shape, or it is reduced
         later. Overwritten parameters have none: their gradient is a value, and no sum.
