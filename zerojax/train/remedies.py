@@ -15,12 +15,11 @@ _AS_VALUE = (
     "Pass the value of the ref as an argument, and return the new one: as aux, or with mutable=True of train_step as "
     "the mutable state."
 )
-# (view of the loss, pattern of JAX's message, error to raise, its message); without a view, the row is for both views.
-REMEDIES = (
+# (view of the loss, pattern of JAX's message, the message that replaces it); without a view, a row is for both views.
+OF_LOSS = (
     (
         "global",
         r"unbound axis name",
-        ValueError,
         "The loss function names a mesh axis, as in lax.psum or lax.axis_index. In global view there is one loss for "
         "all devices, without such an axis. Drop the collective: sums are over all rows already. Or pass "
         'view="device" to zero_shard, or put the collective into a jax.shard_map.',
@@ -28,13 +27,11 @@ REMEDIES = (
     (
         "device",
         r"only refer to Auto axes|[Cc]ontext mesh .*Manual.* should match the mesh|of type: AxisType.Manual",
-        ValueError,
         DIVIDED_ALREADY,
     ),
     (
         "",
         r"passed to \w+ cannot contain axis names that are of type Auto",
-        ValueError,
         "The loss function names the types of arrays (jax.sharding.reshard, out_sharding=), which takes Explicit axes, "
         "and the axes of the mesh are Auto. Use jax.lax.with_sharding_constraint, or give zero_shard a mesh with "
         "Explicit axes.",
@@ -42,21 +39,20 @@ REMEDIES = (
     (
         "",
         r"Closing over inputs to shard_map|should match the aval mesh",
-        ValueError,
         "The loss function closes over an array of an Explicit mesh, but inside the loss, arrays are on another mesh. "
         "Pass the array as a further argument of the loss, or close over a NumPy array.",
     ),
+)
+OF_REFS = (
     (
         "device",
         r"AbstractRef|Ref shape|mutable array reference|JaxprInputEffect",
-        TypeError,
         "The loss closes over a jax.Ref. In device view every device would write a value of its own to it. Pass "
         f'view="global" to zero_shard, where there is one loss. Or do without the ref. {_AS_VALUE}',
     ),
     (
         "",
         r"mutable array reference|JaxprInputEffect",
-        TypeError,
         "The loss gives a jax.Ref to jax.checkpoint or to a jax.custom_vjp, which keep it for the backward pass. "
         "zerojax runs the two passes as separate programs, and a ref cannot be passed from one to the other. For a "
         "custom_vjp, let only its backward rule close over the ref. Under jax.checkpoint, do without the ref. "
@@ -65,7 +61,6 @@ REMEDIES = (
     (
         "",
         r"incompatible devices.*ARG_SHARDING with device ids",
-        TypeError,
         "The loss closes over an array or a jax.Ref on other devices than those of the mesh. If it is a ref, make it "
         f"on the mesh: jax.new_ref(jax.device_put(x, NamedSharding(mesh, PartitionSpec()))). {_AS_VALUE}",
     ),
@@ -73,12 +68,16 @@ REMEDIES = (
 
 
 @contextlib.contextmanager
-def remedies(view: str) -> Iterator[None]:
-    """Replace an error of JAX about a loss of this view by the error of `REMEDIES` that says what to do."""
+def remedies(view: str, *, of_refs: bool = False) -> Iterator[None]:
+    """Replace an error of JAX about a loss of this view by an error that says what to do.
+
+    Errors about a `jax.Ref` (`of_refs`) can also come from outside of the loss, so they have a table of their own.
+    """
+    kind, table = (TypeError, OF_REFS) if of_refs else (ValueError, OF_LOSS)
     try:
         yield
     except (AttributeError, NameError, NotImplementedError, TypeError, ValueError) as error:
-        for only, pattern, kind, message in REMEDIES:
+        for only, pattern, message in table:
             if only in ("", view) and re.search(pattern, str(error), re.DOTALL):
                 raise kind(message) from error
         raise

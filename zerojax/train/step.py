@@ -153,7 +153,7 @@ class Step:
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
-            with remedies(self.config.view):
+            with remedies(self.config.view, of_refs=True):
                 return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
         plan = state.plan
         is_new = self._same.is_first(plan, batch, args, state.step)
@@ -179,7 +179,7 @@ class Step:
         wait_if_simulated(self.config.mesh, state)
         if is_new:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
-        with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view):
+        with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
@@ -213,7 +213,7 @@ class Step:
         return self._traced(state, place_batch(self.config, batch, self.options.accumulate), args)
 
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        with remedies(self.config.view):
+        with remedies(self.config.view, of_refs=True):
             if not state.plan.offloaded:
                 return self._jitted.trace(state, rows, *args)
             resident = state.replace(opt_state=resident_state(state))

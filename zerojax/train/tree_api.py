@@ -147,7 +147,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
         is_new = same.is_needed and same.is_first(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
-        with remedies(config.view), unusable_named(config.mesh, params=params, state=state, batch=rows):
+        with remedies(config.view, of_refs=True), unusable_named(config.mesh, params=params, state=state, batch=rows):
             given, forms = (params, state, rows, *rest), padded_forms(params)
             return same.call(jitted, *given, layout=layout, forms=forms, is_new=is_new)
 
