@@ -40,10 +40,8 @@ class Misplaced(NamedTuple):
 def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
     """Return the placement of a live array over the data axes if it is not the planned one, and otherwise None.
 
-    Args:
-        leaf: The planned layout. Its other mesh axes are left to the compiler, and not compared.
-        x: An array in storage, or its `Padded` or `Chunked` node.
-        data: The axes that divide the batch.
+    `leaf` is the planned layout over the axes `data`, which divide the batch. Other mesh axes are left to the compiler,
+    and not compared. `x` is an array in storage, or its `Padded` or `Chunked` node.
     """
     x = x.storage if is_padded(x) else x
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
@@ -89,12 +87,8 @@ class PlacementCheck:
     def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
         """Check the arrays if this is the first call with live arrays.
 
-        An array on one device is no problem: a program shards it when it is passed.
-
-        Args:
-            parts: The name of each tree, the tree, and the layouts of its leaves.
-            data: The axes that divide the batch.
-            stacklevel: As for `warnings.warn`, relative to this method.
+        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is no problem:
+        a program shards it when it is passed. `stacklevel` is that of `warnings.warn`, relative to this method.
         """
         if self._done:
             return

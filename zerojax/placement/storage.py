@@ -159,11 +159,7 @@ def gather(
 ) -> list[Array]:
     """All-gather stored arrays, flat leaves in one bucket.
 
-    Args:
-        config: Mesh and axes.
-        stored: Arrays in storage.
-        leaves: The layouts of the arrays.
-        targets: The layouts of the results: replicated, in logical shape, or sharded over fewer axes, in storage shape.
+    A result has the layout of its target: replicated, in logical shape, or sharded over fewer axes, in storage shape.
     """
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)
