@@ -87,7 +87,7 @@ class PlacementCheck:
     def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
         """Check the arrays if this is the first call with live arrays.
 
-        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is no problem:
+        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is fine:
         a program shards it when it is passed. `stacklevel` is that of `warnings.warn`, relative to this method.
         """
         if self._done:
