@@ -51,7 +51,7 @@ def lay_out_state(
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
     """Return the layout of a state leaf with its parameter's shape; None if the shape differs."""
     lead = len(x.shape) - len(grad.shape)
-    if lead < 0 or tuple(x.shape[lead:]) != grad.shape:
+    if tuple(x.shape[lead:]) != grad.shape:  # a shape with fewer dims is not equal either
         return None
     leaf = dataclasses.replace(grad, path=path, shape=tuple(x.shape), dtype=x.dtype)
     if grad.kind == "flat" and (lead or not may_be_flat):
