@@ -1,4 +1,4 @@
-"""Parameters are initialised by a few programs, each of which makes a small share of them."""
+"""Where parameters are placed: which are padded in storage, and which programs initialise them."""
 
 import itertools
 
@@ -7,6 +7,7 @@ import pytest
 
 from zerojax.layout.leaf import Leaf
 from zerojax.placement.place import groups
+from zerojax.placement.storage import storage_forms
 
 
 def leaf(size, shards=8):
@@ -32,3 +33,7 @@ def test_each_program_makes_a_share_of_the_parameters(sizes, count):
     assert len(found) == count
     most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])
     assert all(sum(leaves[i].local_bytes for i in group) <= most for group in found if len(group) > 1)
+
+
+def test_a_leaf_with_padding_is_padded_in_storage():
+    assert storage_forms([leaf(79), leaf(80), leaf(81)]) == ((0, 80), None, (0, 88))
