@@ -74,10 +74,9 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
     form = TreeForm(config, layout_of(config, like, **seen_in(state)), padded_forms(like))
     warn_of_outer_transformations(form.layout, form.forms)
-    given = (updates, state, params, arrays, form, static)
     same = same_updates(config)
     is_new = same.is_needed and same.is_first((signature_of((updates, state, params)), static), arrays, ())
-    return same.call(jitted_update, *given, is_new=is_new)
+    return same.call(jitted_update, updates, state, params, arrays, form, static, is_new=is_new)
 
 
 class Shardings(NamedTuple):

@@ -272,8 +272,7 @@ class View:
         def loss(primals, given):
             merged = dict(enumerate(given.stored)) | dict(zip(overwritten, primals, strict=True))
             params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(leaves))])
-            returned = self.loss_of_params()(params, given.mutable, given.batch, *given.args)
-            return returned.total
+            return self.loss_of_params()(params, given.mutable, given.batch, *given.args).total
 
         return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
 
