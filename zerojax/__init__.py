@@ -23,7 +23,7 @@ if _TYPE_CHECKING:
     from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.from_state import value_and_grad_from_state
     from zerojax.train.logical import logical
-    from zerojax.train.shardings import Shardings
+    from zerojax.train.optax_pair import Shardings
     from zerojax.train.state import ZeroState
     from zerojax.zero import ZeroTransformation, zero_shard
 
@@ -47,7 +47,7 @@ _MODULES = {
     "train.aux": "Mean Rows Same Sum",
     "train.from_state": "value_and_grad_from_state",
     "train.logical": "logical",
-    "train.shardings": "Shardings",
+    "train.optax_pair": "Shardings",
     "train.state": "ZeroState",
     "zero": "ZeroTransformation zero_shard",
 }

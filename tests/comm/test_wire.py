@@ -288,7 +288,7 @@ def test_each_leaf_says_how_it_is_sent():
     assert lines["params['blocks']['up']"].endswith(", quantised")
     assert lines["params['embedding']"].endswith("sent as it is: an embedding by its name")
     assert lines["params['scale']"].endswith("sent as it is: small: 32 elements, under persist_below=64")
-    assert "small: 12 elements a shard, under 8 blocks of 16" in lines["params['blocks']['norm']"]
+    assert "small: 12 elements per shard, under 8 blocks of 16" in lines["params['blocks']['norm']"]
     notes = {row.path: row.note for row in report(state).rows if row.part == "params"}
     assert notes["['blocks']['up']"] == "quantised"
     assert notes["['embedding']"] == "sent as it is: an embedding by its name"
@@ -300,16 +300,16 @@ def test_each_leaf_says_how_it_is_sent():
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (ValueError, "quantises nothing without gather= or reduce=", lambda: Wire()),
+        (ValueError, "quantises nothing. Give gather= or reduce=", lambda: Wire()),
         (ValueError, r"Wire\(gather=\) is one of None, 'int4', 'int8'", lambda: Wire(gather="int2")),
         (ValueError, r"Wire\(rounding=\"stochastic\"\) rounds", lambda: Wire(gather="int8", rounding="stochastic")),
         (ValueError, r"Wire\(block=3\) must be even", lambda: Wire(gather="int8", block=3)),
         (TypeError, r"Wire\(over=\) names mesh axes", lambda: Wire(gather="int8", over=(1,))),
         (TypeError, r"Wire\(where=\) is a function", lambda: Wire(gather="int8", where=[3])),
         (TypeError, r"wire is a zerojax.Wire, such as", lambda: transformation(wire="int8")),
-        (ValueError, "Stage 0 all-reduces gradients: quantised, every partial sum", lambda: transformation(0)),
+        (ValueError, "Stage 0 all-reduces gradients, and with wire= every partial sum", lambda: transformation(0)),
         (ValueError, r"Wire\(gather='int8'\) needs stage 3: stage 2", lambda: transformation(2)),
-        (ValueError, "sums would be rounded once more. Take params_axis=", lambda: transformation(shard_axis="gpu")),
+        (ValueError, "sums would be rounded once more. Use params_axis=", lambda: transformation(shard_axis="gpu")),
         (
             ValueError,
             r"Wire\(over=\) names axis 'model', over which no rows",
@@ -444,7 +444,7 @@ def test_a_checkpoint_has_the_errors(tmp_path):
     ("error", "message", "make"),
     [
         (TypeError, r"Wire\(error_feedback=\) is True or False", lambda: Wire(reduce="int4", error_feedback=0.8)),
-        (ValueError, r"is of gradients. Give reduce=", lambda: Wire(gather="int8", error_feedback=True)),
+        (ValueError, r"no gradient is quantised. Give reduce=", lambda: Wire(gather="int8", error_feedback=True)),
         (ValueError, r"at the end of a step, and there is none. Shard", lambda: transformation(wire=FED_BACK)),
         (
             ValueError,

@@ -26,7 +26,7 @@ from zerojax.offload import close
 from zerojax.offload.disk import DiskStateError
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape
 
 CHILD = HELPERS / "offload_child.py"
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}

@@ -400,7 +400,7 @@ def test_chunks_are_equal_and_contiguous():
         (lambda: Offload(optimizer="host", fraction="auto"), "needs budget="),
         (lambda: Offload(optimizer="host", budget=5), "alone"),
         (lambda: Offload(optimizer="host", chunk_bytes=0), "at least 1"),
-        (lambda: zero(optax.adamw(1), 0, offload=offload()), "Offload at stage 1, 2 or 3"),
+        (lambda: zero(optax.adamw(1), 0, offload=offload()), "Use offload= at stage 1, 2 or 3"),
         (lambda: zero(optax.adamw(1), 2, offload=offload(params="host")), "needs stage 3"),
     ],
 )

@@ -29,7 +29,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:

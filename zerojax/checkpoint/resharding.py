@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zerojax.checkpoint.arrays import ReadRequest
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import best_dim
 from zerojax.offload.host import to_device
-from zerojax.placement.storage_shape import in_logical_shape, in_storage_shape
+from zerojax.placement.storage import in_logical_shape
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.records import SavedLeaf

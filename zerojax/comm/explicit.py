@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat
 from zerojax.config import with_auto_axes
-from zerojax.config.data_mesh import axes_of
+from zerojax.config.data_mesh import axes_of, entry_axes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -53,7 +53,7 @@ def with_types(tree: PyTree) -> Any:
         if mesh is None or not mesh.explicit_axes:
             return x
         spec = explicit_part((jax.typeof(x) if isinstance(x, jax.core.Tracer) else x).sharding.spec, mesh)
-        return Typed(x, spec) if axes_of([spec]) else x
+        return Typed(x, spec) if axes_of(spec) else x
 
     return jax.tree.map(one, tree)
 
@@ -159,5 +159,5 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Return the axes of a spec that a type may name."""
-    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return PartitionSpec(*(tuple(axis for axis in axes if axis in mesh.explicit_axes) or None for axes in named))
+    kept = lambda entry: tuple(axis for axis in entry_axes(entry) if axis in mesh.explicit_axes)
+    return PartitionSpec(*(kept(entry) or None for entry in spec))

@@ -255,5 +255,5 @@ class GlobalCollectives:
         return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        axes = {*self.manual.axes, *axes_of(in_specs)}
+        axes = {*self.manual.axes, *axes_of(*in_specs)}
         return mapped(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes)

@@ -75,13 +75,16 @@ def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
     return jax.lax.with_sharding_constraint(stored, NamedSharding(mesh, spec))
 
 
-def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
+def in_storage_shape(value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Pad or flatten a logical array as its layout says, without placing it. A stored flat array stays as it is."""
     if leaf.kind == "flat":
-        value = flatten(value, leaf)
-    elif leaf.dim is not None:
-        value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
-    return constrain(mesh, value, leaf)
+        return flatten(value, leaf)
+    return value if leaf.dim is None else pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+
+
+def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Convert a logical array, or a stored flat one, to storage: in storage shape, and pinned to its layout."""
+    return constrain(mesh, in_storage_shape(value, leaf), leaf)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

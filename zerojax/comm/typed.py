@@ -22,8 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from zerojax import compat, jaxprs
 from zerojax.comm.explicit import to_auto
 from zerojax.config import with_auto_axes
-from zerojax.config.batch_spec import entry_names
-from zerojax.config.data_mesh import axes_of
+from zerojax.config.data_mesh import axes_of, entry_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -126,7 +125,7 @@ class _Evaluation:
 
     def _is_news(self, aval: Any, given: set) -> bool:
         """Return whether a type says how rows are divided, and no operand has said so."""
-        return self.constrains and not self.axes.isdisjoint(axes_of([spec_of(aval)])) and _type(aval) not in given
+        return self.constrains and not self.axes.isdisjoint(axes_of(spec_of(aval))) and _type(aval) not in given
 
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
         """Constrain a value to be sharded as its type says, as far as the mesh in force has its axes.
@@ -150,8 +149,7 @@ class _Evaluation:
 
     def _entry(self, typed: Any, other: Any, mesh: AbstractMesh) -> Any:
         """Return what a type and a constraint say about one dim, together."""
-        named = () if other is PartitionSpec.UNCONSTRAINED else entry_names(other)
-        axes = tuple(axis for axis in dict.fromkeys((*entry_names(typed), *named)) if axis in mesh.auto_axes)
+        axes = tuple(axis for axis in dict.fromkeys((*entry_axes(typed), *entry_axes(other))) if axis in mesh.auto_axes)
         return axes or (other if other is PartitionSpec.UNCONSTRAINED else None)
 
     def _evaluate_one(self, eqn: Any, values: Sequence) -> list:
@@ -369,7 +367,7 @@ def _names_sharding(eqn: Any) -> bool:
     if eqn.primitive.name in _RESHARDS:
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
-    return any(isinstance(sharding, NamedSharding) and bool(axes_of([_divided(sharding.spec)])) for sharding in named)
+    return any(isinstance(sharding, NamedSharding) and bool(axes_of(_divided(sharding.spec))) for sharding in named)
 
 
 def _names_shardings(jaxpr: Any) -> bool:

@@ -10,12 +10,13 @@ import jax.core
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.comm.mesh import to_storage
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.owned_group import OwnedGroup
 from zerojax.optim.traced import Equations
-from zerojax.placement.storage import to_storage, unpadded
+from zerojax.placement.storage import unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -64,7 +65,7 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
     value = lambda n: env[variables[n]]
 
     def stack(n: int, where: Leaf) -> Array:
-        x = to_storage(config, value(n), where)
+        x = to_storage(config.mesh, value(n), where)
         return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
 
     arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]

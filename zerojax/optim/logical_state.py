@@ -26,7 +26,7 @@ from zerojax.optim.master_weights import MasterState
 from zerojax.optim.plan import ShardingPlan, plan_of_layout
 from zerojax.optim.returned_state import Annotated, as_planned, seen_in
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped

@@ -99,4 +99,4 @@ class OwnedGroup:
 def item_of(leaf: Leaf, size: int) -> Leaf:
     """Return the layout of one item; see `OwnedGroup.size`."""
     shape = (size, *leaf.shape[1:]) if size else leaf.shape
-    return dataclasses.replace(leaf, path="", reason="", shape=shape)
+    return dataclasses.replace(leaf, shape=shape)

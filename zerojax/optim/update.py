@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import jaxprs
+from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
@@ -30,7 +31,7 @@ from zerojax.optim.guarded import TransformationError
 from zerojax.optim.owned import owned_update
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
+from zerojax.placement.storage import cast, gather, leaves_of, logical, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -46,8 +47,8 @@ def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[S
     def one(x, leaf: Leaf):
         value = x.storage if is_padded(x) else x
         if value.shape == leaf.storage_shape and (is_padded(x) or is_on_host(value)):
-            return value if is_on_host(value) else constrain(config, value, leaf)
-        return to_storage(config, logical(x), leaf)
+            return value if is_on_host(value) else constrain(config.mesh, value, leaf)
+        return to_storage(config.mesh, logical(x), leaf)
 
     return [one(leaves[i], leaf) for i, leaf in zip(plan.layout.trained, plan.grads, strict=True)]
 
@@ -93,7 +94,7 @@ def update(
         return [unpadded(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
 
     def keep(values, leaves):
-        return [to_storage(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
+        return [to_storage(config.mesh, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
 
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
@@ -205,7 +206,7 @@ def resident_update(
         CONST: lambda i: partition.consts[i],
     }
     results = iter(evaluate(config, partition.resident, [read[kind](i) for kind, i in partition.resident.reads]))
-    new_params = {i: to_storage(config, next(results), plan.grads[i]) for i in partition.resident_params}
-    new_state = {k: to_storage(config, next(results), plan.state[k]) for k in partition.resident_state}
+    new_params = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in partition.resident_params}
+    new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in partition.resident_state}
     leaves = [new_state.get(k, x) for k, x in enumerate(state)]
     return Updated(new_params, leaves, list(results), partition.grads)

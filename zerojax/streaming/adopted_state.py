@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax.comm.mesh import wait_if_simulated
+from zerojax.comm.mesh import in_storage_shape, to_storage, wait_if_simulated
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.chunked import is_chunked
@@ -27,8 +27,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_memory import state_to_host
 from zerojax.placement.chunking import splitting
 from zerojax.placement.place import place_array
-from zerojax.placement.storage import leaves_of, logical, named, to_storage
-from zerojax.placement.storage_shape import in_storage_shape
+from zerojax.placement.storage import leaves_of, logical, named
 from zerojax.streaming.init_state import check_host_room, store_by_group
 from zerojax.streaming.stores import store_for
 
@@ -61,7 +60,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
     values = [checked(x, leaf, may_be_wider=not plan.offloaded) for x, leaf in zip(found, wanted, strict=True)]
     values = [*values, *masters]
     if any(isinstance(x, jax.core.Tracer) for x in values):
-        stored = [to_storage(config, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
+        stored = [to_storage(config.mesh, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
         return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, stored))
     wait_if_simulated(config.mesh, values)
     place = functools.partial(place_leaf, config)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
@@ -18,7 +19,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.rollback import roll_back
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
 from zerojax.placement.chunking import slice_chunk, update_chunk
-from zerojax.placement.storage import constrain, gather, named, to_storage, unpadded
+from zerojax.placement.storage import gather, named, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -72,18 +73,18 @@ class ProgramKey:
         equations = group.equations[length]
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
-        def anonymous(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
-            return tuple(dataclasses.replace(leaves[i], path="", reason="") for i in indices)
+        def chosen(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
+            return tuple(leaves[i] for i in indices)
 
         return cls(
             equations,
             equations.key,
             tuple((kind, places[kind].index(i)) for kind, i in equations.reads),
-            anonymous(plan.grads, group.params),
+            chosen(plan.grads, group.params),
             tuple(plan.trained.params[i].dtype for i in group.params),
-            anonymous(plan.grads, group.reads(GRAD)),
-            anonymous(plan.state, group.state),
-            anonymous(plan.state, group.resident),
+            chosen(plan.grads, group.reads(GRAD)),
+            chosen(plan.state, group.state),
+            chosen(plan.state, group.resident),
             None if group.chunking is None else group.chunking.dim,
             length,
         )
@@ -118,7 +119,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
 
     def stored(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
         store = to_storage if full else constrain
-        return [store(config, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+        return [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
     def run(params, state, resident, inputs: GroupInputs, start, skipped):
         operands = {

@@ -9,6 +9,7 @@ import jax
 import jax.core
 
 from zerojax import compat
+from zerojax.comm.mesh import to_storage
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import check_host_memory, host_sharding, to_device
@@ -17,7 +18,7 @@ from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.state_memory import state_shardings, state_to_host
 from zerojax.optim.traced import equations_behind, producers_of, trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
-from zerojax.placement.storage import cast, named, to_storage, unpadded
+from zerojax.placement.storage import cast, named, unpadded
 from zerojax.streaming.stores import StateStore, disk_nodes, store_for
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 
     def init(stored):
         state = logical_state(config, plan, [to_device(x) for x in stored])
-        leaves = [to_storage(config, x, leaf) for x, leaf in zip(state, plan.state, strict=True)]
+        leaves = [to_storage(config.mesh, x, leaf) for x, leaf in zip(state, plan.state, strict=True)]
         return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, leaves))
 
     return jax.jit(init, out_shardings=state_shardings(config, plan))(list(stored))
@@ -75,7 +76,7 @@ def init_state_by_group(
 
         def program(values):
             state = jax.core.eval_jaxpr(equations, (), *values)
-            state = {k: to_storage(config, x, plan.state[k]) for k, x in zip(leaves, state, strict=True)}
+            state = {k: to_storage(config.mesh, x, plan.state[k]) for k, x in zip(leaves, state, strict=True)}
             return [
                 split_chunks(config.mesh, x, plan.state[k], plan.offloaded[k]) if k in plan.offloaded else [x]
                 for k, x in state.items()

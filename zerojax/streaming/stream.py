@@ -155,9 +155,9 @@ class StreamedUpdate:
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
         """Return parameters as they are stored: gathered where the stage keeps them replicated."""
-        plan, bare = self.plan, functools.partial(dataclasses.replace, path="", reason="")
+        plan = self.plan
         moved = {
-            j: (bare(plan.grads[i]), bare(plan.trained.params[i]))
+            j: (plan.grads[i], plan.trained.params[i])
             for j, i in enumerate(group.params)
             if plan.trained.params[i].axes != plan.grads[i].axes or plan.trained.params[i].kind != plan.grads[i].kind
         }
