@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
 from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.wire import Encoding
 from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
@@ -182,11 +182,11 @@ def test_which_leaves_share_a_bucket(leaves, limit, expected):
 
 def test_gradients_are_reduced_in_the_type_of_the_wire():
     leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
-    comm = ManualCollectives(AXES, wire=Encoding(np.dtype(np.float32)))
+    comm = ManualCollectives(AXES, encoding=Encoding(np.dtype(np.float32)))
     stacks = [jnp.full((8, *leaf.shape), 257, leaf.dtype) for leaf in leaves]
     for leaf, x in zip(leaves, jax.jit(reduced(comm, leaves, False))(stacks), strict=True):
         assert x.dtype == (leaf.dtype if leaf.dtype == np.int32 else np.float32)
-        assert comm.wire.decode_grad(x, leaf.dtype).dtype == leaf.dtype
+        assert comm.encoding.decode_grad(x, leaf.dtype).dtype == leaf.dtype
         assert float(x.max()) == 8 * float(stacks[0].max() if x.dtype == np.float32 else 257)
 
 

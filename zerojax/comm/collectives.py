@@ -20,7 +20,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm import quantised
 from zerojax.comm.barriers import barrier, zero_after
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
-from zerojax.comm.wire import Encoding
+from zerojax.comm.encoding import Encoding
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import in_words
 from zerojax.dims import Follower, State
@@ -47,7 +47,7 @@ class Collectives(Protocol):
     """
 
     @property
-    def wire(self) -> Encoding:
+    def encoding(self) -> Encoding:
         """Return the object that encodes and decodes values."""
         ...
 
@@ -189,7 +189,7 @@ class ManualCollectives:
         axes: Mesh axes the rows of the batch are divided over, which gradients are summed over.
             Each leaf is sharded over all of them, or some.
         bucket_bytes: Sharded leaves share a bucket up to this many logical bytes; 0: none do.
-        wire: What the collectives carry.
+        encoding: Types and formats of what the collectives send.
         defers: Whether the backward pass leaves gradients to its caller to `reduce_across`.
 
     Raises:
@@ -199,7 +199,7 @@ class ManualCollectives:
     axes: tuple[str, ...]
     # Measured on the GPT yardstick (8 x H200, unrolled): 32 MiB hides 87% of the bytes, 128 MiB, a full layer, 96%.
     bucket_bytes: int = BUCKET_BYTES
-    wire: Encoding = dataclasses.field(default_factory=Encoding)
+    encoding: Encoding = dataclasses.field(default_factory=Encoding)
     defers: bool = False
 
     def __post_init__(self):
@@ -253,7 +253,7 @@ class ManualCollectives:
         Exposed buckets are reduced one after the other, that of the last leaves first, whose gradients
         are computed first: else XLA combines them into one, which waits for the last gradient.
         """
-        values = [self.wire.encode_grad(grad) for grad in grads]
+        values = [self.encoding.encode_grad(grad) for grad in grads]
         found = buckets(values, leaves, self._limit(exposed))
         before: list[Array] = []
         for bucket in reversed(found) if exposed else found:
@@ -296,7 +296,7 @@ class ManualCollectives:
 
         def one(shard: Array, leaf: Leaf) -> Array:
             part = leaf.divided(self.axes)
-            codec, rows = self.wire.reduce_codec(part), to_rows(shard, part)
+            codec, rows = self.encoding.reduce_codec(part), to_rows(shard, part)
             assert codec is not None
             return from_rows(rows - codec.decode(codec.encode(rows), rows.shape[-1]), part)
 
@@ -361,16 +361,16 @@ class ManualCollectives:
 
     def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Gather one bucket."""
-        codec = self.wire.gather_codec(leaves[0])
+        codec = self.encoding.gather_codec(leaves[0])
         if codec is None:
             return _all_gather(shards, leaves)
-        return quantised.all_gather(shards, leaves, codec, self.wire.axes(leaves[0]))
+        return quantised.all_gather(shards, leaves, codec, self.encoding.axes(leaves[0]))
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Reduce one bucket."""
         leaf = leaves[0]
-        if (codec := self.wire.reduce_codec(leaf)) is not None:
-            return quantised.reduce_scatter(values, leaves, codec, self.wire.axes(leaf))
+        if (codec := self.encoding.reduce_codec(leaf)) is not None:
+            return quantised.reduce_scatter(values, leaves, codec, self.encoding.axes(leaf))
         if leaf.kind == "replicated":
             return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
         if leaf.dim is not None and len(leaves) == 1:

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import compat
 from zerojax.comm import barriers, partial_sums
 from zerojax.comm.collectives import ManualCollectives, Rows
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import to_storage
-from zerojax.comm.wire import Encoding
 from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf
@@ -50,9 +50,9 @@ class GlobalCollectives:
     manual: ManualCollectives
 
     @property
-    def wire(self) -> Encoding:
+    def encoding(self) -> Encoding:
         """Return the object that encodes and decodes values."""
-        return self.manual.wire
+        return self.manual.encoding
 
     @property
     def _workers(self) -> int:
@@ -106,7 +106,7 @@ class GlobalCollectives:
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
         summed = [i for i in range(len(leaves)) if i not in reduced]
-        reduced |= {i: to_storage(self.mesh, self.wire.encode_grad(grads[i]), leaves[i]) for i in summed}
+        reduced |= {i: to_storage(self.mesh, self.encoding.encode_grad(grads[i]), leaves[i]) for i in summed}
         return [reduced[i] for i in range(len(leaves))]
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:

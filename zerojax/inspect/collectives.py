@@ -131,12 +131,12 @@ class Volume(NamedTuple):
     sent_elements: int
 
 
-class Collectives(tuple[Collective, ...]):
+class CompiledCollectives(tuple[Collective, ...]):
     """The collectives of one program, callers before callees; print it for a table of totals."""
 
     __slots__ = ()
 
-    def of(self, *kinds: str) -> "Collectives":
+    def of(self, *kinds: str) -> "CompiledCollectives":
         """Return the collectives of the given kinds; all of them when none is given.
 
         Args:
@@ -150,7 +150,7 @@ class Collectives(tuple[Collective, ...]):
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise ValueError(f"No kind of collective is called {unknown[0]!r}. The kinds are {', '.join(KINDS)}.")
-        return Collectives(c for c in self if not kinds or c.kind in kinds)
+        return CompiledCollectives(c for c in self if not kinds or c.kind in kinds)
 
     def moved(self, *kinds: str, unknown_once: bool = False) -> Volume:
         """Return the total of the given kinds, times their executions; all kinds when none is given.
@@ -188,7 +188,7 @@ class Collectives(tuple[Collective, ...]):
             groups[c.kind, c.dtype].append(c)
         lines = [f"{'kind':20} {'dtype':>9} {'in text':>8} {'times':>8} {'elements':>16} {'MiB':>11} {'sent MiB':>11}"]
         for (kind, dtype), group in groups.items():
-            total, times = Collectives(group).moved(unknown_once=True), sum(c.times_if_once for c in group)
+            total, times = CompiledCollectives(group).moved(unknown_once=True), sum(c.times_if_once for c in group)
             lines.append(
                 f"{kind:20} {dtype:>9} {len(group):8} {times:8} {total.elements:16,} "
                 f"{total.bytes / 2**20:11.2f} {total.sent / 2**20:11.2f}"
@@ -200,7 +200,7 @@ class Collectives(tuple[Collective, ...]):
         return "\n".join(lines)
 
 
-def collectives(compiled: Any) -> Collectives:
+def collectives(compiled: Any) -> CompiledCollectives:
     """List every collective of a compiled program, with what it moves and how often it executes.
 
     Executions are followed from the entry through loops, calls, fusions and asynchronous
@@ -222,7 +222,7 @@ def collectives(compiled: Any) -> Collectives:
     return collectives_of(read(compiled))
 
 
-def collectives_of(module: Module) -> Collectives:
+def collectives_of(module: Module) -> CompiledCollectives:
     """Return the collectives of a parsed program."""
     frames, listed = frame_reader(module.text), []
     for name in module.callers_first:
@@ -249,7 +249,7 @@ def collectives_of(module: Module) -> Collectives:
                     dim=int(dim[1]) if dim else None,
                 )
             )
-    return Collectives(listed)
+    return CompiledCollectives(listed)
 
 
 def cause_of(c: Collective) -> str:

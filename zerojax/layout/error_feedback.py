@@ -45,7 +45,8 @@ def error_leaf(leaf: Leaf, batch: tuple[str, ...], path: str) -> Leaf:
         dim=leaf.dim + 1,
         others=(spec_entry(across), *leaf.others),
         host=False,
-        wire="",
+        is_quantised=False,
+        unquantised="",
     )
 
 

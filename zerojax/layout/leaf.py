@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from zerojax.config.data_mesh import axes_of, spec_entry
 
-QUANTISED = "quantised"
 Kind = Literal["replicated", "sharded", "flat"]
 
 
@@ -68,7 +67,8 @@ class Leaf:
         host: Whether it is kept in host memory.
         further: Into how many parts a shard is divided in turn, over other axes, for its gradient and its optimizer
             state; padding is for these parts.
-        wire: What collectives carry: `QUANTISED`, or why not; empty where the run quantises nothing.
+        is_quantised: Whether collectives send the leaf quantised.
+        unquantised: Why collectives send the leaf as it is, in a run that quantises other leaves; otherwise empty.
     """
 
     path: str
@@ -82,17 +82,15 @@ class Leaf:
     reason: str = ""
     host: bool = False
     further: int = 1
-    wire: str = ""
-
-    @property
-    def is_quantised(self) -> bool:
-        """Return whether collectives send the leaf quantised."""
-        return self.wire == QUANTISED
+    is_quantised: bool = False
+    unquantised: str = ""
 
     @property
     def sent(self) -> str:
         """Describe how a run that quantises some leaves sends this one; empty in any other run."""
-        return self.wire if self.is_quantised or not self.wire else f"sent as it is: {self.wire}"
+        if self.is_quantised:
+            return "quantised"
+        return self.unquantised and f"sent as it is: {self.unquantised}"
 
     @property
     def size(self) -> int:

@@ -101,7 +101,7 @@ def refuse_error_feedback(config: Config) -> None:
     """Refuse to differentiate without a state where a step keeps errors.
 
     Raises:
-        ValueError: If the wire has error feedback.
+        ValueError: If `wire=` has error feedback.
     """
     if config.wire is not None and config.wire.error_feedback:
         raise ValueError(

@@ -21,11 +21,11 @@ class Encoding:
 
     Attributes:
         reduce: Floating type in which gradients are summed over the devices; None: their own.
-        wire: Formats of leaves that are quantised; None: none is.
+        formats: The formats of quantised leaves. None: no leaf is quantised.
     """
 
     reduce: np.dtype | None = None
-    wire: Wire | None = None
+    formats: Wire | None = None
 
     def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
         """Return a parameter's shard as it is all-gathered, for uses that read `dtype`."""
@@ -41,23 +41,23 @@ class Encoding:
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:
         """Return how a leaf's shards are quantised for a gather, or None if they are sent unchanged."""
-        return self._codec(leaf, None if self.wire is None else self.wire.gather)
+        return self._codec(leaf, None if self.formats is None else self.formats.gather)
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:
         """Return how a leaf's gradients are quantised for a reduction, or None if they are sent unchanged."""
-        codec = self._codec(leaf, None if self.wire is None else self.wire.reduce)
-        stochastic = self.wire is not None and self.wire.rounding == "stochastic"
+        codec = self._codec(leaf, None if self.formats is None else self.formats.reduce)
+        stochastic = self.formats is not None and self.formats.rounding == "stochastic"
         return dataclasses.replace(codec, stochastic=True) if codec and stochastic else codec
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the axes of a leaf on which payloads are quantised."""
-        over = None if self.wire is None else self.wire.over
+        over = None if self.formats is None else self.formats.over
         return tuple(axis for axis in leaf.axes if over is None or axis in over)
 
     def _codec(self, leaf: Leaf, fmt: str | None) -> Codec | None:
-        if self.wire is None or fmt is None or leaf.dim is None or not leaf.is_quantised or not self.axes(leaf):
+        if self.formats is None or fmt is None or leaf.dim is None or not leaf.is_quantised or not self.axes(leaf):
             return None
-        return Codec(fmt, self.wire.block)
+        return Codec(fmt, self.formats.block)
 
     def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the type in which gradients are summed over the devices: at least bfloat16."""
