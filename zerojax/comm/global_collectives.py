@@ -167,8 +167,8 @@ class GlobalCollectives:
     ) -> list:
         """Compute gradients, as one partial sum per worker where possible; see `Collectives`."""
         closed = jax.make_jaxpr(fn)(values)
-        how = {"rows": rows, "workers": self._workers, "island": self._summands, "alike": self._alike, "rule": rule}
-        return partial_sums.evaluate(closed, values, grads=grads, **how)
+        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, rule)
+        return partial_sums.evaluate(closed, values, how, grads=grads, rows=rows)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
         """Call `fn` for each worker's partial sums, or once if all cotangents are summed; see `Collectives`."""
