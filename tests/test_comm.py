@@ -120,7 +120,7 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
     leaves = [plain, dataclasses.replace(plain, path="['tp']", shape=(6, 8), dim=1, others=("host",))]
     leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
-    comm = GlobalCollectives(mesh(), ManualCollectives(("gpu",)))
+    comm = GlobalCollectives(("gpu",), mesh=mesh())
     arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
     shards = [
         jax.device_put(in_storage(x, leaf), NamedSharding(mesh(), leaf.spec))
@@ -216,7 +216,7 @@ def test_a_negative_bucket_size_is_refused():
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)
-    comm = GlobalCollectives(mesh_of(8), ManualCollectives(("data",)))
+    comm = GlobalCollectives(("data",), mesh=mesh_of(8))
     fn = gather_on_use(constructs.TABLE[name], setup.layout, comm=comm)
     value, grads = jax.jit(jax.value_and_grad(fn), compiler_options=QUICK)(stored(params, setup), x)
     expected, plain = jax.jit(jax.value_and_grad(constructs.TABLE[name]))(params, x)

@@ -115,8 +115,9 @@ class View:
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
         encoding = Encoding(None if precision is None else precision.reduce, self.config.wire)
-        manual = ManualCollectives(self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once)
-        return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
+        options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once
+        is_global = self.config.view == "global"
+        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else ManualCollectives(*options)
 
     def microbatches_of(self, rows: Array) -> Array:
         """Divide the rows of the batch into microbatches, on dim 0. Each has rows of every device."""
