@@ -70,6 +70,6 @@ class Encoding:
 
 
 def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
-    """Widen floating types that are narrower than bfloat16: a sum of a few float8 numbers loses most of its digits."""
+    """Replace a floating type narrower than bfloat16 by bfloat16: a sum in float8 loses most of its digits."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 2
     return np.dtype(jnp.bfloat16) if narrow else dtype

@@ -202,14 +202,15 @@ class Events:
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
         """Print which processes failed. End this process if it waits for one, or for a process with other calls."""
         (index, count), failed = rank(), _failed(notices)
-        for other in failed.keys() - self._said:
+        for other in sorted(failed.keys() - self._said):
             self._said.add(other)
             service = ", and JAX's coordination service with it," if other == 0 else ""
             say(f"zerojax: process {other} of {count} ended{service} after: {failed[other]['text']}")
         call = self._calls[-1] if self._calls else None
         if call is None or call.has_ended or time.monotonic() - call.begun < STUCK_S:
             return
-        for other, notice in failed.items():
+        if failed:
+            other, notice = next(iter(failed.items()))
             text = notice["text"]
             why = text if text.startswith("process") else f"process {other} ended after: {text}"
             self.leave(notice["status"], f"process {index} cannot end {call.name}: {why}")
@@ -245,10 +246,10 @@ class Events:
         begun = time.monotonic()
         while time.monotonic() - begun < END_S:
             notices = _read(NOTICE)
-            for other, notice in _failed(notices).items():
-                self.leave(
-                    notice["status"], f"process {rank()[0]} came to its end, but process {other}: {notice['text']}"
-                )
+            if failed := _failed(notices):
+                other, notice = next(iter(failed.items()))
+                why = f"process {rank()[0]} came to its end, but process {other}: {notice['text']}"
+                self.leave(notice["status"], why)
             if len(notices) == rank()[1] - 1:
                 return
             time.sleep(0.1)

@@ -64,7 +64,7 @@ class Codec:
         return jnp.concatenate([elements, _as_bytes(scales[..., 0])], axis=-1)
 
     def decode(self, payload: UInt8[Array, "*rows bytes"], size: int) -> Float[Array, "*rows elements"]:
-        """Decode each row to `size` elements, in float32."""
+        """Return the `size` elements of each encoded row, in float32."""
         blocks = -(-size // self.block)
         split = payload.shape[-1] - blocks * SCALE_BYTES
         rows = payload.shape[:-1]
