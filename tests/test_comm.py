@@ -115,6 +115,14 @@ def test_hybrid_sharding_reduces_shards_over_the_other_axis():
     assert list(operands_of(jaxpr, "psum")) == [leaf.size // 4]
 
 
+def test_exposed_gradients_are_reduced_from_the_last_leaf_on():
+    leaves = [leaf_of(name, ("gpu",)) for name in ("first dim", "flat")]
+    stacks = [jnp.ones((8, *leaf.shape)) for leaf in leaves]
+    of = lambda exposed: jax.make_jaxpr(reduced(ManualCollectives(AXES), leaves, exposed))(stacks).jaxpr
+    sizes = [math.prod(leaf.storage_shape) for leaf in leaves]
+    assert [list(operands_of(of(exposed), "reduce_scatter")) for exposed in (False, True)] == [sizes, sizes[::-1]]
+
+
 def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_view():
     """Each device along that axis gathers and reduces its own part of them, in one collective."""
     plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
