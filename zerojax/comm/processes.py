@@ -79,7 +79,13 @@ class Processes:
                 )
             if missing:
                 self._wait_for(missing, f"{key}/{missing[0]}", min(left, LOOK_EVERY_S), topic)
-        _require_one({index: asked for index, (asked, _) in found.items()})
+        for index, (theirs, _) in found.items():
+            if theirs != found[0][0]:
+                raise ValueError(
+                    f"The processes do not make the same calls. Process {index} is about to {theirs}, and process 0 is "
+                    f"about to {found[0][0]}. Let every process create, train, evaluate and save in the same order, as "
+                    f"often."
+                )
         return [text for _, (_, text) in sorted(found.items())]
 
     def _wait_for(self, missing: list[int], key: str, seconds: float, topic: str) -> None:
@@ -95,16 +101,6 @@ class Processes:
                 raise TimeoutError(f"Process {index} of {self.count} ended before it did {topic}: {why}") from None
             if difference := EVENTS.difference():
                 raise ValueError(difference) from None
-
-
-def _require_one(topics: Mapping[int, str]) -> None:
-    """Raise an error unless all processes have the same topic."""
-    for index, topic in topics.items():
-        if topic != topics[0]:
-            raise ValueError(
-                f"The processes do not make the same calls. Process {index} is about to {topic}, and process 0 is "
-                f"about to {topics[0]}. Let every process create, train, evaluate and save in the same order, as often."
-            )
 
 
 def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:

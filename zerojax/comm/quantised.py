@@ -61,7 +61,8 @@ class Codec:
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / self._limit
         scaled = jnp.where(scales == 0, 0, blocks / scales)
         elements = self._narrow(scaled).reshape(*x.shape[:-1], -1)
-        return jnp.concatenate([elements, _as_bytes(scales[..., 0])], axis=-1)
+        scale_bytes = lax.bitcast_convert_type(scales[..., 0], jnp.uint8).reshape(*x.shape[:-1], -1)
+        return jnp.concatenate([elements, scale_bytes], axis=-1)
 
     def decode(self, payload: UInt8[Array, "*rows bytes"], size: int) -> Float[Array, "*rows elements"]:
         """Return the `size` elements of each encoded row, in float32."""
@@ -151,7 +152,3 @@ def reduce_scatter(
 def _split(rows: Array, sizes: Sequence[int]) -> list[Any]:
     """Split the last dim into parts of these sizes."""
     return jnp.split(rows, list(itertools.accumulate(sizes))[:-1], axis=-1)
-
-
-def _as_bytes(x: Float[Array, "*rows scales"]) -> UInt8[Array, "*rows bytes"]:
-    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)

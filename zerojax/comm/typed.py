@@ -115,7 +115,8 @@ class _Evaluation:
             return [self._constrained(values[0], aval, replicates=bool(aval.sharding.mesh.explicit_axes))]
         if name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
             return [self._constrained(values[0], eqn.outvars[0].aval, tuple(_divided(eqn.params["sharding"].spec)))]
-        results = _RULES.get(name, _Evaluation._evaluate_one)(self, eqn, values)
+        rule = _RULES.get(name)
+        results = rule(self, eqn, values) if rule else compat.evaluate_one(self.untyped(eqn), values)
         named = _names_sharding(eqn)
         given = {_type(atom.aval) for atom in jaxprs.variables_in(eqn.invars)}
         return [
@@ -153,9 +154,6 @@ class _Evaluation:
         named = () if other is PartitionSpec.UNCONSTRAINED else entry_names(other)
         axes = tuple(axis for axis in dict.fromkeys((*entry_names(typed), *named)) if axis in mesh.auto_axes)
         return axes or (other if other is PartitionSpec.UNCONSTRAINED else None)
-
-    def _evaluate_one(self, eqn: Any, values: Sequence) -> list:
-        return compat.evaluate_one(self.untyped(eqn), values)
 
     def untyped(self, eqn: Any) -> Any:
         """Remove the shardings from the parameters of an equation."""

@@ -163,8 +163,10 @@ def measured(state: Any, tx: Any) -> Report:
             note = plan.notes.get(whole) or note_from_array(x, array, sizes)
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
-    matrices = getattr(getattr(state, "plan", None), "matrices", None)
-    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), str(matrices or ""), elsewhere)
+    of_state = getattr(state, "plan", None)
+    choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
+    update = f"{choice.update}: {choice.why}" if choice else ""
+    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:
@@ -172,12 +174,6 @@ def place_of(array: jax.Array | Chunked) -> str:
     if isinstance(array, Chunked):
         return "host" if array.store is None else "disk"
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
-
-
-def update_choice(state: Any) -> str:
-    """Describe where the offloaded part of a state's update runs, and why; empty if nothing is offloaded."""
-    choice = getattr(getattr(state, "plan", None), "choice", None)
-    return f"{choice.update}: {choice.why}" if choice else ""
 
 
 def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
