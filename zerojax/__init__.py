@@ -9,7 +9,7 @@ if _TYPE_CHECKING:
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
     from zerojax.gather import block, tiled
-    from zerojax.inspect.collectives import Collective, Collectives, collectives
+    from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
     from zerojax.meter import Log, Throughput
@@ -33,7 +33,7 @@ _MODULES = {
     "config": "DynamicScale Offload Precision Wire",
     "deepspeed": "from_deepspeed",
     "gather": "block tiled",
-    "inspect.collectives": "Collective Collectives collectives",
+    "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
     "meter": "Log Throughput",
@@ -55,8 +55,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 __all__ = [
     "Collective",
-    "Collectives",
     "Comparison",
+    "CompiledCollectives",
     "DynamicScale",
     "Estimate",
     "Log",

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.comm.collectives import LABEL, ManualCollectives
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.quantised import Codec
-from zerojax.comm.wire import Encoding
 from zerojax.config.wire import FORMATS
-from zerojax.layout.leaf import QUANTISED, Leaf
+from zerojax.layout.leaf import Leaf
 from zerojax.train.same_run import run_record
 
 AXES = ("host", "gpu")
@@ -89,7 +89,7 @@ def test_stochastic_rounding_is_right_in_the_mean(fmt, value):
 
 def leaf_of(axes, shape, dim):
     shards = math.prod({"host": 2, "gpu": 4}[axis] for axis in axes)
-    return Leaf("['w']", shape, np.dtype(np.float32), axes, shards, "sharded", dim, wire=QUANTISED)
+    return Leaf("['w']", shape, np.dtype(np.float32), axes, shards, "sharded", dim, is_quantised=True)
 
 
 def numpy_reduced(parts, leaf, codec, over):
@@ -111,8 +111,8 @@ def numpy_reduced(parts, leaf, codec, over):
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
 def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
     leaves = [leaf_of(AXES, shape, dim), leaf_of(AXES, (16, 16), 0)]
-    encoding = Encoding(wire=Wire(reduce="int8", block=BLOCK, over=over))
-    comm = ManualCollectives(AXES, wire=encoding)
+    encoding = Encoding(formats=Wire(reduce="int8", block=BLOCK, over=over))
+    comm = ManualCollectives(AXES, encoding=encoding)
     parts = [jax.random.normal(jax.random.key(i), (8, *leaf.shape)) for i, leaf in enumerate(leaves)]
 
     def local(parts):
@@ -128,7 +128,7 @@ def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
 @pytest.mark.parametrize("axes", quick_or_slow([(AXES,), (("gpu", "host"),), (("gpu",),)], [(AXES,)]))
 def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
     leaves = [leaf_of(axes, (8, 40), 1), leaf_of(axes, (9, 30), 0)]
-    comm = ManualCollectives(AXES, wire=Encoding(wire=Wire(gather="int8", block=BLOCK, over=over)))
+    comm = ManualCollectives(AXES, encoding=Encoding(formats=Wire(gather="int8", block=BLOCK, over=over)))
     arrays = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
     pads = [[(0, n - m) for n, m in zip(leaf.storage_shape, leaf.shape, strict=True)] for leaf in leaves]
     stored = [jnp.pad(x, pad) for x, pad in zip(arrays, pads, strict=True)]

@@ -133,7 +133,7 @@ class Backward:
         rows = [zeros(i) for i in self.others_in(inner)]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)]
-        shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
+        shared = [comm.zeros(param.leaf.shape, comm.encoding.sum_dtype(param.wide)) for param in used]
         dtypes = [self.layers.shards[i].dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -327,7 +327,7 @@ def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherSc
     before = [param.at_layer(loop.layer(1)) for param in stacked] if state.scattered else []
     grads.add_scattered(before, state.scattered, numbers[: len(before)])
     shared = [loop.shared[i] for i in passes.active_params if i < len(loop.shared)]
-    sum_dtype = gathers.options.comm.wire.sum_dtype
+    sum_dtype = gathers.options.comm.encoding.sum_dtype
     sums = [c.astype(sum_dtype(p.leaf.dtype)) for p, c in zip(shared, state.shared, strict=True)]
     stacks = {param.key: number for param, number in zip(left, numbers, strict=False)}
     exposed = not gathers.is_hidden_after

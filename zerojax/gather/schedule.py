@@ -42,7 +42,7 @@ class Options:
 
     def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
         """Return shards in the form that `gather` takes."""
-        encode = self.comm.wire.encode_param
+        encode = self.comm.encoding.encode_param
         return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
 
     def gather(
@@ -71,7 +71,7 @@ class Options:
         """Return the sum of the gradients of several uses. A single gradient keeps its type."""
         if total is None:
             return grad
-        wide = self.comm.wire.sum_dtype(grad.dtype)
+        wide = self.comm.encoding.sum_dtype(grad.dtype)
         return self.comm.add(total.astype(wide), grad.astype(wide))
 
 
@@ -346,7 +346,7 @@ class GradScheduler:
         return [dataclasses.replace(one, value=x, state=state) for one, x in zip(scattered, sums, strict=True)]
 
     def _accumulate(self, pending: PendingGrad) -> None:
-        param, decode = pending.key, self.options.comm.wire.decode_grad
+        param, decode = pending.key, self.options.comm.encoding.decode_grad
         if not isinstance(param, ShardedParam):
             self.add(param, pending.value)
         elif pending.stack is None:

@@ -35,7 +35,8 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
                 dim=leaf.dim + 1,
                 others=(spec_entry(across), *leaf.others),
                 host=False,
-                wire="",
+                is_quantised=False,
+                unquantised="",
             )
     return found
 

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from zerojax.config.data_mesh import entry_axes, spec_entry
 
-QUANTISED = "quantised"
 Kind = Literal["replicated", "sharded", "flat"]
 
 
@@ -51,8 +50,8 @@ def shard_extent(size: int, shards: int) -> tuple[int, int]:
 class Leaf:
     """The layout of one array over the data axes of a mesh.
 
-    `path` and `reason` are labels for messages and reports. They take no part in equality and hash, so that leaves
-    that are laid out alike share compiled programs.
+    `path`, `reason` and `unquantised` are labels for messages and reports. They take no part in equality and hash, so
+    that leaves that are laid out alike share compiled programs.
 
     Attributes:
         path: The path of the leaf in its tree, as `jax.tree_util.keystr` writes it. A label.
@@ -66,7 +65,8 @@ class Leaf:
         reason: Why the leaf is replicated or flat; empty for a sharded leaf. A label.
         host: Whether the array is kept in host memory.
         further: Extra factor by which gradient and optimizer state are sharded, over other axes. Padding includes it.
-        wire: `QUANTISED`, or the reason why collectives do not quantise the leaf; empty if the run quantises nothing.
+        is_quantised: Whether collectives send the leaf quantised.
+        unquantised: Why collectives send the leaf as it is, in a run that quantises other leaves; else empty. A label.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -80,17 +80,15 @@ class Leaf:
     reason: str = dataclasses.field(default="", compare=False)
     host: bool = False
     further: int = 1
-    wire: str = ""
-
-    @property
-    def is_quantised(self) -> bool:
-        """Return whether collectives send the leaf quantised."""
-        return self.wire == QUANTISED
+    is_quantised: bool = False
+    unquantised: str = dataclasses.field(default="", compare=False)
 
     @property
     def sent(self) -> str:
-        """Describe how collectives send the leaf; empty if the run quantises nothing."""
-        return self.wire if self.is_quantised or not self.wire else f"sent as it is: {self.wire}"
+        """Describe how a run that quantises some leaves sends this one; empty in any other run."""
+        if self.is_quantised:
+            return "quantised"
+        return self.unquantised and f"sent as it is: {self.unquantised}"
 
     @property
     def size(self) -> int:

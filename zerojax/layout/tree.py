@@ -13,7 +13,7 @@ import optax
 
 from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path_of
 from zerojax.layout.cached_hash import CachedHash
-from zerojax.layout.leaf import QUANTISED, Leaf, shard_extent
+from zerojax.layout.leaf import Leaf, shard_extent
 from zerojax.layout.other_axes import other_axes, partition_metadata
 from zerojax.layout.overwritten import REASON, overwritten_leaves
 from zerojax.layout.padded import is_padded
@@ -147,8 +147,10 @@ def lay_out(
     every = range(len(grads))
     grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))
     if wire is not None:
+        reasons = [unquantised(wire, path, leaf) for path, leaf in zip(paths, grads, strict=True)]
         grads = [
-            dataclasses.replace(leaf, wire=carried(wire, path, leaf)) for path, leaf in zip(paths, grads, strict=True)
+            dataclasses.replace(leaf, is_quantised=not reason, unquantised=reason)
+            for leaf, reason in zip(grads, reasons, strict=True)
         ]
     compute = tuple(compute for _, compute in types)
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
@@ -184,12 +186,11 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
     return with_changes(kind="sharded", dim=best_dim(shape, free, leaf.shards))
 
 
-def carried(wire: Wire, path: str, leaf: Leaf) -> str:
-    """Return `Leaf.wire` of a leaf: `QUANTISED`, or the reason why it is not quantised."""
+def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
+    """Explain why collectives send a leaf unquantised; empty if they quantise it."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"
-    against = wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
-    return against or QUANTISED
+    return wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:

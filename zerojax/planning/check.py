@@ -18,9 +18,8 @@ from zerojax.comm.explicit import auto_context, to_auto, with_types
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
 from zerojax.gpus.topology import absent_mesh_like
-from zerojax.inspect.held import held_at_once
 from zerojax.inspect.hlo import read
-from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.memory import held_at_once, memory_analysis
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops

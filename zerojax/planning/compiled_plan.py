@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.gpus.topology import Topology
-from zerojax.inspect.collectives import Collective, Collectives
+from zerojax.inspect.collectives import Collective, CompiledCollectives
 from zerojax.inspect.overlap import Overlap
 from zerojax.inspect.roofline import Roofline
 from zerojax.units import format_bytes, format_seconds
@@ -67,9 +67,9 @@ class Plan:
         return self.peak <= self.usable
 
     @property
-    def collectives(self) -> Collectives:
+    def collectives(self) -> CompiledCollectives:
         """Return every collective of the program."""
-        return Collectives(f.collective for f in self.overlap.in_flight)
+        return CompiledCollectives(f.collective for f in self.overlap.in_flight)
 
     @property
     def sent(self) -> int:
@@ -79,13 +79,14 @@ class Plan:
     @property
     def exposed(self) -> int:
         """Return the part of `sent` that no matrix product hides."""
-        return Collectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
+        return CompiledCollectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
 
     @property
     def across_hosts(self) -> int:
         """Return the part of `sent` in collectives whose groups have devices of several hosts."""
         per_host = Topology.parse(self.topology).per_host
-        return Collectives(c for c in self.collectives if _spans_hosts(c, per_host)).moved(unknown_once=True).sent
+        across = CompiledCollectives(c for c in self.collectives if _spans_hosts(c, per_host))
+        return across.moved(unknown_once=True).sent
 
     @property
     def hidden(self) -> float:
@@ -147,7 +148,7 @@ class Plan:
             groups.setdefault((f.collective.kind, f.collective.dtype, between), []).append(f)
         rows = []
         for (kind, dtype, between), members in groups.items():
-            group, which = Overlap(tuple(members)), Collectives(f.collective for f in members)
+            group, which = Overlap(tuple(members)), CompiledCollectives(f.collective for f in members)
             times, sent = sum(c.times_if_once for c in which), which.moved(unknown_once=True).sent
             name = f"{kind} {dtype}" + ", hosts" * between
             rows.append((name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.comm.wire import Encoding
+from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.gather import WorkingSet
 from zerojax.inspect.hlo import Module, read
@@ -202,7 +202,7 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
 
 def _hops(config: Config, leaf: Leaf) -> float:
     """Return how often an element of a gradient is reduced. Quantised ones are reduced axis by axis."""
-    if Encoding(wire=config.wire).reduce_codec(leaf) is None:
+    if Encoding(formats=config.wire).reduce_codec(leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.comm.wire import Encoding
+from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
@@ -134,7 +134,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
 
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
-    encoding, size = Encoding(wire=config.wire), config.data.size
+    encoding, size = Encoding(formats=config.wire), config.data.size
     codec, narrow = encoding.gather_codec(leaf), encoding.axes(leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
@@ -148,7 +148,7 @@ def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
-    encoding = Encoding(wire=config.wire)
+    encoding = Encoding(formats=config.wire)
     codec, narrow = encoding.reduce_codec(leaf), encoding.axes(leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}

@@ -194,7 +194,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
     def zeros(k) -> Array:
         leaf = view.layout.params[view.layout.trained[k]]
         wide = common_dtype(leaf.dtype, jnp.float32)
-        dtype = wide if view.config.precision is None else comm.wire.reduce_dtype(leaf.dtype)
+        dtype = wide if view.config.precision is None else comm.encoding.reduce_dtype(leaf.dtype)
         return (
             jnp.zeros(comm.grad_shape(view.reduced(k)), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
         )

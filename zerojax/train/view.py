@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives, ManualCollectives
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.wire import Encoding
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
 from zerojax.gather import RowStates, StandIn, gather_on_use, row_states, split_arrays, traced_passes
@@ -114,9 +114,10 @@ class View:
 
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
-        wire = Encoding(None if precision is None else precision.reduce, self.config.wire)
-        manual = ManualCollectives(self.config.data.batch, bucket_bytes, wire, self.reduces_across_once)
-        return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
+        encoding = Encoding(None if precision is None else precision.reduce, self.config.wire)
+        options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once
+        is_global = self.config.view == "global"
+        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else ManualCollectives(*options)
 
     def microbatches_of(self, rows: Array) -> Array:
         """Divide the rows of the batch into microbatches, on a new dim 0. Each has rows of every device."""
