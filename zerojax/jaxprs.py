@@ -12,10 +12,16 @@ import numpy as np
 
 from zerojax import compat
 
-# Primitives that compute each element of their result from the same element of each operand.
+# Primitives that compute each element of their result from the same element of each operand, or from scalars.
 ELEMENTWISE = frozenset(
-    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
-    "sqrt square sub tanh".split()
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+    mul mulhi ne neg nextafter not one_minus_square or polygamma polynomial population_count pow random_gamma_grad
+    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+    """.split()
 )
 
 Rule = Callable[[Any, list], Sequence | None]

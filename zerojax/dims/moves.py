@@ -10,20 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
+from zerojax.jaxprs import ELEMENTWISE
 
 Rule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
 
-# Each element of the result is computed from the elements at the same place of the operands, which may be scalars.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
-    mul mulhi name ne neg nextafter not one_minus_square or philox2x32 philox4x32 polygamma polynomial
-    population_count pow pvary random_gamma_grad real reduce_precision regularized_incomplete_beta rem reshard round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 threefry4x32 xor zeta
-    """.split()
+# Each element of the result is at the place of the operands' elements that it is computed from. These four kinds join
+# the arithmetic: random numbers from counters, names, notes for the compiler, and `pvary`.
+SAME_PLACE = ELEMENTWISE | frozenset(
+    "name philox2x32 philox4x32 pvary reshard sharding_constraint threefry2x32 threefry4x32".split()
 )
 # Each result is the operand at its place.
 _PASSED = frozenset("optimization_barrier device_put layout_constraint with_memory_space_constraint".split())
@@ -248,7 +242,7 @@ def batched(state: State, ndim: int) -> State:
 
 
 # Primitives through which the place of a result implies that of an operand without one.
-IMPLIES = ELEMENTWISE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
+IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
 
 
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
@@ -275,7 +269,7 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(SAME_PLACE, elementwise),
     **dict.fromkeys(_PASSED, passed),
     **dict.fromkeys(_REDUCTIONS, reduction),
     **dict.fromkeys(_ALONG, along),

@@ -72,7 +72,7 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-        program, arrays, consts, structure = traced(fn, tree, leaves, full, args, of_rows, comm.follower)
+        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower)
         # Shapes alone: a backward pass that closes over a tracer keeps the trace of the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
         results = run(*shards, *arrays, *consts, *zeros.values())
@@ -81,7 +81,7 @@ def gather_on_use(
     return wrapped
 
 
-class Traced(NamedTuple):
+class TracedLoss(NamedTuple):
     """A function as a program.
 
     Attributes:
@@ -97,7 +97,7 @@ class Traced(NamedTuple):
     structure: Any
 
 
-def traced(
+def trace_loss(
     fn: Callable,
     tree: Any,
     leaves: Sequence[Leaf],
@@ -105,7 +105,7 @@ def traced(
     args: Sequence,
     of_rows: Collection[int] = (),
     follower: Follower | None = None,
-) -> Traced:
+) -> TracedLoss:
     """Trace `fn` on full parameters and divide it into segments.
 
     Args:
@@ -126,7 +126,7 @@ def traced(
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
     program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves], given, follower)
-    return Traced(program, arrays, consts, jax.tree.structure(shape))
+    return TracedLoss(program, arrays, consts, jax.tree.structure(shape))
 
 
 def check_types(jaxpr: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.sharded_param import OF_STACKS, narrower
+from zerojax.gather.sharded_param import OF_STACKS, WEIGHT_ARITHMETIC, narrower
 
 _ARITHMETIC: Mapping[str, Callable] = MappingProxyType(
     {
@@ -82,7 +82,7 @@ class Derived:
         if name == "reshape":
             return len(shapes) == 1 and shape[:1] == shapes[0][:1]
         return name == "broadcast_in_dim" or (
-            name in jaxprs.ELEMENTWISE and all(len(x) in (0, len(shape)) for x in shapes)
+            name in WEIGHT_ARITHMETIC and all(len(x) in (0, len(shape)) for x in shapes)
         )
 
     @functools.cached_property
@@ -132,7 +132,7 @@ def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
         None if the equation does something else.
     """
     name, stacks = eqn.primitive.name, [x for x in values if isinstance(x, Derived) and x.of_params and x.leaves]
-    of_params = name in jaxprs.ELEMENTWISE and any(x.value.shape == results[0].shape for x in stacks)
+    of_params = name in WEIGHT_ARITHMETIC and any(x.value.shape == results[0].shape for x in stacks)
     if not of_params and not (name == "broadcast_in_dim" and results[0].ndim > 1):
         return None
     is_bare = lambda x: not isinstance(x, Derived) and np.ndim(x) > 0

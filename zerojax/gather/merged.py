@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 
 _APART = frozenset({"optimization_barrier", "rng_uniform"})
 
@@ -114,4 +115,4 @@ def _is_weight(eqn: Any, weights: Collection) -> bool:
     if reads and all(v in weights for v in reads):
         return True
     shapes = [v.aval.shape for v in reads if v in weights]
-    return eqn.primitive.name in jaxprs.ELEMENTWISE and eqn.outvars[0].aval.shape in shapes
+    return eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0].aval.shape in shapes

@@ -17,6 +17,7 @@ from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment
 from zerojax.gather.sharded_param import (
     OF_STACKS,
+    WEIGHT_ARITHMETIC,
     ShardedParam,
     can_be_stacked,
     extended,
@@ -158,7 +159,7 @@ class Decisions:
             made = self.repeated.get(atom)
             return atom in self.params or (made is not None and made.primitive.name != "broadcast_in_dim")
 
-        is_elementwise = eqn.primitive.name in jaxprs.ELEMENTWISE and var.aval.ndim > 1
+        is_elementwise = eqn.primitive.name in WEIGHT_ARITHMETIC and var.aval.ndim > 1
         return may_move and is_elementwise and any(map(is_weight, eqn.invars))
 
     def repeat(self, site: Site, _) -> None:
@@ -285,7 +286,7 @@ def _scales_a_weight(eqn: Any, uses: Mapping) -> bool:
     if eqn.primitive.name not in ("reduce_sum", "reduce_max"):
         return False
     readers, shape = uses.get(eqn.outvars[0], ()), eqn.invars[0].aval.shape
-    while len(readers) == 1 and readers[0][0].primitive.name in jaxprs.ELEMENTWISE | {"broadcast_in_dim", "reshape"}:
+    while len(readers) == 1 and readers[0][0].primitive.name in WEIGHT_ARITHMETIC | {"broadcast_in_dim", "reshape"}:
         (out,) = readers[0][0].outvars
         if out.aval.shape == shape:
             return True

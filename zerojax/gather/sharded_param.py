@@ -271,6 +271,13 @@ _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
 )
 
 
+# Elementwise primitives that models apply to a weight (to scale, mask or normalise it). Computing them again wherever
+# the weight is read costs less than keeping their result. Not all of `jaxprs.ELEMENTWISE`: the planner moves these
+# equations, and a rare primitive is better left where it is.
+WEIGHT_ARITHMETIC = frozenset(
+    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
+    "sqrt square sub tanh".split()
+)
 # These copy a shard, which is worth it for what a loop scans over alone.
 OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 

@@ -22,6 +22,7 @@ import numpy as np
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
@@ -33,7 +34,7 @@ def differentiable(dtype) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class BoundJaxpr:
     """A jaxpr whose first arguments are known.
 
     Attributes:
@@ -70,13 +71,13 @@ class Passes:
         is_shared: Whether several segments run it; then either pass is traced once.
     """
 
-    forward: Traced
+    forward: BoundJaxpr
     results: int
     active_params: tuple[int, ...]
     active_others: tuple[int, ...]
     active_results: tuple[int, ...]
     sources: tuple[Source, ...]
-    derive: Traced
+    derive: BoundJaxpr
     derive_reads: tuple[Source, ...]
     tree: Any
     other_shapes: tuple
@@ -294,13 +295,13 @@ def _classified(jaxpr, consts, params: int, results: int):
             key = id(atom) if compat.is_literal(atom) else atom
             sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
-    forward = Traced(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
+    forward = BoundJaxpr(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
     wanted = [atom for _, atom in derived.values()]
     eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
     eqns, reads = jaxprs.needed_for(eqns, wanted)
     read = [var for var in known if var in reads]
     derive = compat.part_of(jaxpr, eqns, [*constvars, *read], wanted)
-    return forward, tuple(sources), Traced(derive, consts), tuple(known[var] for var in read)
+    return forward, tuple(sources), BoundJaxpr(derive, consts), tuple(known[var] for var in read)
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
@@ -340,4 +341,4 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
 
 def _is_cheap(eqn) -> bool:
     """Return whether an equation computes each element of a parameter from that element."""
-    return eqn.primitive.name in jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"} and not eqn.effects
+    return eqn.primitive.name in WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"} and not eqn.effects

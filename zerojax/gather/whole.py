@@ -7,7 +7,7 @@ from zerojax import compat, jaxprs
 from zerojax.gather.nested import NestedSegment
 from zerojax.gather.program import Program
 from zerojax.gather.segments import BlockSegment, Gathered, Segment, bytes_of
-from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
 
 _IN_THE_BODY = "Do it in the loop's body, to one layer"
 _SCAN = "Scan over it (jax.lax.scan, nn.scan), or index it with a loop's counter"
@@ -128,7 +128,7 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         reads = jaxprs.variables_in(eqn.invars)
         if params.issuperset(reads):
             params.update(eqn.outvars)
-        elif var in reads and eqn.primitive.name in jaxprs.ELEMENTWISE and eqn.outvars[0] in segment.results:
+        elif var in reads and eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0] in segment.results:
             return eqn
     return None
 

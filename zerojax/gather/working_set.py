@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.gather.engine import traced
+from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
 from zerojax.gather.program import Program
 from zerojax.gather.rules import RULES, RUN_IN_PLACE
@@ -51,7 +51,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = traced(fn, tree, leaves, full, args).program
+    program = trace_loss(fn, tree, leaves, full, args).program
     lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
     passing = [s for s in program.segments if s.params and s not in lasting]
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
