@@ -4,6 +4,7 @@ Every evaluation in this library is one rule given to `evaluate`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,6 +26,26 @@ ELEMENTWISE = frozenset(
 )
 
 Rule = Callable[[Any, list], Sequence | None]
+
+_ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
+    {
+        "add": lambda eqn, a, b: a + b,
+        "broadcast_in_dim": lambda eqn, a: _broadcast(a, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]),
+        "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
+        "ge": lambda eqn, a, b: a >= b,
+        "iota": lambda eqn: _broadcast(
+            np.arange(eqn.params["shape"][eqn.params["dimension"]], dtype=eqn.params["dtype"]),
+            eqn.params["shape"],
+            [eqn.params["dimension"]],
+        ),
+        "lt": lambda eqn, a, b: a < b,
+        "mul": lambda eqn, a, b: a * b,
+        "reshape": lambda eqn, a: a.reshape(eqn.outvars[0].aval.shape),
+        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
+        "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
+        "sub": lambda eqn, a, b: a - b,
+    }
+)
 
 
 def evaluate(
@@ -62,6 +83,31 @@ def as_jax_values(consts: Sequence) -> list:
     """Return a jaxpr's constants without NumPy arrays, which a user's `custom_vjp` may index with traced values."""
     is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
+
+
+def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
+    """Compute the result of an equation with NumPy, as an analysis needs the values of indices.
+
+    Args:
+        eqn: The equation.
+        values: The operands as NumPy arrays, None for an operand that is not known.
+
+    Returns:
+        None if an operand is not known, or if the equation is of a kind that indices are not computed with.
+    """
+    compute = _ON_NUMPY.get(eqn.primitive.name)
+    known = compute is not None and all(value is not None for value in values)
+    if not known or getattr(eqn.outvars[0].aval.dtype, "kind", "") not in tuple("biuf"):
+        return None
+    return compute(eqn, *values)
+
+
+def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
+    """Broadcast a value, whose dims become `dims` of the result."""
+    spread = [1] * len(shape)
+    for dim, size in zip(dims, value.shape, strict=True):
+        spread[dim] = size
+    return np.broadcast_to(value.reshape(spread), shape)
 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:

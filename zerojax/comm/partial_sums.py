@@ -160,7 +160,7 @@ def evaluate(
         if alike is None:  # within a loop: what it returns is pinned behind it
             break
         state = NOWHERE if compat.is_literal(flat.outvars[i]) else found[flat.outvars[i]]
-        if not isinstance(results[i], PartialSum) and state is not None and not state.of:
+        if not isinstance(results[i], PartialSum) and state is not None and not state.places:
             results[i] = alike(results[i])
     return [x.rows if isinstance(x, PartialSum) else x for x in results]
 
@@ -279,7 +279,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
     The result must have no rows left: a product of rows with rows, batched, is summed by a later equation.
     """
     known = [state for state in states if state is not None]
-    if len(known) < len(states) or result is None or result.of:
+    if len(known) < len(states) or result is None or result.places:
         return None
     name = eqn.primitive.name
     if name == "dot_general":
@@ -308,11 +308,11 @@ def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
     """Return the rows of the updates that are added into zeros, and of their indices."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
-    place = next(iter({*indices.of} or {*updates.of}), None)
+    place = next(iter({*indices.places} or {*updates.places}), None)
     if place is None or place.is_split or getattr(numbers, "operand_batching_dims", ()):
         return None
     scattered = [d for d in range(len(eqn.invars[2].aval.shape)) if d not in numbers.update_window_dims]
-    if indices.of:
+    if indices.places:
         if place.dim >= len(scattered):
             return None
         return Divided((None, place, place.to(scattered[place.dim])))

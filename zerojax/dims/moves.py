@@ -94,23 +94,25 @@ def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | li
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     state = together(states[: len(states) // 2] if name == "reduce" else states)
-    if state is not None and name in ("argmax", "argmin") and any(state.along(int(axis)) for axis in axes):
-        state = UNKNOWN
+    state = _off(axes, state) if name in ("argmax", "argmin") else state
     return [moved(state, without(axes, len(eqn.invars[0].aval.shape)))] * results
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Sort, accumulate or reverse along one dim, which must not be the followed one."""
-    params, state = eqn.params, together(states)
+    params = eqn.params
     dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
-    if state is not None and any(state.along(int(dim)) for dim in dims):
-        state = UNKNOWN
-    return [_ragged(state, dims)] * len(eqn.outvars)
+    return [_ragged(_off(dims, together(states)), dims)] * len(eqn.outvars)
+
+
+def _off(dims: Sequence[int], state: State) -> State:
+    """Return the state, or unknown if the followed dim lies in one of `dims`."""
+    return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
 
 
 def _ragged(state: State, dims: Sequence[int]) -> State:
     """Return the state of a value that is not uniform along some dims."""
-    return state if state is None else Places(state.of, state.uniform.difference(map(int, dims)))
+    return state if state is None else Places(state.places, state.uniform.difference(map(int, dims)))
 
 
 def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -141,7 +143,7 @@ def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
     """Slice: other dims anyhow, the followed one by whole blocks of entries. A start that is not known is None."""
-    for place in () if state is None else state.of:
+    for place in () if state is None else state.places:
         dim = place.dim
         if old[dim] == new[dim]:
             continue
@@ -154,35 +156,35 @@ def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[i
 
 
 def _replaced(state: Places, place: Place, outer: int) -> Places:
-    return Places(state.of - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
+    return Places(state.places - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
 
 
 def leading(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Keep the places in the leading dims, which operands and results share."""
-    state = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
-    return batched(state, len(eqn.outvars[0].aval.shape))
+    return batched(_of_arrays(eqn, states), len(eqn.outvars[0].aval.shape))
+
+
+def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
+    """Combine the states of the operands that are no scalars."""
+    return together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
 
 
 def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
     """Slide a window, which must have the size 1 along the followed dim."""
-    operands = [state for state, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape]
-    state = together(operands)
-    sizes = eqn.params["window_dimensions"]
-    if state is not None and any(sizes[place.dim] != 1 for place in state.of):
-        state = UNKNOWN
-    return [state if state is None else Places(state.of)] * len(eqn.outvars)
+    slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
+    state = _off(slid, _of_arrays(eqn, states))
+    return [state if state is None else Places(state.places)] * len(eqn.outvars)
 
 
 def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `split`, which makes a slice for each result."""
-    axis, start, found = int(eqn.params["axis"]), 0, []
+    axis, start, slices = int(eqn.params["axis"]), 0, []
     old = eqn.invars[0].aval.shape
-    for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+    for size in eqn.params["sizes"]:
         new = (*old[:axis], size, *old[axis + 1 :])
-        found.append(cut(states[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
+        slices.append(cut(states[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
         start += int(size)
-        assert len(new) == len(var.aval.shape)
-    return found
+    return slices
 
 
 def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -193,25 +195,20 @@ def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `unstack`, which slices the operand along one dim. It must not be the followed dim."""
-    axis, ndim, state = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape), states[0]
-    if state is not None and state.along(axis):
-        state = UNKNOWN
-    return [moved(state, without((axis,), ndim))] * len(eqn.outvars)
+    axes, ndim = (eqn.params["axis"],), len(eqn.invars[0].aval.shape)
+    return [moved(_off(axes, states[0]), without(axes, ndim))] * len(eqn.outvars)
 
 
 def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `tile`, except along the followed dim."""
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
-    state = states[0]
-    if len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape) or (state and any(map(state.along, repeated))):
-        return UNKNOWN
-    return _ragged(state, repeated)
+    adds_dims = len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape)
+    return UNKNOWN if adds_dims else _ragged(_off(repeated, states[0]), repeated)
 
 
 def attention(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow fused attention. Dim 0 of every operand and result is a batch dim."""
-    full = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
-    return [batched(full, 1)] * len(eqn.outvars)
+    return [batched(_of_arrays(eqn, states), 1)] * len(eqn.outvars)
 
 
 def transform(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -223,10 +220,7 @@ def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `top_k` along its axis, which is the last one by default."""
     ndim = len(eqn.invars[0].aval.shape)
     axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
-    state = states[0]
-    if state is not None and state.along(axis):
-        state = UNKNOWN
-    return [_ragged(state, (axis,))] * len(eqn.outvars)
+    return [_ragged(_off((axis,), states[0]), (axis,))] * len(eqn.outvars)
 
 
 def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -236,9 +230,9 @@ def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 def batched(state: State, ndim: int) -> State:
     """Return the state of a result whose first `ndim` dims are the operand's, and whose other dims are mixed."""
-    if state is None or any(place.dim >= ndim for place in state.of):
+    if state is None or any(place.dim >= ndim for place in state.places):
         return UNKNOWN
-    return Places(state.of)
+    return Places(state.places)
 
 
 # Primitives through which the place of a result implies that of an operand without one.

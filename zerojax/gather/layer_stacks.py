@@ -7,8 +7,7 @@ is done to the stack before the loop, layer by layer (scaled, masked, transposed
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +17,6 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import OF_STACKS, WEIGHT_ARITHMETIC, narrower
 
-_ARITHMETIC: Mapping[str, Callable] = MappingProxyType(
-    {
-        "add": lambda eqn, a, b: a + b,
-        "sub": lambda eqn, a, b: a - b,
-        "mul": lambda eqn, a, b: a * b,
-        "lt": lambda eqn, a, b: a < b,
-        "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
-        "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
-        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
-    }
-)
 _LONGEST_LOOP = 2**16  # what NumPy computes at trace time is small
 _OF_SHARDS = frozenset({"slice", "dynamic_slice", "squeeze"})  # what `sharded_param` applies before the gather
 
@@ -240,10 +228,7 @@ def evaluated(eqn: Any, known: Mapping) -> np.ndarray | None:
     """Return the results of an equation on small integers, if their values are known."""
     if len(eqn.outvars) != 1 or eqn.outvars[0].aval.size > _LONGEST_LOOP:
         return None
-    compute, operands = _ARITHMETIC.get(eqn.primitive.name), _known_operands(eqn, known)
-    if eqn.primitive.name == "iota" and len(eqn.params["shape"]) == 1:
-        return np.arange(eqn.params["shape"][0], dtype=eqn.params["dtype"])
-    return None if compute is None or any(x is None for x in operands) else compute(eqn, *operands)
+    return jaxprs.on_numpy(eqn, _known_operands(eqn, known))
 
 
 def _known_operands(eqn: Any, known: Mapping) -> list:
