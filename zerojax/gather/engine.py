@@ -10,10 +10,10 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, Follower, State, at
 from zerojax.gather.planner import BLOCK_NAME, planned
-from zerojax.gather.program import Program
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
 from zerojax.gather.schedule import Options
+from zerojax.gather.segments import Program
 from zerojax.layout.leaf import Leaf
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

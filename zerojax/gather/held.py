@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from zerojax import compat, jaxprs
-from zerojax.gather.program import Program
+from zerojax.gather.segments import Program
 
 REPEATED = 0.05  # Share of all FLOPs: if repeated equations cost more, they are worth holding.
 MOST_HELD = 4  # Times the bytes of the largest use: the most that may be held.

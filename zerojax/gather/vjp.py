@@ -11,7 +11,7 @@ parameter with something smaller, or with something that is kept anyway (a mask,
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -258,6 +258,25 @@ def traced_passes(
         result_rows=tuple(states[i] for i in active_results),
         result_types=tuple(result_shapes[i].dtype for i in active_results),
     )
+
+
+def shared_passes(
+    known: dict[Hashable, Passes],
+    function: Callable,
+    params: Sequence,
+    others: Sequence,
+    *,
+    trained: Sequence[bool],
+    active: Sequence[bool],
+    rows: RowStates,
+) -> Passes:
+    """Return `traced_passes`, traced once for all segments that share `known` and have inputs of the same types."""
+    types = tuple(jax.typeof(x) for x in (*params, *others))
+    key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results)
+    if key not in known:
+        passes = traced_passes(function, params, others, trained=trained, active=active, rows=rows)
+        known[key] = dataclasses.replace(passes, is_shared=True)
+    return known[key]
 
 
 def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.nested import NestedSegment
-from zerojax.gather.program import Program
-from zerojax.gather.segments import BlockSegment, Gathered, Segment, bytes_of
+from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment, bytes_of
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
 
 _IN_THE_BODY = "Do it in the loop's body, to one layer"

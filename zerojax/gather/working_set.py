@@ -10,9 +10,8 @@ import jax
 
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
-from zerojax.gather.program import Program
 from zerojax.gather.rules import RULES, RUN_IN_PLACE
-from zerojax.gather.segments import Gathered, Segment, bytes_of
+from zerojax.gather.segments import Gathered, Program, Segment, bytes_of
 from zerojax.gather.whole import Whole, named, recomputed, wholes
 from zerojax.layout.leaf import Leaf
 
@@ -58,7 +57,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
     stacks = {param.root for segment in passing for param in segment.stacks}
     nested = [s for s in program.segments if isinstance(s, NestedSegment)]
-    repeats = Counter({param.root: s.iterations for s in nested for param in s.params})
+    repeats = Counter({param.root: s.loop.length for s in nested for param in s.params})
     whole = wholes(program)
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
