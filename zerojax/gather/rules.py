@@ -1,7 +1,10 @@
-"""The rules by which the planner decides what happens to each equation of a loss. The first that matches acts.
+"""The rules by which the planner decides what happens to each equation of a loss. Read the table `RULES` first.
 
-Equations on parameters alone (a transpose, a reshape, a merged LoRA) are not run in place but repeated in every
-segment that reads their result, so that nothing of a gathered parameter's size outlives a segment.
+For each equation, the first rule that matches acts. An action adds to the containers of `Decisions`, from which
+`assembly` makes segments. To add an optimization, add a rule.
+
+Equations on parameters alone (a transpose, a reshape, a merged LoRA) do not run once in their place. Every segment that
+reads their result repeats them, so that nothing as large as a gathered parameter outlives a segment.
 """
 
 import dataclasses
@@ -30,13 +33,13 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 
 
 class Site(NamedTuple):
-    """An equation, and what of it depends on parameters.
+    """An equation, and which of its operands depend on parameters alone.
 
     Attributes:
-        index: Its index in the function.
+        index: The index of the equation in the function.
         eqn: The equation.
         reads: The variables that it reads.
-        touched: Those that are parameters, slices of their shards, or computed from them alone.
+        touched: The variables among them that are parameters, slices of their shards, or computed from these alone.
     """
 
     index: int
@@ -46,35 +49,29 @@ class Site(NamedTuple):
 
 
 class Decisions:
-    """What is decided so far. Lives as long as one plan.
+    """The decisions so far, and the predicates and actions of the rules. It lives as long as one plan.
 
     Attributes:
+        held: Variables of values to compute once and keep, although they are computed from parameters alone.
         params: Sharded parameters and slices of their shards, by variable.
-        joined: Stacks that are made of parameters of one layout, by their variable.
+        joined: For the variable of each stack that the loss makes of parameters, these parameters.
         repeated: The equations that segments repeat, by their results.
         drafts: The segments so far.
-        rules: Each equation so far, with the name of its rule.
+        rules: The equations so far, each with the name of its rule.
     """
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable):
-        """Analyse the whole function once.
-
-        Args:
-            jaxpr: The function; inlined.
-            params: The sharded parameters among its arguments.
-            held: Values to compute once and to keep, although they are computed from parameters alone.
-            nest: Returns the program of a loop's body, and its constants, if it is to have one; see `planner`.
-        """
+        """Analyse an inlined function once, before any decision; `nest` plans the body of a loop (`planner`)."""
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
         self.repeated: dict = {}
         self.drafts = [Draft(PlainSegment, [])]
         self.rules: list[tuple[Any, str]] = []
-        self._jaxpr, self._held, self._nest = jaxpr, held, nest
+        self.held, self._jaxpr, self._nest = held, jaxpr, nest
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self._between_refs = _between_refs(jaxpr)
-        self._uniform: set = set()  # variables that are equal on all devices
+        self._uniform: set = set()  # Variables that have the same value on all devices.
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
@@ -84,12 +81,12 @@ class Decisions:
             if self._uniform.issuperset(reads) and not eqn.effects and eqn.primitive.name not in _DEVICE_DEPENDENT:
                 self._uniform.update(eqn.outvars)
             for rule in RULES:
-                if (found := rule.matches(self, site)) not in (None, False):
-                    rule.act(self, site, found)
+                if (match := rule.matches(self, site)) not in (None, False):
+                    rule.act(self, site, match)
                     self.rules.append((eqn, rule.name))
                     break
 
-    # Predicates return what the action needs, and None or False if the rule does not match.
+    # A predicate returns the last argument of its action, or None or False if the rule does not match.
 
     def is_between_refs(self, site: Site) -> bool:
         """Return whether an equation lies between the first `jax.new_ref` and the last use of a ref."""
@@ -102,11 +99,11 @@ class Decisions:
         self.drafts[-1].eqns.append(site.eqn)
 
     def is_free_of_params(self, site: Site) -> bool:
-        """Return whether an equation reads nothing that is computed from parameters alone."""
+        """Return whether no operand is computed from parameters alone."""
         return not site.touched
 
     def run_in_place(self, site: Site, _) -> None:
-        """Add the equation to the plain segment that ends here."""
+        """Add the equation to the plain segment before it, or start one."""
         if self.drafts[-1].make is not PlainSegment:
             self.drafts.append(Draft(PlainSegment, []))
         self.drafts[-1].eqns.append(site.eqn)
@@ -114,7 +111,7 @@ class Decisions:
     def of_shard(self, site: Site) -> ShardedParam | None:
         """Return the slice, cast or other view of a parameter that can be computed on its shard."""
         eqn, first = site.eqn, site.eqn.invars[0]
-        # Slicing shards gives one slice only if every device slices at the same index.
+        # Slices of shards are shards of one slice only if every device slices at the same index.
         alone = site.touched == [first] and first in self.params and self._uniform.issuperset(site.reads[1:])
         alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in self._scanned
         return extended(self.params[first], eqn) if alone else None
@@ -124,7 +121,7 @@ class Decisions:
         self.params[site.eqn.outvars[0]] = param
 
     def joined_layers(self, site: Site) -> tuple[ShardedParam, ...] | None:
-        """Return the parameters of one layout that `jnp.stack` joins into what a loop scans over."""
+        """Return the parameters of one layout that `jnp.stack` joins into a stack that a loop scans over."""
         eqn = site.eqn
         return (not self._scanned.isdisjoint(eqn.outvars) and self._members(eqn.outvars[0], eqn)) or None
 
@@ -134,21 +131,21 @@ class Decisions:
         self.joined[var], self.params[var] = members, stack_of(var, members)
 
     def is_held(self, site: Site) -> bool:
-        """Return whether a result is computed from parameters alone and costs too much to repeat; see `held`."""
-        return not self._held.isdisjoint(site.eqn.outvars)
+        """Return whether a result is worth holding; see `held`."""
+        return not self.held.isdisjoint(site.eqn.outvars)
 
     def compute_once(self, site: Site, _) -> None:
-        """Make a segment of its own, whose result is kept like an activation."""
+        """Make a segment with this equation, whose result is kept like an activation."""
         self.drafts.append(Draft(HeldSegment, [site.eqn]))
 
     def is_repeatable(self, site: Site) -> bool:
-        """Return whether an equation reads parameters alone and changes their size little, or is a norm that scales."""
+        """Return whether an equation reads parameters alone and may be repeated, or is a norm that scales a weight."""
         eqn = site.eqn
         of_params = [not compat.is_literal(a) and (a in self.params or a in self.repeated) for a in eqn.invars]
         return is_repeatable(eqn, of_params) or (all(of_params) and _scales_a_weight(eqn, self._uses))
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether a parameter is combined elementwise with another value (a mask, noise), for one reader."""
+        """Return whether a weight is combined elementwise with another value (a mask), for a single reader."""
         eqn, (var, *_) = site.eqn, site.eqn.outvars
         readers = self._uses.get(var, ())
         may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in _CONTROL
@@ -167,7 +164,7 @@ class Decisions:
         self.repeated |= dict.fromkeys(site.eqn.outvars, site.eqn)
 
     def nested_program(self, site: Site) -> tuple | None:
-        """Return the program of a loop's body and its constants, if parameters stay sharded until it uses them."""
+        """Return the program of a loop's body and its constants, if each iteration should gather for itself."""
         loop = compat.loop_of(site.eqn)
         return None if loop is None else self._nest(site.eqn, loop, site.touched, self.params)
 
@@ -181,7 +178,7 @@ class Decisions:
         return compat.loop_of(site.eqn)
 
     def gather_per_iteration(self, site: Site, loop: compat.LoopEqn) -> None:
-        """Gather one layer per iteration, and before the loop what it needs whole."""
+        """Gather one layer per iteration. Parameters that the loop needs whole are gathered before it."""
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
@@ -216,9 +213,9 @@ class Decisions:
         if parts:
             members = tuple(param for part in parts for param in part)
             return members if all(parts) and can_be_stacked(members) else ()
-        of = eqn.invars[0]
-        is_layer = eqn.primitive.name in ("broadcast_in_dim", "reshape") and var.aval.shape == (1, *of.aval.shape)
-        return (self.params[of],) if is_layer and of in self.params else ()
+        layer = eqn.invars[0]
+        adds_dim = eqn.primitive.name in ("broadcast_in_dim", "reshape") and var.aval.shape == (1, *layer.aval.shape)
+        return (self.params[layer],) if adds_dim and layer in self.params else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,10 +223,10 @@ class Rule:
     """What the planner does with equations of one kind.
 
     Attributes:
-        name: As `check` and docs/stage3.md print it.
-        example: A line of a loss that falls under it, where `w` is a parameter.
-        matches: Returns what `act` needs, or None or False if the rule does not match.
-        act: Records the decision.
+        name: The name that `check` and docs/stage3.md print.
+        example: A line of a loss that falls under the rule, where `w` is a parameter.
+        matches: The predicate. It returns the last argument of `act`, or None or False if the rule does not match.
+        act: The action, which records the decision.
     """
 
     name: str
@@ -275,14 +272,14 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
             return False
     if eqn.effects or eqn.primitive.name in _CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
-    # What shrinks a parameter (a norm, a row) is worth storing, and a segment by itself: repeated, it would
-    # make a penalty on all parameters gather all of them at once.
+    # A result that is much smaller than the parameter (a norm, a row) is cheap to store. If it were repeated, a penalty
+    # on all parameters would be one segment that gathers all of them at once.
     largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
     return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
 
 
 def _scales_a_weight(eqn: Any, uses: Mapping) -> bool:
-    """Return whether an equation sums a weight only in order to scale it (a norm)."""
+    """Return whether an equation reduces a weight only to scale the weight by the result (a norm)."""
     if eqn.primitive.name not in ("reduce_sum", "reduce_max"):
         return False
     readers, shape = uses.get(eqn.outvars[0], ()), eqn.invars[0].aval.shape
@@ -295,6 +292,6 @@ def _scales_a_weight(eqn: Any, uses: Mapping) -> bool:
 
 
 def _between_refs(jaxpr: Any) -> range:
-    """Return indices of equations from the first `jax.new_ref` to the last use of a ref, which share a segment."""
+    """Return the indices of the equations from the first `jax.new_ref` to the last use of a ref."""
     touching = [i for i, eqn in enumerate(jaxpr.eqns) if any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))]
     return range(touching[0], touching[-1] + 1) if touching else range(0)
