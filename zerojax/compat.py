@@ -144,6 +144,14 @@ def inlined_body(eqn):
     return None if body is None else opened(body)[0]
 
 
+def evaluated_body(eqn):
+    """Return the jaxpr that a call, a remat or a custom rule's function evaluates on its operands, or None."""
+    if not eqn.primitive.name.startswith("custom_"):
+        return inlined_body(eqn)
+    bodies = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    return next((opened(body)[0] for body in bodies if is_jaxpr(body)), None)
+
+
 def loop_of(eqn) -> LoopEqn | None:
     """Return the loop that an equation is, or None if it is no loop with a known number of iterations."""
     if eqn.primitive.name != "scan":

@@ -14,18 +14,15 @@ from zerojax.dims import indexing, moves, products
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, joined, stacked, unstacked
 
 RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
-# Calls whose operands are those of a jaxpr among their parameters, under one of these names.
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_CUSTOM = frozenset("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin".split())
-_ROUNDS = 4  # through a loop's body, until what it carries does not change any more
+_ROUNDS = 4  # The most times that a loop's body is followed, until the states of its carry do not change any more.
 
 
 class Follower:
-    """Follows one dim through jaxprs. Lives as long as one analysis.
+    """Follows one dim through jaxprs. It lives as long as one analysis, and remembers the results of each jaxpr.
 
     Attributes:
-        count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number
-            of devices that hold blocks of it.
+        count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number of
+            devices that hold blocks of it.
     """
 
     def __init__(self, count: int):
@@ -34,12 +31,7 @@ class Follower:
         self._results: dict[Any, tuple[Any, list[State]]] = {}
 
     def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
-        """Return the state of every variable of a jaxpr.
-
-        Args:
-            jaxpr: An open jaxpr.
-            given: The states of its arguments. Its constants have no place.
-        """
+        """Return the state of every variable of an open jaxpr, given those of its arguments. Constants have none."""
         found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
@@ -52,14 +44,10 @@ class Follower:
         return found
 
     def with_implied(self, jaxpr: Any, found: Mapping[Any, State]) -> dict[Any, State]:
-        """Add places to values that have none, if they are combined element by element with values that have.
+        """Add places to values that have none, if they are combined element by element with values that have some.
 
-        Noise and learned positions with one entry per row are such values. Nothing of the batch is in them, but
-        their cotangents hold rows.
-
-        Args:
-            jaxpr: An open jaxpr.
-            found: What `states` says of it.
+        Noise and learned positions with one entry per row are such values. They do not depend on the batch, but their
+        cotangents hold rows. `found` are the `states` of the jaxpr.
         """
         implied = dict(found)
         for eqn in reversed(jaxpr.eqns):
@@ -80,7 +68,7 @@ class Follower:
         if key not in self._results:
             found = self.states(jaxpr, given)
             results = [NOWHERE if compat.is_literal(a) else found[a] for a in jaxpr.outvars]
-            self._results[key] = jaxpr, results  # kept, so that no other jaxpr gets its id
+            self._results[key] = jaxpr, results  # The jaxpr is kept, so that no other jaxpr gets its id.
         return self._results[key][1]
 
     def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
@@ -95,7 +83,7 @@ class Follower:
             return self._through_while(eqn, states)
         if name == "cond":
             return self._through_cond(eqn, states)
-        if (body := _body(eqn)) is not None:
+        if (body := compat.evaluated_body(eqn)) is not None:
             return self.results(body, states)
         return [NOWHERE if all(state is not None and not state.places for state in states) else UNKNOWN] * len(
             eqn.outvars
@@ -140,14 +128,6 @@ class Follower:
         for other in found[1:]:
             outs = [joined(*pair) for pair in zip(outs, other, strict=True)]
         return outs if states[0] is not None and not states[0].places else [UNKNOWN] * len(outs)
-
-
-def _body(eqn: Any) -> Any:
-    """Return the jaxpr that an equation evaluates on its operands, or None."""
-    if eqn.primitive.name in _CUSTOM:
-        inner = next((eqn.params[name] for name in _BODIES if compat.is_jaxpr(eqn.params.get(name))), None)
-        return None if inner is None else compat.opened(inner)[0]
-    return compat.inlined_body(eqn)
 
 
 def _is_nowhere(var: Any) -> bool:
