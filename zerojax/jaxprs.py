@@ -95,10 +95,10 @@ def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
         None if an operand is not known, or if the equation is of a kind that indices are not computed with.
     """
     compute = _ON_NUMPY.get(eqn.primitive.name)
-    known = compute is not None and all(value is not None for value in values)
-    if not known or getattr(eqn.outvars[0].aval.dtype, "kind", "") not in tuple("biuf"):
+    if compute is None or any(value is None for value in values):
         return None
-    return compute(eqn, *values)
+    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # no key, and no narrow float
+    return compute(eqn, *values) if is_numpys else None
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
@@ -117,6 +117,12 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
         return None if body is None else inline_calls(*compat.opened(body), *values)
 
     return evaluate(jaxpr, consts, args, rule)
+
+
+def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
+    """Evaluate a `jax.checkpoint` with its policy; `evaluate_body(jaxpr, consts, values)` evaluates its body."""
+    body = lambda *values: evaluate_body(*compat.opened(eqn.params["jaxpr"]), values)
+    return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
 
 
 def variables_in(atoms: Iterable) -> list:

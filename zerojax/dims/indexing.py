@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zerojax import compat, jaxprs
-from zerojax.dims.moves import Rule, cut
+from zerojax.dims.moves import PlaceRule, cut
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, one_per_dim
 
 # What a scatter does where several updates meet one element does not depend on their order.
@@ -57,7 +57,7 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
     kept = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in batching]
     windows = dict(zip(kept, map(int, numbers.offset_dims), strict=True))
     batch = [d for d in range(ndim) if d not in numbers.offset_dims]
-    found = set()
+    index_map, found = list(map(int, numbers.start_index_map)), set()
     for place in operand.places:
         dim = place.dim
         if dim in windows and sizes[dim] == shape[dim]:
@@ -65,8 +65,8 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
         elif dim in batching:
             paired = int(numbers.start_indices_batching_dims[batching.index(dim)])
             found.add(place.to(batch[paired]))
-        elif place.outer == 1 and (counter := _counting(eqn.invars[1], dim, numbers.start_index_map, shape, context)):
-            found.add(Place(batch[counter.dim]))
+        elif place.outer == 1 and (at := _counting(eqn.invars[1], dim, index_map, shape, context)) is not None:
+            found.add(Place(batch[at]))
         else:
             return UNKNOWN
     for place in indices.places:
@@ -112,19 +112,16 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
     """Return the dim of the operand that a dim of the indices counts through, or None."""
-    to_operand = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    for operand_dim in map(int, to_operand):
-        found = _counting(eqn.invars[1], operand_dim, to_operand, shape, context)
-        if found is not None and found.dim == dim:
-            return operand_dim
-    return None
+    to_operand = list(map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims))
+    counted = (d for d in to_operand if _counting(eqn.invars[1], d, to_operand, shape, context) == dim)
+    return next(counted, None)
 
 
-def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> Place | None:
+def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> int | None:
     """Return the dim of some indices along which they count through one dim of the operand, like `arange`, or None."""
-    if dim not in map(int, index_map) or compat.is_literal(indices):
+    if dim not in index_map or compat.is_literal(indices):
         return None
-    part = list(map(int, index_map)).index(dim)
+    part = index_map.index(dim)
     pieces, made = [indices], context.made.get(indices)
     if made is not None and made.primitive.name == "concatenate":
         pieces = list(made.invars)
@@ -137,7 +134,7 @@ def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[
     for place, size in enumerate(values.shape[:-1]):
         wanted = np.arange(size).reshape([-1 if d == place else 1 for d in range(values.ndim)])
         if size == shape[dim] and size > 1 and np.array_equal(values, np.broadcast_to(wanted, values.shape)):
-            return Place(place)
+            return place
     return None
 
 
@@ -157,7 +154,7 @@ def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PlaceRule] = {
     "slice": slice_,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,

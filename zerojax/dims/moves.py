@@ -12,7 +12,7 @@ from typing import Any
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
 from zerojax.jaxprs import ELEMENTWISE
 
-Rule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
+PlaceRule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
 
 # Each element of the result is at the place of the operands' elements that it is computed from. These four kinds join
 # the arithmetic: random numbers from counters, names, notes for the compiler, and `pvary`.
@@ -262,7 +262,7 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PlaceRule] = {
     **dict.fromkeys(SAME_PLACE, elementwise),
     **dict.fromkeys(_PASSED, passed),
     **dict.fromkeys(_REDUCTIONS, reduction),

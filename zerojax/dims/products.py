@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.dims.moves import Rule, batched
+from zerojax.dims.moves import PlaceRule, batched
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, together
 
 # Decompositions of matrices in the last two dims; the dims before them are a batch.
@@ -84,7 +84,7 @@ def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[S
     return [state] * len(eqn.outvars)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PlaceRule] = {
     "dot_general": dot,
     "conv_general_dilated": convolution,
     **dict.fromkeys(DECOMPOSITIONS, decomposition),

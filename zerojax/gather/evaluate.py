@@ -21,6 +21,7 @@ from zerojax.gather.sharded_param import ShardedParam, narrower
 LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", "name", "stop_gradient", "copy"})
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
     """A gathered parameter in the type to which its uses cast it.
@@ -31,7 +32,7 @@ class Narrow:
     """
 
     value: jax.Array
-    dtype: np.dtype
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
 
 def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
@@ -58,7 +59,7 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
     if (body := compat.called(eqn)) is not None:
         return evaluate(*compat.opened(body), values)
     if compat.is_remat(eqn):
-        return _remat(eqn, values)
+        return jaxprs.evaluate_remat(eqn, values, evaluate)
     if not any(isinstance(value, Narrow) for value in values):
         return None
     if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:
@@ -66,19 +67,6 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
     if name in LAYOUTS and len(values) == 1:
         return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype)]
     return compat.evaluate_one(eqn, [widen(value) for value in values])
-
-
-def _remat(eqn, values: Sequence) -> list:
-    """Evaluate a `jax.checkpoint` of the user, with the user's policy."""
-    dtypes = [value.dtype if isinstance(value, Narrow) else None for value in values]
-    arrays = [value.value if isinstance(value, Narrow) else value for value in values]
-
-    def body(*arrays):
-        inner = [a if d is None else Narrow(a, d) for a, d in zip(arrays, dtypes, strict=True)]
-        return evaluate(*compat.opened(eqn.params["jaxpr"]), inner)
-
-    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-    return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
 
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:

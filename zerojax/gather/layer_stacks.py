@@ -282,7 +282,6 @@ def _with_rows(jaxpr, consts: Sequence, args: Sequence) -> list:
             return [lax.expand_dims(values[0].value, [0])]
         if (called := compat.called(eqn)) is not None:
             return _with_rows(*compat.opened(called), values)
-        body = lambda *values: _with_rows(*compat.opened(eqn.params["jaxpr"]), values)
-        return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
+        return jaxprs.evaluate_remat(eqn, values, _with_rows)
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)

@@ -73,7 +73,7 @@ class NestedSegment(Segment):
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, NestedResiduals | None]:
         """Run the forward pass; see `Segment`."""
-        _, others = self.start(gathers, ahead=False)
+        _, others = self.take_inputs(gathers, ahead=False)
         # A shard in host memory is copied to the device before the loop: the loop sums its gradient there.
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
         env = {**gathers.env, **roots, **dict(zip(self.others, others, strict=True))}

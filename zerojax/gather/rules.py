@@ -58,6 +58,7 @@ class Decisions:
         repeated: The equations that segments repeat, by their results.
         drafts: The segments so far.
         rules: The equations so far, each with the name of its rule.
+        between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
     """
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable):
@@ -70,7 +71,7 @@ class Decisions:
         self.held, self._jaxpr, self._nest = held, jaxpr, nest
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
-        self._between_refs = _between_refs(jaxpr)
+        self.between_refs = _between_refs(jaxpr)
         self._uniform: set = set()  # Variables that have the same value on all devices.
 
     def decide(self) -> None:
@@ -88,19 +89,11 @@ class Decisions:
 
     # A predicate returns the last argument of its action, or None or False if the rule does not match.
 
-    def is_between_refs(self, site: Site) -> bool:
-        """Return whether an equation lies between the first `jax.new_ref` and the last use of a ref."""
-        return site.index in self._between_refs
-
     def keep_together(self, site: Site, _) -> None:
         """Put all equations between the refs into one segment, in their order."""
-        if site.index == self._between_refs.start:
+        if site.index == self.between_refs.start:
             self.drafts.append(Draft(BlockSegment, []))
         self.drafts[-1].eqns.append(site.eqn)
-
-    def is_free_of_params(self, site: Site) -> bool:
-        """Return whether no operand is computed from parameters alone."""
-        return not site.touched
 
     def run_in_place(self, site: Site, _) -> None:
         """Add the equation to the plain segment before it, or start one."""
@@ -129,10 +122,6 @@ class Decisions:
         """Stack the shards, so that the loop gathers one layer at a time."""
         var = site.eqn.outvars[0]
         self.joined[var], self.params[var] = members, stack_of(var, members)
-
-    def is_held(self, site: Site) -> bool:
-        """Return whether a result is worth holding; see `held`."""
-        return not self.held.isdisjoint(site.eqn.outvars)
 
     def compute_once(self, site: Site, _) -> None:
         """Make a segment with this equation, whose result is kept like an activation."""
@@ -173,10 +162,6 @@ class Decisions:
         program, consts = body
         self.drafts.append(Draft(functools.partial(NestedSegment, program=program, consts=consts), [site.eqn]))
 
-    def loop(self, site: Site) -> compat.LoopEqn | None:
-        """Return the loop that an equation is."""
-        return compat.loop_of(site.eqn)
-
     def gather_per_iteration(self, site: Site, loop: compat.LoopEqn) -> None:
         """Gather one layer per iteration. Parameters that the loop needs whole are gathered before it."""
         eqn = site.eqn
@@ -191,10 +176,6 @@ class Decisions:
         early = tuple(dict.fromkeys(early))
         self.drafts += [Draft(BlockSegment, [], early)] * bool(early)
         self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
-
-    def always(self, site: Site) -> bool:
-        """Return True: the last rule takes every equation."""
-        return True
 
     def gather_for_use(self, site: Site, _) -> None:
         """Make a segment that gathers the parameters, computes, and drops them."""
@@ -237,11 +218,17 @@ class Rule:
 
 RUN_IN_PLACE = "activations"
 RULES = (
-    Rule("state", "ref[...] += x", Decisions.is_between_refs, Decisions.keep_together),
-    Rule(RUN_IN_PLACE, "jnp.tanh(x)", Decisions.is_free_of_params, Decisions.run_in_place),
+    # A jaxpr cannot return a ref, so all equations between the first and the last use of refs must share a segment.
+    Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
+    Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
-    Rule("held", "k = w @ v; x @ k; y @ k", Decisions.is_held, Decisions.compute_once),
+    Rule(
+        "held",
+        "k = w @ v; x @ k; y @ k",
+        lambda so_far, site: not so_far.held.isdisjoint(site.eqn.outvars),
+        Decisions.compute_once,
+    ),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
     Rule(
@@ -253,10 +240,10 @@ RULES = (
     Rule(
         "loop over layers",
         "lax.scan(lambda x, w: (x @ w, None), x, w)",
-        Decisions.loop,
+        lambda so_far, site: compat.loop_of(site.eqn),
         Decisions.gather_per_iteration,
     ),
-    Rule("use", "x @ w", Decisions.always, Decisions.gather_for_use),
+    Rule("use", "x @ w", lambda so_far, site: True, Decisions.gather_for_use),
 )
 
 

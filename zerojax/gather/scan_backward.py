@@ -53,7 +53,7 @@ class Stage(enum.IntEnum):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LoopState:
+class StepState:
     """The values that one step of the backward loop hands to the next step.
 
     Attributes:
@@ -134,7 +134,7 @@ class Backward:
         values = [by_index.get(i) for i in range(len(self.loop.params))]
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
-    def start(self, cotangents: Sequence, gathered: Sequence) -> LoopState:
+    def start(self, cotangents: Sequence, gathered: Sequence) -> StepState:
         """Return the state before the first iteration."""
         loop, others, comm = self.loop, self.passes.other_shapes, self.layers.options.comm
         of_consts, _, of_slices = self.active_others
@@ -152,11 +152,11 @@ class Backward:
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         carry = [c for i, c in zip(self.passes.active_results, cotangents, strict=True) if i < loop.carry]
-        return LoopState(carry, list(gathered), [], [], shared, consts, slices, stacks)
+        return StepState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
     def pipelined(
-        self, shared: Sequence, state: LoopState, iteration, *, fetch: bool = True, zero: Any = 0
-    ) -> LoopState:
+        self, shared: Sequence, state: StepState, iteration, *, fetch: bool = True, zero: Any = 0
+    ) -> StepState:
         """Run one step of the pipeline, which computes one iteration.
 
         Args:
@@ -172,14 +172,14 @@ class Backward:
         pending, state = self._computed([*shared, *state.gathered], state, state.carry, iteration)
         return dataclasses.replace(state, gathered=following, pending=pending, scattered=scattered, stacks=stacks)
 
-    def in_turn(self, shared: Sequence, state: LoopState, iteration) -> LoopState:
+    def in_turn(self, shared: Sequence, state: StepState, iteration) -> StepState:
         """Run all stages of one iteration, one after the other."""
         gathered, carry = self.gather(iteration, state.carry)
         grads, state = self._computed([*shared, *gathered], state, carry, iteration)
         stacks, scattered = self._reduced_within(state.stacks, grads, iteration)
         return dataclasses.replace(state, stacks=self._reduced_across(stacks, scattered, iteration))
 
-    def _computed(self, params: Sequence, state: LoopState, carry: Sequence, iteration) -> tuple[list, LoopState]:
+    def _computed(self, params: Sequence, state: StepState, carry: Sequence, iteration) -> tuple[list, StepState]:
         """Compute one iteration from its gathered parameters: the gradients of its layers, and the new state."""
         loop, passes, comm = self.loop, self.passes, self.layers.options.comm
         inner, given = loop.consts + loop.carry, self.residuals.others
@@ -292,7 +292,7 @@ def backward(
 
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
-) -> LoopState:
+) -> StepState:
     """Run all iterations: as a pipeline, or in turn without prefetch."""
     if gathers.options.prefetch and run.loop.stacked:
         return _pipeline(run, shared, run.start(run.cotangents, gathered), gathers, grads)
@@ -301,8 +301,8 @@ def _iterate(
 
 
 def _pipeline(
-    run: Backward, shared: Sequence, state: LoopState, gathers: GatherScheduler, grads: GradScheduler
-) -> LoopState:
+    run: Backward, shared: Sequence, state: StepState, gathers: GatherScheduler, grads: GradScheduler
+) -> StepState:
     """Run the pipeline, with the first one or two steps and the last step peeled; see the module."""
     left = run.loop.length - 1  # The iterations from here down to 0 are not computed yet.
     if run.loop.length > 1:
@@ -325,7 +325,7 @@ def _pipeline(
     return dataclasses.replace(state, carry=carry, pending=pending, scattered=scattered, stacks=stacks)
 
 
-def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherScheduler, grads: GradScheduler) -> None:
+def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherScheduler, grads: GradScheduler) -> None:
     """Give the gradients of the loop's parameters and inputs to `grads`."""
     loop, passes = run.loop, run.passes
     carry = gathers.finish(state.carry)

@@ -23,7 +23,7 @@ from zerojax.gather.segments import Segment
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
-class LoopState(NamedTuple):
+class ForwardState(NamedTuple):
     """The values that one iteration of the forward loop hands to the next iteration.
 
     Attributes:
@@ -59,7 +59,7 @@ class Forward:
     slices: Sequence
     ahead: bool
 
-    def iterate(self, state: LoopState, iteration, *, fetch: bool, peeled: bool) -> LoopState:
+    def iterate(self, state: ForwardState, iteration, *, fetch: bool, peeled: bool) -> ForwardState:
         """Run one iteration, and with `fetch` gather the layers of the next one."""
         carry, gathered, stacks = state
         if not self.ahead:
@@ -71,7 +71,7 @@ class Forward:
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
         stacks = jax.tree.map(lambda stack, row: self.loop.write(stack, row, iteration), stacks, rows)
-        return LoopState(carry, following if self.ahead else [], stacks)
+        return ForwardState(carry, following if self.ahead else [], stacks)
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
         """Compute one iteration.
@@ -91,19 +91,19 @@ class Forward:
         kept = [x if i + len(self.shared) in passes.needed else None for i, x in enumerate(kept)]
         return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
 
-    def start(self, carry: list, gathered: list) -> LoopState:
+    def start(self, carry: list, gathered: list) -> ForwardState:
         """Return the state before the first iteration."""
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
-        return LoopState(carry, gathered if self.ahead else [], stacks)
+        return ForwardState(carry, gathered if self.ahead else [], stacks)
 
 
 def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
     """Run the forward pass of a scan segment; see `Segment.forward`."""
     env, options, length = gathers.env, gathers.options, loop.length
     ahead = options.prefetch > 0 and bool(loop.stacked)
-    entry, others = segment.start(gathers, ahead=not loop.stacked)
+    entry, others = segment.take_inputs(gathers, ahead=not loop.stacked)
     consts, carry, slices = loop.values(others)
     layers = LayerGathers(loop, options, [p.sliced(env) for p in loop.stacked], range(len(loop.stacked)))
     shared, gathered = entry[: len(loop.shared)], entry[len(loop.shared) :]

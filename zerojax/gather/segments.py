@@ -154,7 +154,7 @@ class Segment(abc.ABC):
         dependent = jaxprs.dependent_on(start, self.jaxpr.eqns, results)
         return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in dependent]
 
-    def start(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
+    def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
         Those gathers start behind an anchor: an input that depends on the segment that gathered before this one. A
@@ -230,7 +230,7 @@ class BlockSegment(Segment):
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
-        gathered, others = self.start(gathers)
+        gathered, others = self.take_inputs(gathers)
         if not moving:
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]

@@ -102,9 +102,10 @@ class Passes:
     def _read(self, pool: str) -> frozenset[int]:
         return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == pool)
 
-    def run(self, params: Sequence, others: Sequence) -> tuple[list, list]:
-        """Return `(results, saved)`."""
-        return (self._jitted_run if self.is_shared else self._run)(params, others)
+    @functools.cached_property
+    def run(self) -> Callable[[Sequence, Sequence], tuple[list, list]]:
+        """Return the forward pass: `run(params, others)` returns `(results, saved)`."""
+        return jax.jit(self._run) if self.is_shared else self._run
 
     def _run(self, params, others) -> tuple[list, list]:
         values = self.forward(*params, *others)
@@ -136,16 +137,11 @@ class Passes:
         Returns:
             Partial sums of the active parameters' cotangents, and the active others' cotangents.
         """
-        pull = self._jitted_pull if self.is_shared else self._pull
-        return pull(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
+        return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
 
     @functools.cached_property
-    def _jitted_run(self) -> Callable:
-        return jax.jit(self._run)
-
-    @functools.cached_property
-    def _jitted_pull(self) -> Callable:
-        return jax.jit(self._pull, static_argnums=(0, 1))
+    def _pull_once(self) -> Callable:
+        return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
 
     def _check_types(self, cotangents: Sequence) -> None:
         """Refuse cotangents that a custom rule made of another type than the value. `jax.grad` accepts them."""
