@@ -18,11 +18,7 @@ MOST_HELD = 4  # Held values take at most this many times the bytes of the large
 def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
     """Return the values to hold: results of repeated equations that contain a product, and that segments read.
 
-    Args:
-        jaxpr: The function.
-        program: The program if nothing is held.
-        params: Variables of the sharded parameters, and of slices of their shards.
-        repeated: The equations that segments repeat, by their results.
+    `program` is the program if nothing is held. `params` and `repeated` are those of `Decisions`.
     """
     counts = Counter(id(eqn) for segment in program.segments for eqn in segment.jaxpr.eqns)
     again = {id(eqn): (counts[id(eqn)] - 1) * product_flops(eqn) for eqn in repeated.values()}

@@ -151,13 +151,8 @@ class _Rows(NamedTuple):
 def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
     """Evaluate a loop as a scan over the parameters from which its stacks are computed.
 
-    Args:
-        eqn: Any equation.
-        values: The operands' values: `Derived` if they depend on sharded parameters.
-        known: Values, as NumPy arrays, of variables outside of the loop.
-
-    Returns:
-        The loop's results, or None if the equation is no loop, or needs no change.
+    `values` are the operands' values, and `known` has NumPy arrays for variables outside of the loop. Return None if
+    the equation is no loop, or needs no change.
     """
     loop = compat.loop_of(eqn)
     if loop is None:

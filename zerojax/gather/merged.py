@@ -21,10 +21,7 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 
     Equations on parameters alone are not merged, because segments repeat them anyway. Equations that depend on no
     parameter are not merged either: computing a mask or a row of zeros twice is cheaper than keeping it.
-
-    Args:
-        jaxpr: A jaxpr without constants.
-        params: The arguments that are sharded parameters.
+    `params` are the arguments that are sharded parameters.
     """
     same: dict = {}  # a variable -> the first variable with the same value
     earlier: dict = {}  # a key without functions -> the equations that have it

@@ -35,16 +35,10 @@ BLOCK_NAME = "zerojax_block"
 def planned(
     closed, leaves: Sequence[Leaf | None], given: Sequence[State], follower: Follower | None
 ) -> tuple[Program, list]:
-    """Plan a traced function.
+    """Return the program of a traced function, and the constants that are the program's last arguments.
 
-    Args:
-        closed: The function's closed jaxpr.
-        leaves: The layouts of its first arguments; None for an argument that is not sharded.
-        given: Where its first arguments hold the rows of the batch.
-        follower: Follows the rows through the function; None in device view.
-
-    Returns:
-        The program, and the constants that are its last arguments.
+    `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says where
+    the first arguments hold the rows of the batch. In device view there is no `follower`.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))

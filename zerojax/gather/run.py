@@ -60,16 +60,10 @@ def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Shap
 
 
 def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:
-    """Run the forward pass.
+    """Run the forward pass, and return `(results, residuals of each segment)`.
 
-    Args:
-        program: The program.
-        args: One array per argument.
-        active: For each argument, whether its cotangent is wanted; None if there is no backward pass.
-        options: How to gather.
-
-    Returns:
-        `(results, residuals)`, with residuals per segment, or None for a segment that has nothing to pull back.
+    `active` says for each argument whether its cotangent is wanted. It is None if there is no backward pass. A segment
+    that has nothing to pull back has None as residuals.
     """
     env = _env(program, args)
     live = {v for v, on in zip(program.invars, active or (), strict=False) if on and differentiable(v.aval.dtype)}

@@ -280,13 +280,10 @@ class GradScheduler:
         exposed: bool,
         stacks: Mapping[tuple, int] = MappingProxyType({}),
     ) -> None:
-        """Add the gradients of one block's gathered parameters.
+        """Add the gradients of one block's gathered parameters, which are not summed over devices yet.
 
-        Args:
-            params: The parameters.
-            grads: Their gradients, which are not summed over devices yet.
-            exposed: Whether no later block of this pass can hide the reduction.
-            stacks: For the key of a layer of a scan, the number that `add_stack` gave its stack.
+        `exposed` says that no later block of this pass can hide the reduction. `stacks` has, for the key of a layer of
+        a scan, the number that `add_stack` gave its stack.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):

@@ -61,13 +61,9 @@ class ShardedParam:
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """Return the parameter as one segment uses it.
+        """Return the parameter as one segment uses it, at a line such as "file.py:12".
 
-        Args:
-            line: The line of the use, as "file.py:12".
-            dtype: The type to gather it in. A parameter that has been cast already keeps its type, because two casts
-                round differently from one.
-            order: The dims in the order in which the use makes the gradient.
+        A parameter that has been cast already keeps its type instead of `dtype`: two casts round differently from one.
         """
         leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
         if dtype is not None and not self.is_cast:
