@@ -50,11 +50,6 @@ def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[Sta
     return [together(full) if full and shape else NOWHERE] * len(eqn.outvars)
 
 
-def passed(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Return every operand as it is."""
-    return list(states)
-
-
 def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `broadcast_in_dim`. The result is uniform along the dims that it adds."""
     to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
@@ -76,11 +71,6 @@ def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `transpose`."""
     order = list(map(int, eqn.params["permutation"]))
     return moved(states[0], [order.index(dim) for dim in range(len(order))])
-
-
-def squeeze(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `squeeze`."""
-    return moved(states[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
@@ -159,11 +149,6 @@ def _replaced(state: Places, place: Place, outer: int) -> Places:
     return Places(state.places - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
 
 
-def leading(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Keep the places in the leading dims, which operands and results share."""
-    return batched(_of_arrays(eqn, states), len(eqn.outvars[0].aval.shape))
-
-
 def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
     """Combine the states of the operands that are no scalars."""
     return together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
@@ -206,26 +191,11 @@ def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
     return UNKNOWN if adds_dims else _ragged(_off(repeated, states[0]), repeated)
 
 
-def attention(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow fused attention. Dim 0 of every operand and result is a batch dim."""
-    return [batched(_of_arrays(eqn, states), 1)] * len(eqn.outvars)
-
-
-def transform(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `fft`, which mixes the last dims."""
-    return batched(states[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
-
-
 def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `top_k` along its axis, which is the last one by default."""
     ndim = len(eqn.invars[0].aval.shape)
     axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
     return [_ragged(_off((axis,), states[0]), (axis,))] * len(eqn.outvars)
-
-
-def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `bitcast_convert_type`, which may add or remove a last dim."""
-    return batched(states[0], min(len(eqn.invars[0].aval.shape), len(eqn.outvars[0].aval.shape)))
 
 
 def batched(state: State, ndim: int) -> State:
@@ -262,27 +232,38 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
 
 
+def _ndim(atom: Any) -> int:
+    return len(atom.aval.shape)
+
+
 RULES: dict[str, PlaceRule] = {
     **dict.fromkeys(SAME_PLACE, elementwise),
-    **dict.fromkeys(_PASSED, passed),
+    **dict.fromkeys(_PASSED, lambda eqn, states, context: list(states)),
     **dict.fromkeys(_REDUCTIONS, reduction),
     **dict.fromkeys(_ALONG, along),
-    **dict.fromkeys(_LEADING, leading),
+    **dict.fromkeys(_LEADING, lambda eqn, states, context: batched(_of_arrays(eqn, states), _ndim(eqn.outvars[0]))),
     **dict.fromkeys(_WINDOWS, window),
     "broadcast_in_dim": broadcast,
     "reshape": reshape,
     "transpose": transpose,
-    "squeeze": squeeze,
+    "squeeze": lambda eqn, states, context: moved(states[0], without(eqn.params["dimensions"], _ndim(eqn.invars[0]))),
     "concatenate": concatenate,
     "pad": pad,
     "split": split,
     "stack": stack,
     "unstack": unstack,
     "tile": tile,
-    "dot_product_attention_fwd_wrapper": attention,
-    "dot_product_attention_bwd_wrapper": attention,
-    "fft": transform,
+    # Fused attention: dim 0 of every operand and result is a batch dim.
+    **dict.fromkeys(
+        ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
+        lambda eqn, states, context: batched(_of_arrays(eqn, states), 1),
+    ),
+    # A Fourier transform mixes the last dims.
+    "fft": lambda eqn, states, context: batched(states[0], _ndim(eqn.invars[0]) - len(eqn.params["fft_lengths"])),
     "top_k": top_k,
     "approx_top_k": top_k,
-    "bitcast_convert_type": bitcast,
+    # A bitcast may add or remove a last dim.
+    "bitcast_convert_type": lambda eqn, states, context: batched(
+        states[0], min(_ndim(eqn.invars[0]), _ndim(eqn.outvars[0]))
+    ),
 }
