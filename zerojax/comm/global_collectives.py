@@ -227,8 +227,8 @@ class GlobalCollectives(Collectives):
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
-        """Compute a scalar from each device's own rows. The result is that of one device."""
-        place = None if rows is None else next((p for p in sorted(rows.of) if p.outer == 1), None)
+        """Compute a scalar from each device's own rows. The result is one device's."""
+        place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
         if place is None:  # the compiler knows where one element is
             return fn(x[(slice(1),) * x.ndim])
         spec = PartitionSpec(*[None] * place.dim, *self._divided)

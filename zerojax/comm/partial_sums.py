@@ -162,7 +162,7 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
     for i in grads:
         state = NOWHERE if compat.is_literal(flat.outvars[i]) else found[flat.outvars[i]]
-        if how.alike and not isinstance(results[i], PartialSum) and state is not None and not state.of:
+        if how.alike and not isinstance(results[i], PartialSum) and state is not None and not state.places:
             results[i] = how.alike(results[i])
     return [x.rows if isinstance(x, PartialSum) else x for x in results]
 
@@ -284,7 +284,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
     The result must hold no rows. If it does, as a batched product of rows with rows does, a later equation sums them.
     """
     known = [state for state in states if state is not None]
-    if len(known) < len(states) or result is None or result.of:
+    if len(known) < len(states) or result is None or result.places:
         return None
     name = eqn.primitive.name
     if name == "dot_general":
@@ -314,11 +314,11 @@ def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
     """Return the places of the rows in a scatter-add into zeros: in its indices, if they hold rows, and its updates."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
-    place = next(iter({*indices.of} or {*updates.of}), None)
+    place = next(iter({*indices.places} or {*updates.places}), None)
     if place is None or place.is_split or getattr(numbers, "operand_batching_dims", ()):
         return None
     scattered = [d for d in range(len(eqn.invars[2].aval.shape)) if d not in numbers.update_window_dims]
-    if indices.of:
+    if indices.places:
         if place.dim >= len(scattered):
             return None
         return Divided((None, place, place.to(scattered[place.dim])))

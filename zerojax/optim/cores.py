@@ -16,7 +16,7 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.dims import has_products
-from zerojax.optim.elementwise import ELEMENTWISE
+from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate
 
@@ -112,7 +112,7 @@ class CoreFinder:
             return False
         if name == "broadcast_in_dim":
             return eqn.invars[0].aval.shape == ()
-        return name in ELEMENTWISE or all(atom.aval.shape == () for atom in atoms)
+        return name in ELEMENTWISE_OR_BARRIER or all(atom.aval.shape == () for atom in atoms)
 
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
         """Return the core of one leaf, or the reason why it has none."""

@@ -213,7 +213,11 @@ def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: di
     found = []
     for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
         place = None if state is None else state.only
-        if state is None or len(state.of) > 1 or (place and (place.outer > 1 or var.aval.shape[place.dim] != count)):
+        if (
+            state is None
+            or len(state.places) > 1
+            or (place and (place.outer > 1 or var.aval.shape[place.dim] != count))
+        ):
             raise LostError(eqn)
         if place is None and not may_sum:
             raise LostError(eqn)

@@ -23,15 +23,7 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.guarded import TransformationError, guarded
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow real
-    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    sqrt square stop_gradient sub tan tanh xor optimization_barrier
-    """.split()
-)
+ELEMENTWISE_OR_BARRIER = jaxprs.ELEMENTWISE | {"optimization_barrier"}
 ZERO_AT_ZERO = frozenset(
     """
     abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square
@@ -192,7 +184,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
     if name == "reduce_sum" and len(leaves) == 1 and values[0].zero:
         full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
         return [Known(SCALAR, token)] if full else mixed
-    if name in ELEMENTWISE and len(leaves) <= 1:
+    if name in ELEMENTWISE_OR_BARRIER and len(leaves) <= 1:
         kind, leaf = (LEAF, leaves.pop()) if leaves else (SCALAR, None)
         return [Known(kind, hash((token, i)), leaf, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
     if not leaves and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):

@@ -15,7 +15,7 @@ from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
 from zerojax.offload.host import host_sharding
-from zerojax.optim.elementwise import ELEMENTWISE, INLINED
+from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER, INLINED
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
 from zerojax.streaming.chunk_programs import ProgramKey
 
@@ -111,7 +111,7 @@ def select(index: Any, cases: Sequence) -> Any:
 def may_block(key: ProgramKey) -> bool:
     """Return whether the equations are known to give the same on a block as on the chunk."""
     jaxpr = key.equations.jaxpr
-    elementwise = all(eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
+    elementwise = all(eqn.primitive.name in ELEMENTWISE_OR_BARRIER | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
     scalars = all(
         var.aval.shape == () for var, (kind, _) in zip(jaxpr.invars, key.reads, strict=True) if kind in (SHARED, CONST)
     )
