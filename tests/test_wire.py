@@ -425,7 +425,7 @@ def test_a_checkpoint_has_the_errors(tmp_path):
         checkpoints.save(state, step=8)
         restored = checkpoints.restore(tx.create(jax.eval_shape(params))).state
         jax.tree.map(np.testing.assert_array_equal, restored, state)
-        with pytest.warns(UserWarning, match="has the rounding errors of 2 quantised gradients, which like= has not"):
+        with pytest.warns(UserWarning, match="has the rounding errors of 2 quantised gradients, and like= has none"):
             other = checkpoints.restore(plain.create(params())).state
         assert other.rounding_errors == {}
         turned = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
