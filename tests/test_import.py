@@ -205,7 +205,7 @@ WRONG = {
         {"a": None, "c.{i}.{j}": "a"},
         "'c.{i}.{j}': 'a' has the shape [6], and the name, stacked over i, j, gives 2 dims",
     ),
-    "has a placeholder too many": ({"h.a": "layers_{i}/a"}, "'layers_{i}/a' has the placeholder 'i', which the name does not have"),
+    "has a placeholder too many": ({"h.a": "layers_{i}/a"}, "'layers_{i}/a' has the placeholder 'i', which"),
     "claims a leaf again": ({"again": "a"}, "'again': 'a' has an entry already, 'a'"),
     "claims a leaf twice": ({"a": ["a", "a"]}, "'a' has an entry already, 'a'"),
     "makes a name again": ({"a": None, "b": None, "{i}": "a", "{j}": "b"}, "'{j}': '0' has another entry"),

@@ -419,5 +419,5 @@ def test_what_is_not_forged_is_intact_and_a_bool_of_2_is_none(tmp_path):
     it.content = it.content[:-1] + b"\2"
     it.b["pieces"][0]["sha256"] = hashlib.sha256(it.content[32:]).hexdigest()
     it.sign()
-    with pytest.raises(CheckpointError, match=r"params\['b'\] in .*packed.0.bin has the bool 2, which is none"):
+    with pytest.raises(CheckpointError, match=r"params\['b'\] in .*packed.0.bin has the bool 2, which is neither"):
         export_checkpoint(tmp_path, tmp_path / "other")

@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False)
 
 
 def argument(metavar: str, text: str) -> Any:
-    """Declare an argument of a command."""
+    """Make an argument of a command."""
     return typer.Argument(metavar=metavar, help=text, show_default=False)
 
 
@@ -242,7 +242,7 @@ def deepspeed(
         str | None, typer.Option(help="Python code of an optax transformation, if CONFIG has no optimizer.")
     ] = None,
 ) -> None:
-    """Translate a DeepSpeed configuration to Python, and say for each key what became of it."""
+    """Print the Python program of a DeepSpeed configuration, and say for each key what became of it."""
     with errors_in_one_line(as_json=False):
         from zerojax import user_code
         from zerojax.deepspeed import from_deepspeed

@@ -38,16 +38,10 @@ GROUP_BYTES = 2 << 30
 
 
 class ReadRequest(NamedTuple):
-    """An array to read.
-
-    Attributes:
-        saved: The leaf. For PRNG keys, `shape` is the shape of their data.
-        shape: The wanted shape. Longer stored dims are trimmed, shorter ones are padded with zeros.
-        sharding: The wanted sharding.
-    """
+    """A leaf to read into a shape and a sharding. Reading trims longer dims, and pads shorter dims with zeros."""
 
     saved: SavedLeaf
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # for PRNG keys, the shape of their data
     sharding: Sharding
 
 
@@ -148,7 +142,7 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     """Read leaves that have a folder each. Errors of orbax and TensorStore, which share no type, become one type."""
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
-        infos = [param_info(directory, one.saved.folder) for one in group]
+        infos = [files_of(directory, one.saved.folder) for one in group]
         args = [ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False) for one in group]
         try:
             arrays += run(handler.deserialize(infos, args))
@@ -184,8 +178,8 @@ def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
 
 
-def param_info(directory: Path, folder: str) -> type_handlers.ParamInfo:
-    """Return what orbax needs to know about the files of an array."""
+def files_of(directory: Path, folder: str) -> type_handlers.ParamInfo:
+    """Describe the files of an array to orbax."""
     return type_handlers.ParamInfo(
         name=folder,
         parent_dir=epath.Path(directory),

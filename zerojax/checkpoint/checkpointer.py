@@ -19,7 +19,7 @@ from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.offload.lock import Lock
+from zerojax.offload.lock import DiskError, Lock, lock
 from zerojax.placement.unusable import problem_of
 from zerojax.train.state import ZeroState
 
@@ -86,11 +86,14 @@ class Checkpointer:
         if self._processes.is_first:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = folders.lock(self.directory)
+                self._lock = lock(self.directory)
                 for name, outcome in folders.clean(self.directory).items():
                     log.warning("%s in %s, which a killed run left, %s.", name, self.directory, outcome)
-            except (OSError, CheckpointError) as error:
+            except OSError as error:
                 failure = f"Checkpoints cannot be written to {self.directory}: {error}"
+            except DiskError as error:  # another run has the lock, or another program wrote `.lock`
+                failure = f"Checkpoints cannot be written to {self.directory}: {error} "
+                failure += "Checkpointer(..., read_only=True) restores beside it."
         try:
             self._processes.agree("open a Checkpointer", failure)
         except CheckpointError:

@@ -25,7 +25,7 @@ from typing import Any
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
 from zerojax.offload import lock as locks
-from zerojax.offload.lock import LOCK, DiskError, Lock
+from zerojax.offload.lock import LOCK
 
 STEP = re.compile(r"step_(\d{8,4000})", re.ASCII)
 ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
@@ -62,18 +62,6 @@ def steps_in(directory: Path) -> list[int]:
         return []
     steps = [(name, int(match[1])) for name in names if (match := STEP.fullmatch(name))]
     return sorted(step for name, step in steps if name == step_name(step))  # step_000000001 is another folder
-
-
-def lock(directory: Path) -> Lock:
-    """Take the right to write into a directory. It ends with the process.
-
-    Raises:
-        CheckpointError: If another run has the right, or another program wrote `.lock`.
-    """
-    try:
-        return locks.lock(directory)
-    except DiskError as error:
-        raise CheckpointError(f"{error} Checkpointer(..., read_only=True) restores beside it.") from error
 
 
 def clean(directory: Path) -> dict[str, str]:
@@ -224,11 +212,6 @@ def remove(path: Path) -> None:
 def files_in(path: Path) -> list[str]:
     """Return the relative paths of all files below a folder, sorted."""
     return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
-
-
-def folders_in(path: Path) -> list[Path]:
-    """Return a folder and all folders below it."""
-    return [Path(base) for base, _, _ in os.walk(path)]
 
 
 def sync(paths: Iterable[Path]) -> None:

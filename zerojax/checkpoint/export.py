@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
+from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
 from zerojax.checkpoint.records import SavedLeaf
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
-from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
+from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
@@ -125,20 +125,12 @@ def export_checkpoint(
 
 
 class Source(NamedTuple):
-    """A leaf to write.
-
-    Attributes:
-        path: Its keys.
-        shape: Logical shape.
-        dtype: Element type.
-        array: A number that only leaves with the same array share.
-        fetch: Returns the elements at an index of the leading dims, in host memory.
-    """
+    """A leaf to write. `fetch` returns the elements at an index of its leading dims, in host memory."""
 
     path: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # logical
     dtype: Any
-    array: int
+    array: int  # the same number only for leaves that are the same array
     fetch: Callable[[tuple[int, ...]], np.ndarray]
 
 
@@ -168,20 +160,14 @@ def leaves_of_state(state: ZeroState) -> Iterator[tuple[tuple[str, ...], Any, Le
 
 def leaves_of_params(params: PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
     """Yield the same as `leaves_of_state`, for a tree of arrays or `Padded`."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
-    for path, x in zip(key_paths(jax.tree.unflatten(structure, range(len(leaves)))), leaves, strict=True):
-        padded = is_padded(x)
-        kind, dim = ("sharded", x.dim) if padded else ("replicated", None)
-        layout = Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
-        yield keys_of(path), x.storage if padded else x, layout
+    for path, x in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]:
+        stored, kind, dim = (x.storage, "sharded", x.dim) if is_padded(x) else (x, "replicated", None)
+        yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 
 
 def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
     """Return the tensors to write, and the ties between tensors whose leaves are the same array."""
-    if mapping is None:
-        resolved = unchanged([".".join(one.path) for one in sources], [one.shape for one in sources])
-    else:
-        resolved = resolve(mapping, [("/".join(one.path), one.shape) for one in sources])
+    resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
             f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so nothing "
@@ -189,15 +175,12 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
         )
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    ties, first = {}, {}
+    tensors, ties, first = [], {}, {}
     for name, sections in resolved.tensors.items():
+        tensors.append(tensor_of(name, resolved.shape(name), sections, sources, dtype))
         made_of = tuple((sources[one.leaf].array, one.index, one.pattern) for one in sections)
-        other = first.setdefault(made_of, name)
-        if other != name:
+        if (other := first.setdefault(made_of, name)) != name:
             ties[name] = other
-    tensors = [
-        tensor_of(name, resolved.shape(name), sections, sources, dtype) for name, sections in resolved.tensors.items()
-    ]
     return tensors, ties
 
 

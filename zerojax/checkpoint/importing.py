@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve, unchanged
+from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Files
-from zerojax.checkpoint.state_leaves import key_paths, keys_of
+from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
 from zerojax.train.state import ZeroState
@@ -56,13 +56,9 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     """
     files = Files(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
-    keys = [keys_of(one) for one in key_paths(jax.tree.unflatten(structure, range(len(leaves))))]
-    shapes = [tuple(x.shape) for x in leaves]
-    if mapping is None:
-        resolved = unchanged([".".join(one) for one in keys], shapes)
-    else:
-        resolved = resolve(mapping, [("/".join(one), shape) for one, shape in zip(keys, shapes, strict=True)])
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)
+    leaves = [x for _, x in found]
+    resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for path, x in found])
     unread = sorted(files.names() - {files.tied.get(name, name) for name in resolved.tensors})
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
     problems = [*resolved.problems, *differences(files, resolved, leaves)]

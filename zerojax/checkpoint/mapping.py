@@ -22,6 +22,7 @@ list         all its leaves are made from the same tensor. They are tied, and ea
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -39,17 +40,11 @@ Names = Mapping[str, Target | Sequence[Target] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """How the dims of a tensor in a file become those of a leaf.
+    """How the dims of a tensor in a file become the dims of a leaf."""
 
-    Attributes:
-        left: For each dim of the tensor, the names of the leaf's dims that it contains.
-        right: The names of the leaf's dims.
-        divided: The name of the dim along which several leaves follow one another, or None.
-    """
-
-    left: tuple[tuple[str, ...], ...]
-    right: tuple[str, ...]
-    divided: str | None = None
+    left: tuple[tuple[str, ...], ...]  # for each dim of the tensor, the names of the leaf's dims that it contains
+    right: tuple[str, ...]  # the names of the leaf's dims
+    divided: str | None = None  # the name of the dim along which several leaves follow one another
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,21 +71,13 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The part of a tensor in a file that is a leaf, or one index of a stacked leaf.
+    """The part of a tensor in a file that is a leaf, or one index of a stacked leaf."""
 
-    Attributes:
-        leaf: Position of the leaf.
-        index: Index in the leaf's stacked dims, which are its leading dims.
-        shape: The leaf's shape without the stacked dims.
-        pattern: How the tensor's dims become this shape.
-        start: First index along the pattern's divided dim.
-    """
-
-    leaf: int
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
+    leaf: int  # position of the leaf
+    index: tuple[int, ...]  # in the leaf's stacked dims, which are its leading dims
+    shape: tuple[int, ...]  # of the leaf, without the stacked dims
     pattern: Pattern
-    start: int = 0
+    start: int = 0  # first index along the pattern's divided dim
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -100,17 +87,11 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A mapping applied to the leaves of a model.
+    """A mapping applied to the leaves of a model."""
 
-    Attributes:
-        tensors: The sections of each tensor that is read or written, by the tensor's name.
-        left_out: Match the names of tensors that have an entry but are not read.
-        problems: One line for each thing that does not fit.
-    """
-
-    tensors: dict[str, list[Section]]
-    left_out: list[re.Pattern]
-    problems: list[str]
+    tensors: dict[str, list[Section]]  # the sections of each tensor that is read or written, by the tensor's name
+    left_out: list[re.Pattern]  # match the names of tensors that have an entry but are not read
+    problems: list[str]  # one line for each thing that does not fit
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor of this name."""
@@ -121,23 +102,22 @@ class Resolved:
         return first.pattern.tensor_shape(sizes)
 
 
-def unchanged(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Resolved:
-    """Map every leaf, given by its shape, to an equal tensor. Raise an error if two tensors have the same name."""
-    if doubled := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
-    sections = [[Section(k, (), shape, same_dims(len(shape)))] for k, shape in enumerate(shapes)]
-    return Resolved(dict(zip(names, sections, strict=True)), [], [])
-
-
-def resolve(mapping: Names, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> Resolved:
-    """Apply a mapping to leaves, given by path and shape.
+def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Resolved:
+    """Apply a mapping to leaves, given by keys and shape.
 
     Every leaf must have one entry, and every entry must fit its leaves. `Resolved.problems` lists what does not fit.
+    Without a mapping, every leaf equals the tensor whose name is its keys joined by dots.
     """
+    if mapping is None:
+        names = [".".join(keys) for keys, _ in leaves]
+        if doubled := {name for name, count in collections.Counter(names).items() if count > 1}:
+            raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
+        sections = [[Section(k, (), shape, same_dims(len(shape)))] for k, (_, shape) in enumerate(leaves)]
+        return Resolved(dict(zip(names, sections, strict=True)), [], [])
     if not isinstance(mapping, Mapping):
         raise TypeError(f"mapping= is {mapping!r}, a {type(mapping).__name__}. Give a dict of names in files.")
-    resolved = Resolved({}, [], [])
-    claims: dict[int, str] = {}
+    resolved, claims = Resolved({}, [], []), {}
+    leaves = [("/".join(keys), shape) for keys, shape in leaves]
     for template, value in mapping.items():
         if value is None:
             resolved.left_out.append(matcher(template))

@@ -23,14 +23,7 @@ NAMED_OPERATIONS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Says which leaves are restored, and which are left over.
-
-    Attributes:
-        pairs: Each saved leaf that is restored, with the leaf of the state that it is restored into.
-        missing: Names of wanted leaves that were not saved, or were saved with another shape or type.
-        unused: Names of saved leaves that are not wanted, or are wanted with another shape or type.
-        cast: Names of parameters that are rounded to the narrower type they are stored in.
-    """
+    """Says which leaves are restored into which, and names the leaves that are left over, as `Restored` does."""
 
     pairs: tuple[tuple[SavedLeaf, StateLeaf], ...]
     missing: tuple[str, ...]
@@ -41,14 +34,8 @@ class Match:
 def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
     """Match saved leaves with the leaves of a state by name.
 
-    Args:
-        saved: The leaves of the checkpoint.
-        wanted: The leaves of the state.
-        partial: Accept differences.
-        where: Names the checkpoint in errors.
-
     Raises:
-        ValueError: If the two differ and `partial` is false, naming the first paths and both values.
+        ValueError: If the two differ and `partial` is false, naming the checkpoint (`where`), paths and both values.
     """
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
@@ -123,13 +110,7 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
 
     Two different transformations may have the same leaves, so `match` does not notice. Their programs are compared only
     if the versions of JAX and optax are the same, because other versions may write the same update in other operations.
-    Checkpoints of early versions of zerojax have no description, and are accepted.
-
-    Args:
-        manifest: Describes the checkpoint.
-        describe: Describes the transformation of the state that is restored into.
-        partial: Accept differences without a warning.
-        where: Names the checkpoint in errors.
+    Checkpoints of early versions of zerojax have no description, and are accepted. So is any difference if `partial`.
 
     Raises:
         ValueError: If the types in the two optimizer states differ, naming both.

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 import numpy as np
@@ -27,21 +27,13 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf's storage, and the place of its bytes, which are row-major and little-endian.
+    """A box of a leaf's storage, and the place of its bytes, which are row-major and little-endian."""
 
-    Attributes:
-        file: Name of the file in the checkpoint.
-        offset: Byte of the file at which the box begins.
-        start: Index of the box's first element in the storage.
-        shape: Shape of the box.
-        sha256: Digest of the bytes.
-    """
-
-    file: str
-    offset: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    sha256: str
+    file: str  # its name in the checkpoint
+    offset: int  # of the first byte in the file
+    start: tuple[int, ...]  # index of the box's first element in the storage
+    shape: tuple[int, ...]  # of the box
+    sha256: str  # of the bytes
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -140,20 +132,13 @@ def read_verified(file: IO[bytes], offset: int, size: int, sha256: str) -> bytes
     return content if hashlib.sha256(content).hexdigest() == sha256 else None
 
 
-class Files:
+class Files(contextlib.ExitStack):
     """A context that reads the files of packed leaves in one checkpoint, and closes them at its end."""
 
     def __init__(self, directory: Path):
         """Open no file yet: each is opened when it is first read."""
-        self._directory, self._files, self._stack = directory, {}, contextlib.ExitStack()
-
-    def __enter__(self) -> Files:
-        """Return the object itself."""
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Close the files."""
-        self._stack.close()
+        super().__init__()
+        self._directory, self._files = directory, {}
 
     def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
         """Read the storage of a leaf. `soundness.py` has checked that the pieces cover it.
@@ -177,7 +162,7 @@ class Files:
 
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:
-            self._files[name] = self._stack.enter_context((self._directory / name).open("rb"))
+            self._files[name] = self.enter_context((self._directory / name).open("rb"))
         return self._files[name]
 
 

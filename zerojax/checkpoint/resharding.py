@@ -23,17 +23,11 @@ if TYPE_CHECKING:
 
 
 class Conversion(NamedTuple):
-    """A conversion on the devices, after a leaf is read.
-
-    Attributes:
-        source: Layout and type of the array that was read.
-        target: Layout and type of the result.
-        sharding: Sharding of the result.
-    """
+    """A conversion on the devices, after a leaf is read: from one layout and type to another."""
 
     source: Leaf
     target: Leaf
-    sharding: Sharding
+    sharding: Sharding  # of the result
 
 
 def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Conversion | None]:

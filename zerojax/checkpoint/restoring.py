@@ -88,12 +88,11 @@ def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
     """Read leaves in storage shape, offloaded leaves into chunks. Return them by name."""
-    restored: dict[str, Any] = {}
+    restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
         if is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
-            ((name, x),) = read_on_devices(folder, [(saved, wanted)]).items()
-            restored[name] = replaced(wanted.array, x)
-    return restored | read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
+            restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
+    return restored
 
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -131,9 +132,8 @@ class Save:
         (self._temporary / ARRAYS).mkdir()
 
     def _release_mark(self) -> None:
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.release()
+        if self._mark is not None:
+            self._mark.release()  # does nothing a second time
 
     def _write(self, finish: Callable[[], None], blocks: list[packing.Block], data: str) -> None:
         self._pieces = packing.write(self._temporary / packing.packed_file(self._processes.index), blocks)
@@ -174,7 +174,7 @@ class Save:
         if lacking := lacking or damage_in(self._temporary, manifest, manifest.packed()):
             raise CheckpointError(in_words(lacking))
         write_manifest(manifest, self._temporary)
-        directory.sync(directory.folders_in(self._temporary))
+        directory.sync(Path(folder) for folder, _, _ in os.walk(self._temporary))
         root = self._temporary.parent
         for name in directory.rename_later_steps(root, self.step):
             log.warning("%s: the run went back to before it and saved step %d.", name, self.step)
