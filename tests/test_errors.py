@@ -350,7 +350,7 @@ def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
 
 
 def test_nothing_to_report_or_draw():
-    with pytest.raises(TypeError, match="state is None"):
+    with pytest.raises(TypeError, match="None has none"):
         report(None)
     with pytest.raises(TypeError, match="state is None"):
         plot.shards(None)
