@@ -37,8 +37,9 @@ from zerojax.checkpoint import (
     saving,
     verifying,
 )
-from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
+from zerojax.checkpoint.manifest import digest, digest_line, read_manifest, write_manifest
 from zerojax.checkpoint.quiet import QuietLoops, is_of_another, quiet_writes
+from zerojax.checkpoint.records import Manifest
 from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
@@ -79,7 +80,7 @@ def rewrite(root, step, **changes):
     folder = root / f"step_{step:08d}"
     manifest = read_manifest(folder)
     assert isinstance(manifest, Manifest)
-    dataclasses.replace(manifest, **changes).write(folder)
+    write_manifest(dataclasses.replace(manifest, **changes), folder)
 
 
 def assert_damaged(root, state, match):
