@@ -250,7 +250,8 @@ def write_sources(
         raise CheckpointError(f"{path} is a link to {os.readlink(path)}. Give the folder itself, or remove the link.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
-    metadata = {"format": "flax" if mapping is None else "pt", **ties}  # whose names they are: transformers asks
+    # transformers reads `format` to know whose names the tensors have.
+    metadata = {"format": "flax" if mapping is None else "pt", **ties}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.mkdir()

@@ -68,7 +68,7 @@ def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
 
 
 def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
-    """Return the layout of flat storage, sharded over the data axes if the mesh has them."""
+    """Return the layout of flat storage, sharded over the data axes if the mesh has them, or whole without a mesh."""
     leaf = dataclasses.replace(leaf, kind="flat", dim=None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):

@@ -20,7 +20,7 @@ MAX_DIMS, MAX_DIM = 64, 2**63
 SCALARS = (jnp.number, jnp.bool_)
 # Most words of a PRNG key. The keys of JAX have 2 or 4.
 KEY_WORDS = 64
-# Most bytes of a packed leaf, which is read to memory as a whole. No save packs leaves of as many.
+# Most bytes of a packed leaf, which is read to memory as a whole. No save packs a leaf this large.
 MAX_PACKED_BYTES = 1 << 20
 
 

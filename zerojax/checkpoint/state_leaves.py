@@ -99,8 +99,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     layout, (inner, masters) = like.plan.layout, split_masters(like)
 
     def refilled(field: str, tree: PyTree) -> PyTree:
-        structure = jax.tree.structure(tree, is_leaf=is_chunked)
-        return jax.tree.unflatten(structure, [arrays[name_of(field, path)] for path in key_paths(tree)])
+        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(field, path)], tree, is_leaf=is_chunked)
 
     fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable", ERRORS)}
     opt_state = refilled("opt_state", inner)
@@ -127,12 +126,12 @@ def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
     arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
-    owners = [
+    indices = [
         plan.layout.trained[k]
         for k, (param, grad) in enumerate(zip(plan.trained.params, plan.trained.grads, strict=True))
         if param.dtype != grad.dtype
     ]
-    return inner, dict(zip(owners, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
+    return inner, dict(zip(indices, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
 
 
 def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
