@@ -21,27 +21,16 @@ def data_file(process: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SavedLeaf:
-    """A leaf as it was saved.
+    """A leaf as it was saved."""
 
-    Attributes:
-        name: The leaf's name in errors.
-        path: Its keys, starting with the field of the state.
-        shape: Logical shape.
-        dtype: Name of the element type.
-        kind: Layout of its storage: `"replicated"`, `"sharded"` or `"flat"`.
-        folder: Its folder in `arrays/`; empty if the leaf has no elements, or is packed.
-        key: Name of the PRNG implementation; None unless the leaf holds PRNG keys.
-        pieces: Where a packed leaf is in the files of packed leaves; otherwise empty.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    folder: str
-    key: str | None = None
-    pieces: tuple[Piece, ...] = ()
+    name: str  # in errors
+    path: tuple[str, ...]  # its keys, starting with the field of the state
+    shape: tuple[int, ...]  # logical
+    dtype: str  # name of the element type
+    kind: str  # layout of the storage: "replicated", "sharded" or "flat"
+    folder: str  # in `arrays/`; empty if the leaf has no elements, or is packed
+    key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
+    pieces: tuple[Piece, ...] = ()  # where a packed leaf is in the files of packed leaves
 
     @property
     def is_empty(self) -> bool:
@@ -61,21 +50,13 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint.
-
-    Attributes:
-        step: The step of the state.
-        leaves: The saved leaves.
-        files: `{path: (bytes, sha256)}` of every file except the manifest and its digest.
-        made_by: Versions of the libraries, and the number of processes that wrote.
-        transformation: Describes the optimizer. None in checkpoints of earlier versions.
-    """
+    """Describes a checkpoint."""
 
     step: int
     leaves: tuple[SavedLeaf, ...]
-    files: dict[str, tuple[int, str]]
-    made_by: dict[str, Any]
-    transformation: Description | None = None
+    files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
+    made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
+    transformation: Description | None = None  # of the optimizer; missing in checkpoints of earlier versions
 
     def leaf_of(self, file: str) -> str:
         """Return the name of the leaf that a file belongs to, or an empty string."""

@@ -30,22 +30,13 @@ ERRORS = "rounding_errors"
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One logical leaf of a state, and its array.
+    """One logical leaf of a state, and its array."""
 
-    Attributes:
-        name: The leaf's name in errors: `params['layer']['w']`.
-        path: Its keys, starting with the field of the state.
-        leaf: The layout of the array.
-        array: The array, or its shape with a sharding, in storage shape.
-        narrow: Whether the leaf is stored in a narrower type than it is updated in, so that a wider saved value may
-            be rounded.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    leaf: Leaf
-    array: Any
-    narrow: bool = False
+    name: str  # in errors: params['layer']['w']
+    path: tuple[str, ...]  # its keys, starting with the field of the state
+    leaf: Leaf  # the layout of the array
+    array: Any  # the array, or its shape with a sharding; in storage shape
+    narrow: bool = False  # stored in a narrower type than it is updated in, so a wider saved value may be rounded
 
     @property
     def dtype(self) -> str:
