@@ -132,6 +132,12 @@ def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize(("limit", "files"), [(24, 1), (23, 2)])
+def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}  # 12 bytes each
+    assert len(export(params, tmp_path / "out", file_bytes=limit)) == files
+
+
 # --- the command line --------------------------------------------------------------------------------------------
 
 
