@@ -84,13 +84,11 @@ def rewrite(root, step, **changes):
 
 
 def assert_damaged(root, state, match):
-    """Verifying and restoring name it, and the step before can be taken."""
+    """Verifying and restoring name it."""
     checkpoints = Checkpointer(root, read_only=True)
     for look in (checkpoints.verify, lambda: checkpoints.restore(state)):
         with pytest.raises(DamagedError, match=match):
             look()
-    with pytest.warns(UserWarning, match="Taking that of step 1"):
-        assert checkpoints.restore(state, fallback=True).step == 1
 
 
 # --- interrupts and exits ----------------------------------------------------------------------------------------
@@ -456,31 +454,6 @@ def test_a_disk_too_small_is_one_error(tmp_path, state, monkeypatch, capfd):
 # --- strangers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["absolute", "above", "link", "pipe"])
-def test_a_file_outside_the_checkpoint_is_not_opened(copied, state, monkeypatch, kind):
-    folder = copied / "step_00000002"
-    (copied / "secret").write_text("mine")
-    name = {"absolute": str(copied / "secret"), "above": "../secret"}.get(kind, "beside")
-    if kind == "link":
-        (folder / name).symlink_to("../secret")
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    rewrite(copied, 2, files={**read_manifest(folder).files, name: (4, "")})
-    assert_damaged(copied, state, "no plain file" if kind == "pipe" else "outside the checkpoint")
-
-
-@pytest.mark.parametrize("key", ["chunks", "extents", "shape", "dtype", "compressor"])
-def test_an_array_that_is_not_what_its_files_are_is_damaged(copied, state, key):
-    """So that a small checkpoint cannot have much memory allocated."""
-    path = copied / "step_00000002" / "arrays" / "params.w" / ".zarray"
-    others = {"chunks": [1 << 40, 4], "shape": [1 << 40, 4], "dtype": "<f8", "compressor": {"id": "zlib", "level": 1}}
-    changed = {"chunks": [8.0, 4]} if key == "extents" else {key: others[key]}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    files = read_manifest(copied / "step_00000002").files
-    rewrite(copied, 2, files={**files, "arrays/params.w/.zarray": digest(path)})
-    assert_damaged(copied, state, r"params\['w'\], arrays/params.w/")
-
-
 def test_a_number_that_is_none_of_its_type_is_named(copied, state):
     """2 is no bool; tensorstore's own error is a bare Exception."""
     path = copied / "step_00000002" / "arrays" / "scaling.weights_invalid" / "0"
@@ -489,15 +462,6 @@ def test_a_number_that_is_none_of_its_type_is_named(copied, state):
     rewrite(copied, 2, files={**files, "arrays/scaling.weights_invalid/0": digest(path)})
     with pytest.raises(CheckpointError, match=r"An array in .* cannot be read: .*scaling.weights_invalid"):
         Checkpointer(copied, read_only=True).restore(state)
-
-
-def test_keys_that_are_none_are_named(copied, state):
-    leaves = [
-        dataclasses.replace(one, key="fry", dtype="key<fry>") if one.name == "params['b']" else one
-        for one in read_manifest(copied / "step_00000002").leaves
-    ]
-    rewrite(copied, 2, leaves=tuple(leaves))
-    assert_damaged(copied, state, r"params\['b'\], .*describes another array than key<fry>\[3\]")
 
 
 def test_keys_of_another_implementation_are_named(tmp_path):

@@ -249,13 +249,6 @@ def test_tied_leaves_that_are_not_equal_are_not_exported(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_files_that_an_index_names_are_all_named_when_missing(folder, tmp_path):
-    for file in (folder / "model.safetensors.index.json", folder / "a.safetensors"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"/b.safetensors is not there, though the index beside it names it"):
-        import_params(tmp_path, SHAPES, mapping=MAPPING)
-
-
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     for name in "ab":
         save_file({"w": np.ones(3, np.float32)}, tmp_path / f"{name}.safetensors")
