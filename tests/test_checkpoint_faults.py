@@ -41,6 +41,7 @@ from zerojax.checkpoint.manifest import digest, digest_line, read_manifest, writ
 from zerojax.checkpoint.quiet import QuietLoops, is_of_another, quiet_writes
 from zerojax.checkpoint.records import Manifest
 from zerojax.checkpoint.saving import Save
+from zerojax.checkpoint.state_leaves import state_leaves
 
 TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
 LEFT = ".tmp-step_00000007-0123abcd"
@@ -449,6 +450,13 @@ def test_a_disk_too_small_is_one_error(tmp_path, state, monkeypatch, capfd):
                 checkpoints.save(state)
         assert checkpoints.save(state)
     assert not capfd.readouterr().err
+
+
+def test_the_space_that_is_asked_for_is_about_what_leaves_take(saved, state):
+    files = (saved / "step_00000002" / "arrays").glob("*/*")
+    blocks = sum(-(-path.stat().st_size // saving.BLOCK) for path in files)
+    asked = sum(map(saving.disk_bytes, state_leaves(state).values()))
+    assert 1 <= asked / (blocks * saving.BLOCK) < 1.5
 
 
 # --- strangers ---------------------------------------------------------------------------------------------------
