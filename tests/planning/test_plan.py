@@ -583,7 +583,7 @@ def test_a_file_is_planned_with_options_of_its_own(file):
         (("{file}:failing", "--png", "nowhere/plan.png"), "there is no folder nowhere. Make it first"),
         (("nowhere.py",), "There is no file nowhere.py"),
         (("{file}:absent",), "does not define absent; it defines loss, make_step"),
-        (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),
+        (("{file}:nothing",), "returns NoneType, not (step, state, batch, *args)"),
         (("{file}:failing",), "failing of {file} fails: KeyError: 'absent'"),
         (("{file}:refusing",), "refusing of {file} fails: ValueError: no good"),
         (("{file}:ragged", "--batch", "8"), "have different numbers of rows on dim 0, or none"),
