@@ -30,7 +30,7 @@ class Lock:
     """
 
     def __init__(self, handle: int):
-        """Own the handle of a locked file; for use within `_forking`, so that every child knows the lock."""
+        """Take the handle of a locked file, while `_forking` is held, so that every forked child knows the lock."""
         self._handle: int | None = handle
         _held.add(self)
 

@@ -93,8 +93,8 @@ class CoreFinder:
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
-        """Return the equations behind the leaf's own results that depend on this leaf alone."""
-        outvars, own = self.traced.jaxpr.outvars, frozenset((i,))
+        """Return the equations behind the leaf's results that depend on this leaf alone."""
+        outvars, this = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
             outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
         ]
@@ -103,7 +103,7 @@ class CoreFinder:
             eqn = self.traced.jaxpr.eqns[e]
             if wanted.intersection(eqn.outvars):
                 kept.append(e)
-                wanted.update(v for v in eqn.invars if not compat.is_literal(v) and self.depends.get(v) == own)
+                wanted.update(v for v in eqn.invars if not compat.is_literal(v) and self.depends.get(v) == this)
         return kept[::-1]
 
     def _is_elementwise(self, eqn: Any, shape: tuple[int, ...]) -> bool:
@@ -117,7 +117,7 @@ class CoreFinder:
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
         """Return the core of one leaf, or the reason why it has none."""
         all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
-        inside, own = set(eqns), frozenset((i,))
+        inside, this = set(eqns), frozenset((i,))
         before = {
             e: {producers[v] for v in all_eqns[e].invars if not compat.is_literal(v) and producers.get(v) in inside}
             for e in eqns
@@ -134,7 +134,7 @@ class CoreFinder:
             more = {
                 producers[v]
                 for v in read
-                if self.depends.get(v) == own and v in producers and self._layout_of(v, i, leaf) is None
+                if self.depends.get(v) == this and v in producers and self._layout_of(v, i, leaf) is None
                 if v.aval.size > 1
             }
             if not more:
@@ -144,19 +144,19 @@ class CoreFinder:
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list, inside: set[int]) -> Core | str:
         """Return the core with its inputs and outputs, or the reason why it is not a core."""
-        position, own = self.traced.positions, frozenset((i,))
+        position, this = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:
             found = self.depends.get(v, frozenset())
-            where = self._layout_of(v, i, leaf) if found == own else None
-            if found - own:
+            where = self._layout_of(v, i, leaf) if found == this else None
+            if found - this:
                 return "its update reads arrays of other parameters"
             if where is not None and where.kind == "sharded":
                 arrays.append((position[v], where))
             elif v.aval.size > SMALL:
                 return "its update reads a large array that is not sharded"
             else:
-                (small if found == own else shared).append(position[v])
+                (small if found == this else shared).append(position[v])
         if any(any(where.others) or where.axes != leaf.axes for _, where in arrays):
             return "other mesh axes divide a part of its state"
         outs, small_outs, taken = [], [], set(core)

@@ -76,9 +76,9 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
         return jnp.stack([x for n, count in rows for x in [value(n)] * count])
 
     def fn(*args):
-        taken, own = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
+        taken, each = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
         shared = iter(args[len(args) - sum(same) :])
-        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else own) for one in same))
+        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else each) for one in same))
 
     outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
         fn,

@@ -162,15 +162,15 @@ def may_chunk(
     """Return whether a parameter's group may be updated in chunks.
 
     It must reduce nothing, and read and compute only scalars and arrays of the parameter's
-    shape that are its own. An equation with several results, such as a `cond` over all
+    shape that belong to it. An equation with several results, such as a `cond` over all
     leaves, reads other leaves too.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
     def fits(var, read: Read) -> bool:
         kind, k = read
-        own = units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-        return var.aval.shape == () or (own and var.aval.shape == shape)
+        of_param = units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
+        return var.aval.shape == () or (of_param and var.aval.shape == shape)
 
     return (
         all(fits(var, read) for var, read in reads.items())
@@ -231,11 +231,11 @@ def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencie
     A group updates every parameter it reads: the update overwrites the old one.
     """
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
-    own: list[set] = [{i} for i in range(num_params)]
-    own += [{units[k]} if k in units else set() for k in range(traced.num_state)]
+    units_of: list[set] = [{i} for i in range(num_params)]
+    units_of += [{units[k]} if k in units else set() for k in range(traced.num_state)]
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
-    touched = [own[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
-    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and own[o])}
+    touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
+    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
     fresh = active
     while fresh:
         fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
