@@ -290,9 +290,21 @@ def test_what_is_shared_is_computed_once():
     plan = tx.create(jax.eval_shape(awkward_params)).plan
     partition = partitioned_update(tx.config, plan)
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
-    assert sums(partition.resident) > 0
+    assert sums(partition.first.equations[0]) > 0
     assert all(sums(part) == 0 for group in partition.groups for part in group.equations.values())
     assert len(partition.groups) == 4
+
+
+def test_plan_and_report_say_where_each_groups_state_waits(tmp_path):
+    for where, path in (("in host memory", None), ("on disk", tmp_path)):
+        state = zero(optax.adam(1e-2), 3, offload=offload(path)).create(awkward_params())
+        on_device, *others = state.plan.groups.splitlines()
+        assert "one group with" in on_device
+        assert on_device.endswith("leaves of the state on the device")
+        assert all(f"2 leaves of the state {where}" in line for line in others)
+        assert state.plan.groups in str(state.plan)
+        assert state.plan.groups in str(report(state))
+    assert zero(optax.adam(1e-2), 3).create(awkward_params()).plan.groups == ""
 
 
 def test_parameters_that_need_each_others_state_are_one_group():

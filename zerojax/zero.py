@@ -15,7 +15,7 @@ from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offlo
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import stored_mask
 from zerojax.layout.tree import layout_of
-from zerojax.optim.as_params import as_params
+from zerojax.optim.logical_state import as_params
 from zerojax.placement.init_params import init_programs
 from zerojax.placement.place import cast_params, check_host_room, place_params
 from zerojax.placement.storage import in_storage, named_tree

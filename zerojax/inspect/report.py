@@ -73,6 +73,7 @@ class Report:
         disk: As `host`, on disk.
         update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
         matrices: Which matrices owners update, what it saves, and why others are not among them; a line each.
+        groups: The groups of the update, and where the state of each waits; a line each. Empty if nothing is offloaded.
         misplaced: How leaves that are placed otherwise than planned, by path, were planned and found.
     """
 
@@ -83,6 +84,7 @@ class Report:
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     update: str = ""
     matrices: str = ""
+    groups: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
 
     @property
@@ -123,7 +125,7 @@ class Report:
 
     @property
     def _head(self) -> str:
-        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.matrices]))
+        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.groups, self.matrices]))
 
     @property
     def padding(self) -> str:
@@ -198,8 +200,8 @@ def measured(state: Any, tx: Any) -> Report:
             note = plan.notes.get(whole) or note_from_array(x, array, sizes)
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
-    matrices = getattr(getattr(state, "plan", None), "matrices", None)
-    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), str(matrices or ""), elsewhere)
+    of_update = [str(getattr(getattr(state, "plan", None), name, None) or "") for name in ("matrices", "groups")]
+    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), *of_update, elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

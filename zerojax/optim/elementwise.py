@@ -21,7 +21,7 @@ import optax
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.guarded import TransformationError, guarded
+from zerojax.optim.transformation import TransformationError, guarded
 
 ELEMENTWISE = frozenset(
     """

@@ -17,7 +17,7 @@ import optax
 
 from zerojax.config import Config
 from zerojax.layout.tree import Layout
-from zerojax.optim.extra_args import with_extra_args
+from zerojax.optim.transformation import with_extra_args
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree

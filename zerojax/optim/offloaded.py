@@ -15,8 +15,8 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
 from zerojax.optim.flat_update import UpdatedLeaves
-from zerojax.optim.guarded import TransformationError
 from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import shapes
 
 # Chunks in flight: one is fetched, one updated, one written.
@@ -68,6 +68,11 @@ class OffloadedState:
             for k, (leaf, i) in enumerate(zip(self.leaves.state, self.leaves.param_of, strict=True))
             if self._is_large(leaf) and (i is None or means[i])
         }
+
+    @property
+    def place(self) -> str:
+        """Return where offloaded state waits between steps; the device if none is offloaded."""
+        return "device" if self.config.offload is None else self.config.offload.optimizer or "device"
 
     @property
     def _offload(self) -> Offload:

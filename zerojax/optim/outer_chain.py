@@ -22,7 +22,7 @@ from zerojax.layout.opt_state import params_of_state
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
-from zerojax.optim.guarded import TransformationError
+from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import Form, shapes
 
 

@@ -21,9 +21,9 @@ from zerojax.config import Config
 from zerojax.optim.cores import CoreFinder
 from zerojax.optim.dims import LostError, Work, follow
 from zerojax.optim.flat_update import UpdatedLeaves
-from zerojax.optim.guarded import TransformationError
 from zerojax.optim.owned_group import Core, OwnedGroup, item_of
 from zerojax.optim.traced import TracedUpdate
+from zerojax.optim.transformation import TransformationError
 
 # An H200's TF32 products and NVLink, and what a collective takes at least. Their ratios decide, and differ little
 # between GPUs; where nothing is known of the devices, these count.

@@ -1,10 +1,9 @@
-"""Partition an optax update: what needs no offloaded state, and groups of leaves that are updated together.
+"""Partition an optax update into groups: results that are computed together, when their state arrives.
 
-Nothing is known about transformations by name. `tx.update` is traced, and each result is
-followed back to the offloaded arrays it depends on. What depends on none (a count, a
-schedule, the norm of all gradients) is computed once, with the gradients. Results that
-depend on the same offloaded arrays form one group; if all of them are elementwise, the
-group is updated in chunks.
+Nothing is known about transformations by name. `tx.update` is traced, and each result is followed back to the offloaded
+arrays that it depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
+form the first group. It is computed once, in the program that computes the gradients. Results that depend on the same
+offloaded arrays form one further group. If all results of a group are elementwise, the group is updated in chunks.
 """
 
 from __future__ import annotations
@@ -27,17 +26,19 @@ from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, R
 
 @dataclasses.dataclass(frozen=True)
 class UpdateGroup:
-    """The update of leaves whose offloaded state is needed at the same time.
+    """Results of an update that are computed together.
 
     Attributes:
-        params: Trained parameters that it updates.
-        state: Offloaded leaves of the state, which it reads and replaces.
-        resident: Leaves of the state on the device that it replaces.
-        chunking: How the parameter and its state are chunked; None: updated as full arrays.
-        equations: For each length of a chunk, the equations; under 0 those on full arrays.
-            Results: parameters, offloaded state, resident state.
+        place: Where `state` waits between steps: `"device"`, `"host"` or `"disk"`.
+        params: Trained parameters that the group updates.
+        state: Offloaded leaves of the state, which the group reads and replaces.
+        resident: Leaves of the state on the device that the group replaces.
+        chunking: How the parameter and its state are chunked; None: the group is updated as full arrays.
+        equations: The equations for each length of a chunk; under 0 the equations on full arrays. Their results:
+            parameters, offloaded state, resident state.
     """
 
+    place: str
     params: tuple[int, ...]
     state: tuple[int, ...]
     resident: tuple[int, ...]
@@ -59,17 +60,14 @@ class Partition:
     """A partitioned update.
 
     Attributes:
-        resident: What depends on no offloaded array. Results: parameters, state, shared values.
-        resident_params: Trained parameters that `resident` updates.
-        resident_state: Leaves of the state that `resident` replaces.
-        num_shared: How many values `resident` computes for the groups.
-        groups: The rest.
+        first: The group of the results that depend on no offloaded array. Its equations have further results: the
+            values that the other groups share.
+        num_shared: The number of shared values.
+        groups: All other groups.
         consts: Arrays that the transformation closed over.
     """
 
-    resident: Equations
-    resident_params: tuple[int, ...]
-    resident_state: tuple[int, ...]
+    first: UpdateGroup
     num_shared: int
     groups: tuple[UpdateGroup, ...]
     consts: tuple
@@ -82,7 +80,7 @@ class Partition:
     @property
     def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Return shapes and types of the shared values."""
-        outvars = self.resident.jaxpr.outvars
+        outvars = self.first.equations[0].jaxpr.outvars
         return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
 
@@ -98,11 +96,11 @@ def partition(
     Args:
         traced: The update of logical arrays.
         offloaded: The leaves of the state that are offloaded, and the parameters that may be chunked.
-        groups: Indices of the results that are computed together, group by group.
+        groups: Indices of the results that are computed together, for each group but the first.
         trace: Traces the update with other shapes of some parameters.
-        owned: What owners compute, wherever it lies.
+        owned: The cores that owners compute, in whichever group they lie.
     """
-    units, chunkings = offloaded.units, offloaded.chunkable
+    units, chunkings, place = offloaded.units, offloaded.chunkable, offloaded.place
     shared_scalars = Dependencies.of(traced, units).shared_scalars
     chunk_traces = ChunkTraces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
@@ -130,8 +128,9 @@ def partition(
             same = {other.variables[traced.positions[var]]: read for var, read in reads.items()}
             wanted = [other.jaxpr.outvars[o] for o in outs]
             equations[length] = other.equations(eqns, same, wanted, owned if chunking is None else ())
-        found.append(UpdateGroup(params, state, resident, chunking, equations))
-    return with_resident(traced, tuple(found), list(shared), owned)
+        found.append(UpdateGroup(place, params, state, resident, chunking, equations))
+    first = first_group(traced, found, list(shared), owned)
+    return Partition(first, len(shared), tuple(found), traced.consts)
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
@@ -142,10 +141,10 @@ def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int
     return [sorted(o for n in joined if n < len(groups) for o in groups[n]) for joined in connected(sets)]
 
 
-def with_resident(
-    traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared: Sequence, owned: Sequence[OwnedGroup]
-) -> Partition:
-    """Return the partition with what no group computes, and the variables that groups share."""
+def first_group(
+    traced: TracedUpdate, groups: Sequence[UpdateGroup], shared: Sequence, owned: Sequence[OwnedGroup]
+) -> UpdateGroup:
+    """Return the group of the results that no other group computes, and of the variables that groups share."""
     taken_params = {i for group in groups for i in group.params}
     taken_state = {k for group in groups for k in (*group.state, *group.resident)}
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
@@ -153,7 +152,7 @@ def with_resident(
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
     eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
     equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
-    return Partition(equations, params, state, len(shared), groups, traced.consts)
+    return UpdateGroup("device", params, (), state, None, {0: equations})
 
 
 def may_chunk(

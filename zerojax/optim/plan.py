@@ -26,9 +26,9 @@ from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.flat_update import UpdatedLeaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.matrix_updates import MatrixUpdates
 from zerojax.optim.partition import Partition
 from zerojax.optim.planned_update import planned_update
+from zerojax.optim.summary import MatrixUpdates
 from zerojax.placement.storage import shapes
 
 
@@ -49,6 +49,7 @@ class ShardingPlan(CachedHash):
         errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how these
             are sharded; see `layout.error_feedback`.
         matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
+        groups: The groups of the update in words, with the place of each; empty if nothing is offloaded.
         choice: Where the update of what is offloaded runs; None until live arrays ask for it.
         describe: Describes the wrapped transformation for a checkpoint. Plans that differ in it alone are equal.
     """
@@ -62,6 +63,7 @@ class ShardingPlan(CachedHash):
     chunkings: tuple[Chunking | None, ...]
     errors: tuple[tuple[str, Leaf], ...]
     matrices: MatrixUpdates | None
+    groups: str
     choice: Choice | None = None
     describe: Describe | None = dataclasses.field(default=None, compare=False)
 
@@ -100,7 +102,12 @@ class ShardingPlan(CachedHash):
         rows += [("rounding_errors", leaf, "") for _, leaf in self.errors]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
         lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
-        return "\n".join([*lines, *filter(None, [str(self.matrices or "")])])
+        return "\n".join([*lines, *self.update_in_words])
+
+    @property
+    def update_in_words(self) -> list[str]:
+        """Return a line for each kind of group of the update, and for matrices that are updated alike."""
+        return [*self.groups.splitlines(), *str(self.matrices or "").splitlines()]
 
 
 def _sent(leaf: Leaf) -> str:
@@ -150,6 +157,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         found.chunkings,
         tuple(errors.items()),
         found.matrices,
+        found.groups,
         describe=Describe(config.tx, params),
     )
     config.plans[layout] = plan

@@ -12,12 +12,12 @@ from zerojax.config import Config
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.tree import Layout
 from zerojax.optim.flat_update import FlatUpdate, UpdatedLeaves, update_shape
-from zerojax.optim.guarded import TransformationError
-from zerojax.optim.matrix_updates import MatrixUpdates, matrix_updates
 from zerojax.optim.offloaded import OffloadedState
 from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.partition import Dependencies, Partition, groups_of, merged, partition
+from zerojax.optim.summary import MatrixUpdates, groups_in_words, matrix_updates
 from zerojax.optim.traced import TracedUpdate
+from zerojax.optim.transformation import TransformationError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,11 @@ class PlannedUpdate:
         for group in self.partition.groups if self.offloaded.units else ():
             found |= {k: group.chunking or Chunking(0, state[k].local_shape[:1]) for k in group.state}
         return tuple(map(found.get, range(len(state))))
+
+    @property
+    def groups(self) -> str:
+        """Return the groups of the update in words, or an empty string if nothing is offloaded: all is one group."""
+        return groups_in_words(self.partition, self.leaves) if self.offloaded.units else ""
 
     @property
     def matrices(self) -> MatrixUpdates | None:

@@ -15,8 +15,8 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.evaluate import evaluate
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.rollback import roll_back
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
+from zerojax.optim.update import roll_back
 from zerojax.placement.chunking import slice_chunk, update_chunk
 from zerojax.placement.storage import constrain, gather, named, to_storage, unpadded
 

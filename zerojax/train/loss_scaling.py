@@ -1,7 +1,7 @@
 """The loss scale, and the steps that are skipped because a gradient was not finite.
 
 Such a step is skipped on every device, because the test is made on sums over all of them;
-`zerojax.optim.rollback` then keeps the old state, bit for bit.
+`zerojax.optim.update.roll_back` then keeps the old state, bit for bit.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
