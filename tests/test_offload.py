@@ -358,7 +358,7 @@ def test_a_budget_decides_the_fraction():
     some, bytes_there = created(parameters + 1200)
     assert 0 < len(chunks(some)) < 8
     assert bytes_there <= parameters + 1200
-    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes a device already"):
+    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes per device"):
         created(parameters)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-def check_state(config: Config, plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
+def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
     """Refuse a state that was not made for the plan's parameters, with a `ValueError` for the first leaf that differs.
 
     With `may_be_wider`, floats may have a wider type than `init` gave them. Gradients that are wider than their

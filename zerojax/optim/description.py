@@ -84,7 +84,7 @@ def structure_of(state: Any, params: Any) -> str:
 
 
 def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and constants of each operation, and the numbers of the variables that it reads, inner jaxprs too."""
+    """Yield each operation with its constants, and the numbers of the variables that it reads; inner jaxprs too."""
     numbers: dict[Any, int] = {}
     for var in (*compat.constvars_of(jaxpr), *jaxpr.invars):
         numbers[var] = len(numbers)

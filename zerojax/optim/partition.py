@@ -21,7 +21,18 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.offloaded import OffloadedState, Unit
 from zerojax.optim.owned import OwnedUpdate
 from zerojax.optim.owned_group import OwnedGroup
-from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, Read, TracedUpdate, equations_behind
+from zerojax.optim.traced import (
+    EXTRA,
+    GRAD,
+    PARAM,
+    SHARED,
+    STATE,
+    Equations,
+    Read,
+    TracedUpdate,
+    equations_behind,
+    union,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +228,6 @@ class Dependencies:
                 if needs_params:
                     params[var] = needs_params
         return cls(offloaded, params, frozenset(scalars))
-
-
-def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
-    """Return everything that is known of some variables. Literals depend on nothing."""
-    return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
 
 
 def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies) -> list[list[int]]:

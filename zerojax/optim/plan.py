@@ -1,6 +1,7 @@
 """The plan of a run: how parameters, gradients and optimizer state are sharded, from shapes alone.
 
-Made once, before any array is placed; frozen and hashable, so that it rides in `ZeroState`.
+A plan is made once, before any array is placed. It is frozen and hashable, because `ZeroState` carries it as static
+data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
-from zerojax.optim.flat_update import UpdatedLeaves
+from zerojax.optim.flat_update import FlatUpdate, UpdatedLeaves
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.partition import Partition
 from zerojax.optim.planned_update import planned_update
@@ -34,24 +35,24 @@ from zerojax.placement.storage import shapes
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CachedHash):
-    """How parameters, gradients and optimizer state are sharded; printed, a line a leaf.
+    """How parameters, gradients and optimizer state are sharded. Prints one line per leaf.
 
     Attributes:
         layout: Layout of all parameters.
-        trained: Layout of those that are trained; the others are holes in its tree.
-        grads: One `Leaf` a trained parameter, for its reduced gradient and its update.
-        state: One `Leaf` for each leaf of the optimizer's state.
-        state_def: Structure of the optimizer's state: the wrapped transformation's own,
-            inside a `MasterState` where there are master weights.
-        param_of: For each leaf of the state, the trained parameter it belongs to, or None.
-        chunkings: For each leaf of the state, how it is divided into chunks that are kept
-            outside the device's memory; None: it is on the device.
-        errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how these
-            are sharded; see `layout.error_feedback`.
+        trained: Layout of the trained parameters; all other parameters are holes in its tree.
+        grads: One `Leaf` per trained parameter, for its reduced gradient and its update.
+        state: One `Leaf` per leaf of the optimizer's state.
+        state_def: Structure of the state of the wrapped transformation, inside a `MasterState` if there are master
+            weights.
+        param_of: For each leaf of the state, the trained parameter that it mirrors, or None.
+        chunkings: For each leaf of the state, how it is divided into chunks that are kept outside the device's memory;
+            None: it is on the device.
+        errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how the
+            errors are sharded; see `layout.error_feedback`.
         matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
         groups: The groups of the update in words, with the place of each; empty if nothing is offloaded.
-        choice: Where the update of what is offloaded runs; None until live arrays ask for it.
-        describe: Describes the wrapped transformation for a checkpoint. Plans that differ in it alone are equal.
+        choice: Where the update of offloaded state runs; None until live arrays ask for it.
+        describe: Describes the wrapped transformation for a checkpoint. It takes no part in equality.
     """
 
     layout: Layout
@@ -69,12 +70,12 @@ class ShardingPlan(CachedHash):
 
     @property
     def leaves(self) -> UpdatedLeaves:
-        """Return what an update reads and replaces."""
+        """Return the layouts of everything that an update reads and replaces."""
         return UpdatedLeaves(self.grads, self.state, self.param_of)
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
-        """Return the offloaded leaves of the state, by index, and how they are chunked."""
+        """Return how the offloaded leaves of the state are chunked, by index."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
@@ -119,18 +120,13 @@ def _offloaded(chunking: Chunking | None) -> str:
 
 
 def make_plan(config: Config, params: Any) -> ShardingPlan:
-    """Plan a run, from shapes alone.
-
-    Args:
-        config: The wrapped transformation, stage, mesh and options.
-        params: Parameters in any form: arrays, `Padded` arrays or shapes.
-    """
+    """Plan a run, from shapes alone. `params` are arrays, `Padded` arrays or shapes."""
     with auto_context(config.user_mesh):
         return plan_of_layout(config, layout_of(config, params))
 
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
-    """Complete a layout of parameters: gradients and optimizer state, flat where the transformation is elementwise."""
+    """Complete a layout of parameters: add gradients and optimizer state, flat where the update is elementwise."""
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
@@ -145,7 +141,8 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     )
     state_leaves = lay_out_state(state, trained, layout.policy, param_of=param_of, flat=flat)
     structure = jax.tree.structure(state)
-    found = planned_update(config, trained, UpdatedLeaves(grads, state_leaves, param_of), structure)
+    leaves = UpdatedLeaves(grads, state_leaves, param_of)
+    found = planned_update(FlatUpdate(config, trained, leaves, structure, applies=True))
     errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
     plan = ShardingPlan(
         layout,
@@ -165,7 +162,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
-    """Decide where the update of offloaded state runs, by measuring if asked. None if nothing is offloaded."""
+    """Decide where the update of offloaded state runs, by measuring for "auto". Return None if nothing is offloaded."""
     if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":
@@ -178,4 +175,4 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
 
 def partitioned_update(config: Config, plan: ShardingPlan) -> Partition:
     """Return the groups of a plan's update."""
-    return planned_update(config, plan.trained, plan.leaves, plan.state_def).partition
+    return planned_update(FlatUpdate(config, plan.trained, plan.leaves, plan.state_def, applies=True)).partition

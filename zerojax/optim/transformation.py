@@ -24,8 +24,8 @@ def guarded(update: Callable) -> Callable:
     """Return a function that calls `update` and raises a `TransformationError` for every error inside.
 
     An analysis traces the transformation with fewer arguments, or in other shapes, than training does. If the
-    transformation refuses, the analysis finds nothing, and the plan says so. An error of the analysis itself is a bug. It
-    must not turn into "replicated", so an analysis catches a `TransformationError` and nothing else.
+    transformation refuses, the analysis finds nothing, and the plan says so. An error of the analysis itself is a bug.
+    It must not turn into "replicated", so an analysis catches a `TransformationError` and nothing else.
     """
 
     def call(*args: Any, **keywords: Any) -> Any:

@@ -133,8 +133,8 @@ def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
         if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"Gradients that are wider than their parameters make opt_state{leaf.path} {x.dtype}, and init made it "
-                f"{leaf.dtype}. The type of an offloaded leaf cannot change. Cast the gradients to the parameters' type, "
-                f"or keep both wide: precision=Precision.bf16() has float32 master weights."
+                f"{leaf.dtype}. The type of an offloaded leaf cannot change. Cast the gradients to the parameters' "
+                f"type, or keep both wide: precision=Precision.bf16() has float32 master weights."
             )
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's first state; what is offloaded is made group by group, never all of it on the device."""
+"""Make the optimizer's first state. Offloaded state is made group by group, so the device never holds all of it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Return the wrapped transformation's first state, sharded and offloaded by a plan.
-
-    Raises:
-        MemoryError: If the offloaded part is for host memory, and there is not enough of it.
-    """
+    """Return the wrapped transformation's first state, sharded and offloaded by a plan."""
     if not plan.offloaded or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
     check_host_room(config, plan)
@@ -37,18 +33,14 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
-    """Refuse to put a state into host memory that has no room for it.
-
-    Raises:
-        MemoryError: Saying how much is needed, and how much there is.
-    """
-    if config.offload is not None and config.offload.optimizer == "host":
+    """Raise a `MemoryError` if offloaded state is for host memory, and there is not enough of it."""
+    if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Make the state with one program, which may be traced into another. All of it is on the device for a moment."""
+    """Make the state with one program, which may be part of another. The device holds all of it for a moment."""
 
     def init(stored):
         state = logical_state(config, plan, [to_device(x) for x in stored])
@@ -61,7 +53,7 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """Make the state with one program for what stays on the device, and one per group whose chunks `store` takes."""
+    """Make the state with one program for all state on the device, and one program per group that `store` takes."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
@@ -91,19 +83,15 @@ def init_state_by_group(
 
 
 def store_by_group(
-    config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore
+    config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore | None
 ) -> PyTree:
-    """Return a state whose offloaded leaves `store` takes, group by group.
+    """Return a state whose offloaded leaves `store` takes, group by group; None if nothing is offloaded.
 
-    Args:
-        config: The transformation.
-        plan: How the state is sharded, and divided into chunks.
-        make: Makes some leaves of the state, by index: each in its chunks, on the device.
-        store: Takes the chunks.
+    `make` makes some leaves of the state, by index, each in its chunks, on the device.
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
-    for group in partitioned_update(config, plan).groups:
+    for group in partitioned_update(config, plan).groups if store is not None else ():
         for n, chunks in enumerate(zip(*make(group.state), strict=True)):
             store.complete(store.write(group, n, chunks))
         state |= zip(group.state, store.nodes(group), strict=True)
@@ -111,7 +99,7 @@ def store_by_group(
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the state as shapes with their shardings, in storage shape. No file is made for state on disk."""
+    """Return the state as storage shapes with their shardings. No file is made for state on disk."""
     on_disk = config.offload is not None and config.offload.optimizer == "disk" and plan.offloaded
     nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if on_disk else {}
 

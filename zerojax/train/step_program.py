@@ -89,7 +89,7 @@ class StepProgram:
     def step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
         """Run the whole step: differentiate, update, and gather what the stage keeps replicated."""
         config, plan = self.config, state.plan
-        check_state(config, plan, state.opt_state)
+        check_state(plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
         new, metrics, updated = self.resident_step(on_device, batch, args)
         opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))

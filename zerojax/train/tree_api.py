@@ -181,7 +181,7 @@ def update_tree(
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
     state = as_planned(plan, state)
-    check_state(config, plan, state, may_be_wider=not plan.offloaded)
+    check_state(plan, state, may_be_wider=not plan.offloaded)
     if params is None and config.has_master_weights:
         raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
 
