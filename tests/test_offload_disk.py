@@ -276,7 +276,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage, direct):
         path = folder.chunk_file(store.path, 0)
         work, says = DAMAGES[damage]
         work(path)
-        with pytest.raises(DiskStateError, match=rf"{re.escape(str(path))} .*{says}.*required is.*last checkpoint"):
+        with pytest.raises(DiskStateError, match=rf"{re.escape(str(path))} .*{says}.*is required.*last checkpoint"):
             store.read(0, version=3).result(10)
         store.read(2, version=3).result(10).release()  # the buffer came back
         fill(store, specs, 4)
