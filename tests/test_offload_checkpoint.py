@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path
             awkward_params()
         )
 
-    with pytest.raises(DiskError, match="one that exists"):
+    with pytest.raises(DiskError, match="parent folder exists"):
         create(tmp_path / "no" / "folder")
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="cannot be offloaded to"):

@@ -323,7 +323,7 @@ def test_what_an_earlier_run_left_is_removed(left):
 def test_what_others_wrote_is_refused_and_kept(left, name):
     (left / name).mkdir() if name == "folder" else (left / name).write_text("mine")
     before = sorted(os.listdir(left))
-    with pytest.raises(DiskError, match=rf"store has {name}, which no earlier run wrote.*nothing was removed"):
+    with pytest.raises(DiskError, match=rf"store has {name}, which no earlier run wrote.*Nothing was removed"):
         DiskStore(left, SPECS[:2])
     assert sorted(os.listdir(left)) == before
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 
 from zerojax import compat
 
-BLOCK_BYTES = 512
+BLOCK_BYTES = 512  # of the widest operand
 
 
 def in_blocks(
@@ -30,7 +30,6 @@ def in_blocks(
     scalars: Sequence[Any] = (),
     *,
     overwrites: Sequence[int | None],
-    block_bytes: int = BLOCK_BYTES,
 ) -> list[Shaped[Array, "..."]]:
     """Evaluate an elementwise function block by block. Its outputs overwrite operands.
 
@@ -44,7 +43,6 @@ def in_blocks(
         scalars: Values that every element reads. They are given to `fn` unchanged.
         overwrites: For each output, the index in `wide` of the operand that it overwrites, of the same dtype; None for
             a new buffer.
-        block_bytes: Size of one block of the widest operand.
 
     Returns:
         The outputs of `jax.jit(fn)` on full arrays. They may be rounded differently where the compiler contracts a
@@ -63,7 +61,7 @@ def in_blocks(
     like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=jax.typeof(x).weak_type) for x in scalars]
     dtypes = [x.dtype for x in jax.eval_shape(lambda xs, ys: list(fn(list(xs), list(ys))), flat, like)]
     _check(overwrites, wide, dtypes)
-    block = max(1, block_bytes // max(x.dtype.itemsize for x in wide))
+    block = max(1, BLOCK_BYTES // max(x.dtype.itemsize for x in wide))
     if math.prod(shape) <= block or not loops_become_kernels():
         return list(fn(list(wide), list(scalars)))
     outputs = _loop(fn, [x.reshape(-1) for x in wide], scalars, tuple(overwrites), dtypes, block)

@@ -10,7 +10,7 @@ compute it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
@@ -113,32 +113,34 @@ class CoreFinder:
         """
         all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
         inside, this = set(eqns), frozenset((i,))
-        before = {
+        needs = {
             e: {producers[v] for v in all_eqns[e].invars if not compat.is_literal(v) and producers.get(v) in inside}
             for e in eqns
         }
+        users: dict[int, set[int]] = {e: set() for e in eqns}
+        for e, needed in needs.items():
+            for other in needed:
+                users[other].add(e)
+        behind = lambda marked: _reach(reversed(eqns), marked, users)
+        ahead = lambda marked: _reach(eqns, marked, needs)
         heavy = {e for e in eqns if has_products(all_eqns[e])}
         mixed = {e for e in eqns if e in heavy or not self._is_elementwise(all_eqns[e], leaf.shape)}
-        anchors = mixed & (_reach(reversed(eqns), heavy, _inverse(before)) | _reach(eqns, heavy, before))
-        core = _reach(reversed(eqns), anchors, _inverse(before)) & _reach(eqns, anchors, before)
-        while True:
+        core, more, read = set(), mixed & (behind(heavy) | ahead(heavy)), []
+        while more:
+            core = behind(core | more) & ahead(core | more)
             produced = {v for e in core for v in all_eqns[e].outvars}
-            read = dict.fromkeys(
-                v for e in sorted(core) for v in all_eqns[e].invars if not compat.is_literal(v) and v not in produced
-            )
+            of_core = (v for e in sorted(core) for v in jaxprs.variables_in(all_eqns[e].invars))
+            read = list(dict.fromkeys(v for v in of_core if v not in produced))
             more = {
                 producers[v]
                 for v in read
                 if self.depends.get(v) == this and v in producers and self._layout_of(v, i, leaf) is None
                 if v.aval.size > 1
             }
-            if not more:
-                break
-            core = _reach(reversed(eqns), core | more, _inverse(before)) & _reach(eqns, core | more, before)
-        return self._described(i, leaf, sorted(core), list(read), inside)
+        return self._described(i, leaf, sorted(core), read)
 
-    def _described(self, i: int, leaf: Leaf, core: list[int], read: list, inside: set[int]) -> Core | str:
-        """Return the core with its inputs and outputs, or the reason why it is not a core."""
+    def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
+        """Return the core with its inputs and results, or the reason why owners cannot compute it."""
         position, this = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:
@@ -188,21 +190,10 @@ class CoreFinder:
         return self._layout_of(var, i, leaf)
 
 
-def _reach(eqns: Any, start: set[int], before: dict[int, set[int]]) -> set[int]:
-    """Return the equations in `start` and all later equations that need them.
-
-    `before` says what each equation needs.
-    """
+def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
+    """Return the equations in `start`, and all later equations in this order with an edge to a found equation."""
     found: set[int] = set()
     for e in eqns:
-        if e in start or before[e] & found:
+        if e in start or edges[e] & found:
             found.add(e)
     return found
-
-
-def _inverse(before: dict[int, set[int]]) -> dict[int, set[int]]:
-    after: dict[int, set[int]] = {e: set() for e in before}
-    for e, needed in before.items():
-        for other in needed:
-            after[other].add(e)
-    return after

@@ -11,7 +11,6 @@ import optax
 
 from zerojax.config import Config, Offload
 from zerojax.layout.chunked import Chunking, chunking_of
-from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
 from zerojax.optim.flat_update import UpdatedLeaves
@@ -54,14 +53,15 @@ class OffloadedState:
 
     @functools.cached_property
     def _candidates(self) -> dict[int, Unit]:
-        """Return the leaves of the state that may be offloaded, each with its unit."""
+        """Return the leaves of the state that may be offloaded, each with its unit. Small leaves are not worth it."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
         # Adafactor's state of a scalar, or of an empty leaf, cannot be divided as its parameter is.
         means = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
             for k, (leaf, i) in enumerate(zip(self.leaves.state, self.leaves.param_of, strict=True))
-            if self._is_large(leaf) and (i is None or means[i])
+            if leaf.shape != () and leaf.kind != "flat" and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if leaf.size >= self.config.persist_below and (i is None or means[i])
         }
 
     @property
@@ -73,15 +73,6 @@ class OffloadedState:
     def _offload(self) -> Offload:
         assert self.config.offload is not None
         return self.config.offload
-
-    def _is_large(self, leaf: Leaf) -> bool:
-        """Return whether a leaf of the state is large enough to be worth a transfer."""
-        return (
-            leaf.shape != ()
-            and leaf.kind != "flat"
-            and leaf.size >= self.config.persist_below
-            and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        )
 
     def _room_on_device(self, total: int) -> int:
         """Return how many of the `total` bytes of state that may be offloaded each device can keep.

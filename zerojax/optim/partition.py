@@ -30,7 +30,6 @@ from zerojax.optim.traced import (
     Equations,
     Read,
     TracedUpdate,
-    equations_behind,
     union,
 )
 
@@ -58,7 +57,7 @@ class UpdateGroup:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Return `(start, length)` of each chunk, or `(0, 0)` for full arrays."""
+        """Return `(start, length)` of each chunk; `(0, 0)` for full arrays."""
         return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
     def reads(self, kind: str) -> tuple[int, ...]:
@@ -113,7 +112,7 @@ def partition(
     """
     units, chunkings, place = offloaded.units, offloaded.chunkable, offloaded.place
     shared_scalars = Dependencies.of(traced, units).shared_scalars
-    chunk_traces = ChunkTraces(chunkings, offloaded.leaves.grads, trace)
+    traces_of = chunk_traces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
     found = []
@@ -123,7 +122,8 @@ def partition(
         state = tuple(k for k in leaves if k in units)
         resident = tuple(k for k in leaves if k not in units)
         outs = [*params, *(num_params + k for k in (*state, *resident))]
-        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, [outvars[o] for o in outs], shared_scalars)
+        eqns, inputs = traced.behind([outvars[o] for o in outs], shared_scalars)
+        # A group reads gradients and parameters, its offloaded state, and shared values, which are everything else.
         reads: dict[Any, Read] = {}
         for var in inputs:
             kind, i = traced.reads.get(var, (SHARED, 0))
@@ -131,7 +131,8 @@ def partition(
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
         alone = len(params) == 1 and not resident
         chunking = chunkings.get(params[0]) if alone and may_chunk(traced, units, eqns, reads, outs) else None
-        traces = {0: traced} if chunking is None else chunk_traces.by_length(params[0])
+        traces = {0: traced} if chunking is None else traces_of(params[0])
+        # Variables of a chunk's trace are found by their positions, so a trace of another structure is of no use.
         if any(other.structure != traced.structure for other in traces.values()):
             chunking, traces = None, {0: traced}
         equations = {}
@@ -161,7 +162,7 @@ def first_group(
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
     state = tuple(k for k in range(traced.num_state) if k not in taken_state)
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
-    eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
+    eqns, inputs = traced.behind(outvars)
     equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
     return UpdateGroup("device", params, (), state, None, {0: equations})
 
@@ -171,9 +172,8 @@ def may_chunk(
 ) -> bool:
     """Return whether a parameter's group may be updated in chunks.
 
-    It must reduce nothing, and read and compute only scalars and arrays of the parameter's
-    shape that belong to it. An equation with several results, such as a `cond` over all
-    leaves, reads other leaves too.
+    It must reduce nothing, and read and compute only scalars and arrays that belong to the parameter and have its
+    shape. An equation with several results, such as a `cond` over all leaves, reads arrays of other leaves, too.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
@@ -198,12 +198,12 @@ def reduces(eqn: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Dependencies:
-    """What the variables of a traced update are computed from.
+    """The inputs that each variable of a traced update depends on.
 
     Attributes:
-        offloaded: For each variable, the units of the offloaded arrays it depends on; no entry for none.
-        params: For each variable, the parameters it depends on other than through `shared_scalars`.
-        shared_scalars: Scalars that depend on nothing offloaded: they are computed once.
+        offloaded: For each variable, the units of the offloaded arrays that it depends on; no entry if there are none.
+        params: For each variable, the parameters that it depends on, except through `shared_scalars`.
+        shared_scalars: Scalars that depend on no offloaded array. They are computed once, and given to all groups.
     """
 
     offloaded: dict[Any, frozenset]
@@ -231,9 +231,10 @@ class Dependencies:
 
 
 def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies) -> list[list[int]]:
-    """Return the indices of results that are computed together, group by group.
+    """Return the indices of results that are computed together, for each group with offloaded state.
 
-    A group updates every parameter it reads: the update overwrites the old one.
+    A group updates every parameter that it reads, because the update of a parameter overwrites it: no other group could
+    read the old one.
     """
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     units_of: list[set] = [{i} for i in range(num_params)]
@@ -242,7 +243,7 @@ def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencie
     touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
     fresh = active
-    while fresh:
+    while fresh:  # updates of parameters that an active result reads become active, too
         fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
         active |= fresh
     results = sorted(active)
@@ -250,7 +251,7 @@ def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencie
 
 
 def connected(sets: Sequence[Collection]) -> list[list[int]]:
-    """Return the indices of sets that overlap, directly or through others, group by group. No set is empty."""
+    """Group sets that overlap, directly or through other sets. Return the indices of each group. No set is empty."""
     parent: dict[Any, Any] = {}
 
     def root(x):
@@ -268,19 +269,17 @@ def connected(sets: Sequence[Collection]) -> list[list[int]]:
     return list(groups.values())
 
 
-class ChunkTraces:
-    """Traces of an update on chunks: one for those of full length, and one for the last ones."""
+def chunk_traces(
+    chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable
+) -> Callable[[int], dict[int, TracedUpdate]]:
+    """Return `of(i)`: for each length of parameter `i`'s chunks, the update traced with chunks of this length.
 
-    def __init__(self, chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable):
-        """Store the arguments; nothing is traced yet. `leaves` are those of the trained parameters."""
-        self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
+    All parameters share two traces: the first with their chunks of full length, the second with their last chunks.
+    """
+    lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
 
-        def nth(n: int) -> TracedUpdate:
-            lengths = {i: lengths[min(n, len(lengths) - 1)] for i, lengths in self._lengths.items()}
-            return trace({i: chunkings[i].chunk_shape(leaves[i], length) for i, length in lengths.items()})
+    @functools.cache
+    def nth(n: int) -> TracedUpdate:
+        return trace({i: chunkings[i].chunk_shape(leaves[i], of[min(n, len(of) - 1)]) for i, of in lengths.items()})
 
-        self._traced = functools.cache(nth)
-
-    def by_length(self, i: int) -> dict[int, TracedUpdate]:
-        """Return, for each length of parameter `i`'s chunks, the trace with chunks of that length."""
-        return {length: self._traced(n) for n, length in enumerate(self._lengths[i])}
+    return lambda i: {length: nth(n) for n, length in enumerate(lengths[i])}

@@ -99,7 +99,8 @@ class ShardingPlan(CachedHash):
         pairs = zip(self.layout.params, uses, strict=True)
         rows = [("params", leaf, _sent(leaf) + (f", {why}" if why not in leaf.reason else "")) for leaf, why in pairs]
         rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
-        rows += [("opt_state", leaf, _offloaded(self.offloaded.get(k))) for k, leaf in enumerate(self.state)]
+        chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
+        rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
         rows += [("rounding_errors", leaf, "") for _, leaf in self.errors]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
         lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
@@ -113,10 +114,6 @@ class ShardingPlan(CachedHash):
 
 def _sent(leaf: Leaf) -> str:
     return f", {leaf.sent}" if leaf.sent else ""
-
-
-def _offloaded(chunking: Chunking | None) -> str:
-    return "" if chunking is None else f", offloaded in {len(chunking.extents)} chunks"
 
 
 def make_plan(config: Config, params: Any) -> ShardingPlan:

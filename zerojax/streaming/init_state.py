@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import check_host_memory, host_sharding, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.state_memory import state_shardings, state_to_host
-from zerojax.optim.traced import equations_behind, producers_of, trace_inlined
+from zerojax.optim.state_memory import is_on_disk, state_shardings, state_to_host
+from zerojax.optim.traced import trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
 from zerojax.placement.storage import cast, named, to_storage, unpadded
 from zerojax.streaming.stores import StateStore, disk_nodes, store_for
@@ -57,13 +57,13 @@ def init_state_by_group(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
-    producers = producers_of(jaxpr)
 
     def init(leaves: Sequence[int]) -> list[list[Array]]:
         """Return some leaves of the state, each in its chunks, on the device."""
         outvars = [jaxpr.outvars[k] for k in leaves]
-        eqns, invars = equations_behind(jaxpr, producers, outvars)
-        equations = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], invars, outvars)
+        eqns, read = jaxprs.needed_for(jaxpr.eqns, outvars)
+        invars = [var for var in inputs if var in read]
+        equations = compat.part_of(jaxpr, eqns, invars, outvars)
 
         def program(values):
             state = jax.core.eval_jaxpr(equations, (), *values)
@@ -100,8 +100,7 @@ def store_by_group(
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
     """Return the state as storage shapes with their shardings. No file is made for state on disk."""
-    on_disk = config.offload is not None and config.offload.optimizer == "disk" and plan.offloaded
-    nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if on_disk else {}
+    nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if is_on_disk(config) and plan.offloaded else {}
 
     def shape(k: int, leaf: Leaf):
         if k not in plan.offloaded:
