@@ -170,7 +170,7 @@ class DiskStore:
             raise ValueError(f"The disk store in {self.path} is closed. Create a new store.")
         if not self._lock.held:
             raise ValueError(
-                f"The disk store in {self.path} and its threads belong to the process that forked this process. "
+                f"The disk store in {self.path} and its threads belong to the process that this one was forked from. "
                 f"Use the store there."
             )
         done = [write for write in self._writes if write.done()]
