@@ -200,8 +200,9 @@ def measured(state: Any, tx: Any) -> Report:
             note = plan.notes.get(whole) or note_from_array(x, array, sizes)
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
-    of_update = [str(getattr(getattr(state, "plan", None), name, None) or "") for name in ("matrices", "groups")]
-    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), *of_update, elsewhere)
+    live = getattr(state, "plan", None)
+    matrices, groups = str(getattr(live, "matrices", None) or ""), str(getattr(live, "groups", ""))
+    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), matrices, groups, elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

@@ -66,14 +66,9 @@ class Work:
         self.summed += times * other.summed
         self.sums += times * other.sums
 
-    def sum(self, var: Any) -> None:
-        """Count an all-reduce of a result."""
-        self.summed += nbytes(var)
-        self.sums += 1
-
-    def gather(self, var: Any) -> None:
-        """Count a gather of an operand, which sends half the bytes of an all-reduce of its size."""
-        self.summed += nbytes(var) / 2
+    def sum(self, var: Any, share: float = 1) -> None:
+        """Count an all-reduce of a result, or another collective that sends a share of its bytes."""
+        self.summed += share * nbytes(var)
         self.sums += 1
 
 
@@ -175,7 +170,8 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
     if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
     if None not in dims and not matched:
-        work.gather(eqn.invars[1])  # the dim is another dim of the second operand: the compiler gathers it
+        # The dim is another dim of the second operand. The compiler gathers it, with half the bytes of an all-reduce.
+        work.sum(eqn.invars[1], 0.5)
         dims = [dims[0], None]
         found = [one for one in pairs if has(one[0])]
     for _, place, sums in found:

@@ -13,7 +13,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.owned_group import OwnedGroup, equations_after
+from zerojax.optim.owned_group import OwnedGroup, equations_after, item_of
 from zerojax.optim.traced import Equations
 from zerojax.placement.storage import to_storage, unpadded
 
@@ -81,10 +81,10 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
     outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
         fn,
         arrays,
-        [group.item(where) for _, where in first.arrays],
+        [item_of(where, group.size) for _, where in first.arrays],
         [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
         [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
-        [group.item(where) for _, where in first.outs],
+        [item_of(where, group.size) for _, where in first.outs],
     )
     found, at = {}, 0
     for core, count in zip(group.cores, group.counts, strict=True):

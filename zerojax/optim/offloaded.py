@@ -56,18 +56,18 @@ class OffloadedState:
         """Return the leaves of the state that may be offloaded, each with its unit. Small leaves are not worth it."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
         # Adafactor's state of a scalar, or of an empty leaf, cannot be divided as its parameter is.
-        means = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
+        covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
             for k, (leaf, i) in enumerate(zip(self.leaves.state, self.leaves.param_of, strict=True))
             if leaf.shape != () and leaf.kind != "flat" and jnp.issubdtype(leaf.dtype, jnp.inexact)
-            if leaf.size >= self.config.persist_below and (i is None or means[i])
+            if leaf.size >= self.config.persist_below and (i is None or covered[i])
         }
 
     @property
     def place(self) -> str:
-        """Return where offloaded state waits between steps; the device if none is offloaded."""
-        return "device" if self.config.offload is None else self.config.offload.optimizer or "device"
+        """Return where offloaded state waits between steps."""
+        return self._offload.optimizer or "device"
 
     @property
     def _offload(self) -> Offload:

@@ -143,7 +143,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
     """Return the cheapest way to compute all or some cores of one program, or why owners compute none of them."""
     first, counts, shards = group.cores[0], group.counts, group.leaf.shards
-    sizes = [group.item(where).bytes for _, where in (*first.arrays, *first.outs)]
+    sizes = [item_of(where, group.size).bytes for _, where in (*first.arrays, *first.outs)]
     work, follows = _work(first, group.jaxpr)
     sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
     if not follows:  # the compiler gathers it

@@ -87,10 +87,6 @@ class OwnedGroup:
         """Return everything in which two groups of equal equations can differ."""
         return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
 
-    def item(self, leaf: Leaf) -> Leaf:
-        """Return the layout of one item of an array."""
-        return item_of(leaf, self.size)
-
     def take(self, cores: Sequence[Core]) -> OwnedGroup:
         """Return the group with only some of its cores."""
         counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))

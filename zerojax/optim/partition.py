@@ -110,7 +110,7 @@ def partition(
         trace: Traces the update with other shapes of some parameters.
         owned: The cores that owners compute, in whichever group they lie.
     """
-    units, chunkings, place = offloaded.units, offloaded.chunkable, offloaded.place
+    units, chunkings = offloaded.units, offloaded.chunkable
     shared_scalars = Dependencies.of(traced, units).shared_scalars
     traces_of = chunk_traces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
@@ -140,7 +140,7 @@ def partition(
             same = {other.variables[traced.positions[var]]: read for var, read in reads.items()}
             wanted = [other.jaxpr.outvars[o] for o in outs]
             equations[length] = other.equations(eqns, same, wanted, owned if chunking is None else ())
-        found.append(UpdateGroup(place, params, state, resident, chunking, equations))
+        found.append(UpdateGroup(offloaded.place, params, state, resident, chunking, equations))
     first = first_group(traced, found, list(shared), owned)
     return Partition(first, len(shared), tuple(found), traced.consts)
 

@@ -125,10 +125,6 @@ class TracedUpdate:
                 pending += self.jaxpr.eqns[e].invars
         return sorted(eqns), list(inputs)
 
-    def all_equations(self, owned: Sequence[OwnedGroup] = ()) -> Equations:
-        """Return the whole update."""
-        return self.equations(range(len(self.jaxpr.eqns)), self.reads, self.jaxpr.outvars, owned)
-
 
 def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:
     """Trace an update of lists, `update(grads, state, params, extra) -> (params, state)`, on arrays or shapes."""

@@ -122,7 +122,9 @@ def logical_update(
             arrays = filter(is_traced, jax.tree.leaves(extra))
             consts = jaxprs.as_jax_values(traced.consts)
             values = [*grads, *state, *(params or ()), *arrays, *consts]
-            results = evaluate(config, traced.all_equations(found), values)
+            jaxpr = traced.jaxpr
+            whole = traced.equations(range(len(jaxpr.eqns)), traced.reads, jaxpr.outvars, found)
+            results = evaluate(config, whole, values)
             return results[: len(grads)], results[len(grads) :]
     return flat(grads, state, params, extra)
 

@@ -65,7 +65,9 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
         split = lambda k, x: splitting(config.mesh, x.sharding, plan.state[k], plan.offloaded[k])(x)
         return [split(k, x) if k in plan.offloaded else [x] for k, x in placed.items()]
 
-    return store_by_group(config, plan, make, store_for(config, plan) if plan.offloaded else None)
+    if not plan.offloaded:
+        return jax.tree.unflatten(plan.state_def, [x for (x,) in make(range(len(plan.state)))])
+    return store_by_group(config, plan, make, store_for(config, plan))
 
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:

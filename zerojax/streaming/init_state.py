@@ -83,15 +83,15 @@ def init_state_by_group(
 
 
 def store_by_group(
-    config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore | None
+    config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore
 ) -> PyTree:
-    """Return a state whose offloaded leaves `store` takes, group by group; None if nothing is offloaded.
+    """Return a state whose offloaded leaves `store` takes, group by group.
 
     `make` makes some leaves of the state, by index, each in its chunks, on the device.
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
-    for group in partitioned_update(config, plan).groups if store is not None else ():
+    for group in partitioned_update(config, plan).groups:
         for n, chunks in enumerate(zip(*make(group.state), strict=True)):
             store.complete(store.write(group, n, chunks))
         state |= zip(group.state, store.nodes(group), strict=True)
