@@ -14,9 +14,9 @@ from zerojax.units import format_bytes
 
 # The device reads pinned memory without an intermediate copy; the other kind is the fallback.
 KINDS = ("pinned_host", "unpinned_host")
-# What the CUDA backend reserves for pinned memory, unless the variable says otherwise.
+# The CUDA backend reserves so much pinned memory, unless the variable says otherwise.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-FITS = "fits"  # what processes tell each other
+FITS = "fits"  # the message of a process without a problem
 
 
 def host_kind(mesh: Mesh) -> str:

@@ -98,6 +98,6 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 
 
 def roles(layout: Layout) -> Iterator[str]:
-    """Describe for each parameter whether it is trained, and in which types: what precision= and trainable= decide."""
+    """Describe for each parameter whether it is trained, and in which types, as precision= and trainable= decide."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

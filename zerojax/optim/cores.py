@@ -20,7 +20,8 @@ from zerojax.optim.elementwise import ELEMENTWISE
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
-# Elements. A value of a leaf that has no layout, such as a norm, is sent to all devices. A larger one refuses the core.
+# Elements. A value of a leaf without a layout, such as a norm, is sent to all devices. If it is larger, there is no
+# core.
 SMALL = 8192
 
 
@@ -83,7 +84,7 @@ class CoreFinder:
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
-        """Return the equations behind the leaf's results that depend on this leaf alone."""
+        """Return the equations behind the leaf's results that depend on this leaf only."""
         outvars, this = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
             outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
@@ -174,7 +175,7 @@ class CoreFinder:
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
     def _layout_of(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """Return the layout of an array that the core reads: the leaf's layout, or that of a state leaf."""
+        """Return the layout of an array that the core reads: the leaf's layout, or a state leaf's layout."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]

@@ -1,6 +1,6 @@
 """Describe a transformation for a checkpoint.
 
-The states of two transformations may have the same leaves, as those of AdamW and LAMB do. Their descriptions differ.
+The states of two transformations may have the same leaves, as for AdamW and LAMB. Their descriptions differ.
 """
 
 from __future__ import annotations

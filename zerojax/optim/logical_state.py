@@ -1,4 +1,4 @@
-"""Convert the state of an optimizer into what users compute with: logical arrays, or parameters.
+"""Convert the state of an optimizer for users: into logical arrays, or into parameters.
 
 The leaves of a state are plain arrays in storage shape. A padded or flat array does not say its logical shape. A plan
 does: the plan of the parameters that the caller gives, or a plan that this transformation has made before.

@@ -34,7 +34,7 @@ class OwnedMatrices:
     seconds_sharded: float
 
     def __str__(self) -> str:
-        """Return one line that says what is saved."""
+        """Return one line that compares the time with owners and without owners."""
         each = f"{self.within} devices each" if self.within > 1 else "one device each"
         matrices = "1 matrix" if self.matrices == 1 else f"{self.matrices} matrices"
         return (
@@ -67,7 +67,7 @@ def _named(paths: Sequence[str]) -> str:
 
 
 def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
-    """Describe what owners compute. `leaves` are the layouts of the trained parameters."""
+    """Describe who computes which matrices. `leaves` are the layouts of the trained parameters."""
     owned = tuple(
         OwnedMatrices(
             tuple(leaves[core.leaf].path for core in group.cores),

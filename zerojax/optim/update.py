@@ -116,7 +116,7 @@ def logical_update(
         trace = flat.tracer(grads, state, params, extra)
         try:
             traced = trace()
-        except TransformationError:  # it needs the context of the mesh, or it fails below, in its own words
+        except TransformationError:  # it needs the context of the mesh. If it fails below, its own error is raised
             return flat(grads, state, params, extra)
         if found := owned_update(config, plan.leaves, traced, trace).groups:
             arrays = filter(is_traced, jax.tree.leaves(extra))
