@@ -295,6 +295,19 @@ def test_what_is_shared_is_computed_once():
     assert len(partition.groups) == 4
 
 
+def test_a_gradient_is_freed_after_its_last_group(monkeypatch):
+    update, left = streaming.UpdateQueue.update, []
+
+    def recorded(queue):
+        done = update(queue)
+        left.append(dict(queue._inputs.grads))
+        return done
+
+    monkeypatch.setattr(streaming.UpdateQueue, "update", recorded)
+    trained(zero(optax.adam(1e-2), 3, offload=offload()), awkward_batches(1))
+    assert left == [{}]
+
+
 def test_plan_and_report_say_where_each_groups_state_waits(tmp_path):
     for where, path in (("in host memory", None), ("on disk", tmp_path)):
         state = zero(optax.adam(1e-2), 3, offload=offload(path)).create(awkward_params())
