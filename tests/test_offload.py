@@ -295,6 +295,14 @@ def test_what_is_shared_is_computed_once():
     assert len(partition.groups) == 4
 
 
+def test_old_chunks_are_freed_when_new_chunks_are_written():
+    tx = zero(optax.adam(1e-2), 3, offload=offload())
+    state = tx.create(awkward_params())
+    old = [x for node in chunks(state) for x in node.chunks]
+    tx.train_step(awkward_loss)(state, awkward_batches(1)[0])
+    assert all(x.is_deleted() for x in old)
+
+
 def test_a_gradient_is_freed_after_its_last_group(monkeypatch):
     update, left = streaming.UpdateQueue.update, []
 

@@ -135,7 +135,7 @@ class CoreFinder:
             more = {
                 producers[v]
                 for v in read
-                if self.depends.get(v) == this and v in producers and self._layout_of(v, i, leaf) is None
+                if self.depends.get(v) == this and v in producers and self._layout_of(v, leaf) is None
                 if v.aval.size > 1
             }
         return self._described(i, leaf, sorted(core), read)
@@ -146,7 +146,7 @@ class CoreFinder:
         arrays, small, shared = [], [], []
         for v in read:
             found = self.depends.get(v, frozenset())
-            where = self._layout_of(v, i, leaf) if found == this else None
+            where = self._layout_of(v, leaf) if found == this else None
             if found - this:
                 return "its update reads arrays of other parameters"
             if where is not None and where.kind == "sharded":
@@ -174,7 +174,7 @@ class CoreFinder:
                     small_outs.append(position[v])
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
-    def _layout_of(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
+    def _layout_of(self, var: Any, leaf: Leaf) -> Leaf | None:
         """Return the layout of an array that the core reads: the leaf's layout, or a state leaf's layout."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
@@ -188,7 +188,7 @@ class CoreFinder:
         for k, param in enumerate(self.param_of):
             if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
-        return self._layout_of(var, i, leaf)
+        return self._layout_of(var, leaf)
 
 
 def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
