@@ -30,6 +30,7 @@ from zerojax.optim.traced import (
     Equations,
     Read,
     TracedUpdate,
+    equations_behind,
     union,
 )
 
@@ -122,7 +123,7 @@ def partition(
         state = tuple(k for k in leaves if k in units)
         resident = tuple(k for k in leaves if k not in units)
         outs = [*params, *(num_params + k for k in (*state, *resident))]
-        eqns, inputs = traced.behind([outvars[o] for o in outs], shared_scalars)
+        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, [outvars[o] for o in outs], shared_scalars)
         # A group reads gradients and parameters, its offloaded state, and shared values, which are everything else.
         reads: dict[Any, Read] = {}
         for var in inputs:
@@ -162,7 +163,7 @@ def first_group(
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
     state = tuple(k for k in range(traced.num_state) if k not in taken_state)
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
-    eqns, inputs = traced.behind(outvars)
+    eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
     equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
     return UpdateGroup("device", params, (), state, None, {0: equations})
 

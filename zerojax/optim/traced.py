@@ -66,7 +66,7 @@ class TracedUpdate:
     @functools.cached_property
     def producers(self) -> dict[Any, int]:
         """Map each variable to the equation that makes it."""
-        return {var: e for e, eqn in enumerate(self.jaxpr.eqns) for var in eqn.outvars}
+        return producers_of(self.jaxpr)
 
     @functools.cached_property
     def structure(self) -> tuple:
@@ -108,23 +108,6 @@ class TracedUpdate:
                 inside.append(dataclasses.replace(taken, cores=tuple(core for _, core in cores)))
         return dataclasses.replace(part, owned=tuple(inside))
 
-    def behind(self, outvars: Sequence, stop: Collection = ()) -> tuple[list[int], list]:
-        """Return the equations that compute some variables, by index, and the input variables that they start from.
-
-        The variables in `stop` are taken as inputs.
-        """
-        pending, inputs, eqns = list(outvars), {}, set()
-        while pending:
-            var = pending.pop()
-            if compat.is_literal(var) or var in inputs:
-                continue
-            if var in stop or var not in self.producers:
-                inputs[var] = None
-            elif (e := self.producers[var]) not in eqns:
-                eqns.add(e)
-                pending += self.jaxpr.eqns[e].invars
-        return sorted(eqns), list(inputs)
-
 
 def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:
     """Trace an update of lists, `update(grads, state, params, extra) -> (params, state)`, on arrays or shapes."""
@@ -146,6 +129,31 @@ def trace_inlined(fn: Callable, *args: Any) -> tuple[Any, Sequence]:
     """Trace a function and inline the calls in it: `(jaxpr, consts)`."""
     jaxpr, consts = compat.opened(jax.make_jaxpr(fn)(*args))
     return compat.opened(jax.make_jaxpr(functools.partial(jaxprs.inline_calls, jaxpr, consts))(*args))
+
+
+def producers_of(jaxpr: Any) -> dict[Any, int]:
+    """Map each variable of a jaxpr to the index of the equation that makes it."""
+    return {var: e for e, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+
+
+def equations_behind(
+    jaxpr: Any, producers: dict[Any, int], outvars: Sequence, stop: Collection = ()
+) -> tuple[list[int], list]:
+    """Return the equations that compute some variables, by index, and the input variables that they start from.
+
+    `producers` are from `producers_of`. The variables in `stop` are taken as inputs.
+    """
+    pending, inputs, eqns = list(outvars), {}, set()
+    while pending:
+        var = pending.pop()
+        if compat.is_literal(var) or var in inputs:
+            continue
+        if var in stop or var not in producers:
+            inputs[var] = None
+        elif (e := producers[var]) not in eqns:
+            eqns.add(e)
+            pending += jaxpr.eqns[e].invars
+    return sorted(eqns), list(inputs)
 
 
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
