@@ -216,7 +216,6 @@ def test_what_another_axis_shards_stays_as_it_is_and_the_plan_says_so():
     "options", [{"view": "device"}, {"offload": Offload(optimizer="host")}], ids=["device", "host"]
 )
 def test_other_options_change_nothing(options):
-    """Offloaded state is updated as it streams, by no owners."""
     assert_parity(owned("muon", 3, mesh_of(8), **options), loss, params(), batches(), reference=reference("muon"))
 
 

@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path
             awkward_params()
         )
 
-    with pytest.raises(DiskError, match="one that exists"):
+    with pytest.raises(DiskError, match="parent folder exists"):
         create(tmp_path / "no" / "folder")
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="cannot be offloaded to"):
@@ -218,11 +218,11 @@ def test_a_copy_of_a_state_whose_files_have_changed_is_refused(tmp_path):
     copied = jax.tree.map(lambda x: x.copy(), state)
     assert_same(leaves_of(copied), leaves_of(state))
     step(state, awkward_batches(1)[0])
-    with pytest.raises(ValueError, match="is of version 3, and this state is of 2"):
+    with pytest.raises(ValueError, match="has version 3, and this state has version 2"):
         step(copied, awkward_batches(1)[0])
     checkpoints = Checkpointer(tmp_path / "checkpoints")
     checkpoints.save(copied, step=1)
-    with pytest.raises(CheckpointError, match="is of version 3, and this state is of 2"):
+    with pytest.raises(CheckpointError, match="has version 3, and this state has version 2"):
         checkpoints.close()
 
 

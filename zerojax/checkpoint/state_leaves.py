@@ -117,12 +117,12 @@ def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
     arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
-    indices = [
+    narrow = [
         plan.layout.trained[k]
         for k, (param, grad) in enumerate(zip(plan.trained.params, plan.trained.grads, strict=True))
         if param.dtype != grad.dtype
     ]
-    return inner, dict(zip(indices, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
+    return inner, dict(zip(narrow, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
 
 
 def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:

@@ -99,8 +99,8 @@ def evaluate(tree: ast.expr, variables: Mapping[str, Any]) -> Any:
             return constant
         case ast.Name(id=known) if known in variables or known in NAMES:
             return variables[known] if known in variables else NAMES[known]
-        case ast.Attribute(value=owner, attr=attribute) if not attribute.startswith("_"):
-            return getattr(value(owner), attribute)
+        case ast.Attribute(value=base, attr=attribute) if not attribute.startswith("_"):
+            return getattr(value(base), attribute)
         case ast.Call(func=function, args=args, keywords=keywords) if all(one.arg for one in keywords):
             return value(function)(*map(value, args), **{str(one.arg): value(one.value) for one in keywords})
         case ast.Tuple(elts=items):

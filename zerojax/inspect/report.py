@@ -34,6 +34,7 @@ class Report:
         disk: For each part that is offloaded to disk, bytes there for the device that has most.
         update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
         matrices: Which matrices owners update, what that saves, and why owners do not update the others; one per line.
+        groups: The groups of the update, and where the state of each waits; one per line. Empty without offload.
         misplaced: Leaves that are not placed as planned, by path: how they were planned, and how they were found.
     """
 
@@ -44,6 +45,7 @@ class Report:
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     update: str = ""
     matrices: str = ""
+    groups: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
 
     @property
@@ -81,7 +83,7 @@ class Report:
 
     @property
     def _head(self) -> str:
-        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.matrices]))
+        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.groups, self.matrices]))
 
     @property
     def padding(self) -> str:
@@ -165,8 +167,8 @@ def measured(state: Any, tx: Any) -> Report:
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
     of_state = getattr(state, "plan", None)
     choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
-    update = f"{choice.update}: {choice.why}" if choice else ""
-    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), elsewhere)
+    update, groups = f"{choice.update}: {choice.why}" if choice else "", str(getattr(of_state, "groups", ""))
+    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), groups, elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

@@ -68,7 +68,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
-        notes=(*str(shapes.plan.matrices or "").splitlines(), *offload_notes(moved, shapes)),
+        notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes)),
     )
     lower = lambda batch: moved.lower(shapes, abstract(batch), *abstract(args))
     return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts)

@@ -11,7 +11,7 @@ import optax
 
 from zerojax.comm.explicit import without_types
 from zerojax.layout.tree import Layout
-from zerojax.optim.extra_args import with_extra_args
+from zerojax.optim.transformation import with_extra_args
 from zerojax.placement.storage import cast
 from zerojax.train.batch import cast_inputs
 from zerojax.train.loss import Returned

@@ -79,7 +79,7 @@ def from_state(loss: Loss, params: Any, state: Any, batch: Any, *args: Any, form
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
     state = as_planned(plan, state)
-    check_state(config, plan, state, may_be_wider=not plan.offloaded)
+    check_state(plan, state, may_be_wider=not plan.offloaded)
     dtypes = [x.dtype for x in leaves_of(params)]
 
     def run(params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Update the loss scale, and record the steps that are skipped because a gradient was not finite.
 
-The test uses sums over all devices, so all devices skip the same steps. `zerojax.optim.rollback` then keeps the old
-state, bit for bit.
+The test uses sums over all devices, so all devices skip the same steps. `zerojax.optim.update.roll_back` then keeps the
+old state, bit for bit.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.

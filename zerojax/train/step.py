@@ -195,7 +195,7 @@ class Step:
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run the step with a streamed update: one program up to the gradients, and then one per chunk."""
         plan = state.plan
-        check_state(self.config, plan, state.opt_state)
+        check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         store = store_for(self.config, plan, leaves)
         new, metrics, begun = self._resident(state.replace(opt_state=resident_state(state)), rows, *args)

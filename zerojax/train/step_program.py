@@ -12,9 +12,8 @@ from zerojax.comm.collectives import UPDATE
 from zerojax.config import Config, check_count
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
-from zerojax.optim.rollback import roll_back
 from zerojax.optim.state_memory import state_to_device, state_to_host
-from zerojax.optim.update import resident_update, shard_for_update, unshard_after_update
+from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
@@ -89,7 +88,7 @@ class StepProgram:
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Run the whole step: differentiate, update, and gather the parameters that the stage keeps replicated."""
         config, plan = self.config, state.plan
-        check_state(config, plan, state.opt_state)
+        check_state(plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
         new, metrics, updated = self.resident_step(on_device, batch, *args)
         opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))

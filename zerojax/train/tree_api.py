@@ -193,7 +193,7 @@ def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
     state = as_planned(plan, state)
-    check_state(config, plan, state, may_be_wider=not plan.offloaded)
+    check_state(plan, state, may_be_wider=not plan.offloaded)
     if params is None and config.has_master_weights:
         raise ValueError(
             "This transformation has master weights, and an update of these needs the parameters. Call "
