@@ -137,7 +137,7 @@ def test_a_loop_of_unknown_trip_count_is_reported():
 def test_a_collective_says_where_it_comes_from():
     (found,) = collectives(compile_on_cpu(bounded, CUT, CUT, SQUARE))
     assert found.op_name.endswith("/psum")
-    assert re.search(r"test_collectives\.py:\d+ in mixed$", found.frames[0])
+    assert re.search(r"test_hlo_collectives\.py:\d+ in mixed$", found.frames[0])
     assert any(frame.endswith("in bounded") for frame in found.frames[1:])
 
 

@@ -424,14 +424,14 @@ def test_chunks_are_equal_and_contiguous():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Offload(), "moves nothing"),
+        (lambda: Offload(), "offloads nothing"),
         (lambda: Offload(optimizer="gpu"), r"optimizer=\) is one of None, 'host', 'disk', not 'gpu'"),
         (lambda: Offload(optimizer="host", update="cpu"), "one of 'auto', 'device', 'host'"),
         (lambda: Offload(optimizer="disk"), "needs path="),
         (lambda: Offload(optimizer="host", path="x"), "nothing else takes one"),
         (lambda: Offload(optimizer="host", fraction=1.5), "from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction="auto"), "needs budget="),
-        (lambda: Offload(optimizer="host", budget=5), "alone"),
+        (lambda: Offload(optimizer="host", budget=5), "is only for fraction"),
         (lambda: Offload(optimizer="host", chunk_bytes=0), "at least 1"),
         (lambda: zero(optax.adamw(1), 0, offload=offload()), "Use offload= at stage 1, 2 or 3"),
         (lambda: zero(optax.adamw(1), 2, offload=offload(params="host")), "needs stage 3"),
