@@ -215,7 +215,7 @@ def test_it_prints_a_table():
         ({}, {}, TypeError, "not dict"),
         (nn.Dense(3), {}, TypeError, r"initialise Dense: .*missing 1 .*'inputs'\n.*estimate\(module, inputs="),
         (nn.Dense, {}, TypeError, "initialise Dense: .*\nGive an instance of the module"),
-        ({"w": jnp.ones(3), "f": jnp.tanh}, {}, TypeError, r"dict\['f'\] is a .*, no array.*equinox\.filter"),
+        ({"w": jnp.ones(3), "f": jnp.tanh}, {}, TypeError, r"dict\['f'\] is a .* and not an array.*equinox\.filter"),
         (1e9, {"devices": 0}, ValueError, "at least 1"),
         (1e9, {"devices": 2.5}, TypeError, "devices counts devices and must be an int"),
         (1e9, {"stages": (4,)}, ValueError, "Unknown ZeRO stage 4"),

@@ -1,7 +1,7 @@
 """DeepSpeed's learning rate schedules as functions of optax's count of updates.
 
-DeepSpeed sets the rate of an update after the update before it. So the first two updates have the rate of step 0, and the
-third has the rate of step 1.
+DeepSpeed sets the rate of an update after the update before it. So the first two updates have the rate of step 0, and
+the third has the rate of step 1.
 
 References:
     DeepSpeed's documentation, "Learning Rate Schedulers".
@@ -65,7 +65,7 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     log: bool = True,
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupCosineLR`: up from `warmup_min_ratio * lr` to `lr`, then along half a cosine to `cos_min_ratio * lr`.
+    """Return `WarmupCosineLR`: from `warmup_min_ratio * lr` up to `lr`, then by a cosine to `cos_min_ratio * lr`.
 
     `lr` is the optimizer's rate. The other arguments are those of `warmup_decay_lr`.
     """
