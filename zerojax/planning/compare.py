@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.explicit import auto_context
@@ -168,7 +169,7 @@ def kept_gradients(state: ZeroState) -> Any:
     """Return the optimizer's gradients, in logical shapes. They are the first leaves of its state."""
     plan = state.plan
     arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
-    stored = [np.asarray(joined(x) if is_chunked(x) else x) for x in arrays]
+    stored = [jnp.asarray(np.asarray(joined(x) if is_chunked(x) else x)) for x in arrays]  # on one device
     return plan.trained.treedef.unflatten(map(in_logical_shape, stored, plan.state))
 
 
