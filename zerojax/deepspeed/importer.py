@@ -135,7 +135,6 @@ def _checked(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, An
     check_tree(config)
     values = dict(_flattened(config))
     for path, value in auto.items():
-        check_key(path)
         check_tree(value, path)
         whole = not isinstance(value, Mapping) or (path in KEYS and KEYS[path].open)
         values |= {path: value} if whole else dict(_flattened(value, f"{path}."))
@@ -185,8 +184,11 @@ def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     givers: dict[str, str] = {}
     for path, value in values.items():
-        for name, given in KEYS[path].gives(value).items() if path in KEYS else ():
+        contributed = KEYS[path].gives(value) if path in KEYS else {}
+        for name, given in contributed.items():
             function, argument = name.split(".")
+            if given is None:
+                continue
             if found[function].setdefault(argument, given) != given:
                 raise ValueError(
                     f"{givers[name]}={shown(values[givers[name]])} and {path}={shown(value)} contradict each other: "

@@ -24,7 +24,7 @@ class Key:
             has no counterpart, and is ignored. `"refused"`: training would differ, so asking for it is an error.
         how: What the key is mapped to, or why it is not mapped.
         rule: Which values the key takes.
-        gives: Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`.
+        gives: Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. None contributes none.
         open: Whether the key's object is kept whole, so that its entries are not read.
     """
 
@@ -44,24 +44,16 @@ def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how
         values: The argument for each value of the key; any other value contributes nothing. None: the value itself.
         how: What the page says; by default the name and the only value, such as `Wire(gather="int8")`.
     """
-
-    def gives(value: Any) -> Mapping[str, Any]:
-        given = value if values is None else values.get(value)
-        return {} if given is None else {name: given}
-
+    gives = lambda value: {name: value if values is None else values.get(value)}
     only = repr(*values.values()).replace("'", '"') if values and len(values) == 1 else ""
     return Key("mapped", how or f"{name.replace('.', '(')}={only})", rule, gives)
 
 
 def host_groups(name: str, least: int, off: tuple[int, ...]) -> Key:
     """Map a number of devices per group to a mesh, its axes, and the argument that names the inner axis."""
-
-    def gives(size: int) -> Mapping[str, Any]:
-        if size in off:
-            return {}
-        mesh = Code(f"jax.make_mesh((jax.device_count() // {size}, {size}), ('host', 'gpu'))")
-        return {"zero_shard.mesh": mesh, "zero_shard.axis": ("host", "gpu"), f"zero_shard.{name}": "gpu"}
-
+    mesh = lambda size: Code(f"jax.make_mesh((jax.device_count() // {size}, {size}), ('host', 'gpu'))")
+    axes = {"zero_shard.axis": ("host", "gpu"), f"zero_shard.{name}": "gpu"}
+    gives = lambda size: {} if size in off else {"zero_shard.mesh": mesh(size), **axes}
     return Key("mapped", f'{name}="gpu" on a mesh of ("host", "gpu")', integer(least), gives)
 
 
@@ -69,11 +61,6 @@ def asked(value: Any) -> bool:
     """Return whether a value asks for something."""
     enabled = value.get("enabled", True) if isinstance(value, Mapping) else value
     return enabled not in (None, False, "none") and value != {}
-
-
-def feeds_errors_back(value: Any) -> Mapping[str, Any]:
-    """Return error feedback, if a block of LoCo asks for it."""
-    return {"Wire.error_feedback": True} if asked(value) else {}
 
 
 def without_effect(fate: Literal["not needed", "not there", "refused"], table: str) -> dict[str, Key]:
@@ -116,7 +103,9 @@ ZERO = {
     "zero_quantized_weights": argument("Wire.gather", TRUTH, {True: "int8"}),
     "zero_quantized_nontrainable_weights": argument("Wire.gather", TRUTH, {True: "int8"}, FROZEN),
     "zero_quantized_gradients": argument("Wire.reduce", TRUTH, {True: "int4"}),
-    "zeropp_loco_param": Key("mapped", LOCO, BLOCK, feeds_errors_back, open=True),
+    "zeropp_loco_param": Key(
+        "mapped", LOCO, BLOCK, lambda value: {"Wire.error_feedback": asked(value) or None}, open=True
+    ),
     "cpu_offload": argument("Offload.optimizer", TRUTH_OR_NULL, {True: "host"}),
     "cpu_offload_param": argument("Offload.params", TRUTH_OR_NULL, {True: "host"}),
     "offload_param.device": argument("Offload.params", PARAMS, {"cpu": "host"}),

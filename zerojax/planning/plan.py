@@ -139,7 +139,8 @@ class Planner:
             TypeError: If a number of rows or of devices is not an integer, or an option is unknown.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        losses = {str(name): loss for name, loss in named.items()}
         if not losses:
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
         gpu, hosts, counts = gpus_of(gpu, devices)

@@ -95,7 +95,7 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
             f"are slower. Give hosts x devices, such as {gpus.kind}:2x{-(-gpus.per_host // 2)}."
         )
     if any(count.conditional for count in module.executions.values()):
-        yield "Every branch of a conditional is counted as executed."
+        yield "Of a conditional, every branch is counted as executed."
     if not all(count.known for count in module.executions.values()):
         yield "A loop of unknown trip count is counted as one iteration."
 
