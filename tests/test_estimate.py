@@ -238,3 +238,9 @@ def test_a_stage_that_was_not_asked_for_is_missing():
 def test_options_that_it_does_not_have_are_refused(option):
     with pytest.raises(TypeError, match=f"no option '{next(iter(option))}'"):
         estimate(1e6, devices=2, **option)
+
+
+def test_an_offloaded_update_is_streamed_so_it_needs_gradients_alone():
+    row = lambda **options: estimate({"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, stages=(1,), **options)[1]
+    offloaded, plain = row(offload=Offload(optimizer="host")), row()
+    assert 2 * offloaded.update == plain.update == 2 * 64 * 64 * 4 // 8

@@ -44,11 +44,7 @@ class AbsentProgram(NamedTuple):
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return a step of `train_step` on absent GPUs, with its state sharded anew for these GPUs.
-
-    Raises:
-        TypeError: If `state` is not a `ZeroState`.
-    """
+    """Return a step of `train_step` on absent GPUs, with its state sharded anew for these GPUs."""
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)

@@ -59,12 +59,7 @@ class PlainGradient:
     """The gradient of a loss by plain jit on one device, compiled once per batch shape when its cost is needed."""
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None):
-        """Choose the device to compile for: an absent GPU of the kind `gpu`, or the first device here.
-
-        Raises:
-            ValueError: If the kind is unknown.
-            ModuleNotFoundError: If a kind is given and the extra `aot` is not installed.
-        """
+        """Choose the device to compile for: an absent GPU of the kind `gpu`, or the first device here."""
         self.loss = loss
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")

@@ -94,21 +94,8 @@ class Candidate:
 class SearchSpace:
     """The options to choose from, and the GPUs that the choice must fit.
 
-    Attributes:
-        gpu: Kind of GPU.
-        stages: ZeRO stages.
-        offloads: Offloads. None is no offload.
-        rows: Rows of the global batch. None doubles the rows as long as a row gets cheaper.
-        memory: Bytes of a device that may be used. None means 95% of its memory.
-        link: As for `plan`.
-        network: As for `plan`.
-        host_link: Bytes per second each way between a GPU and its host. None means PCIe's.
-        hosts: Number of hosts. If it is given, shards within a host are candidates, too. None: shards are over all
-            devices, or over the axes of the configuration.
-
-    Raises:
-        TypeError: If a number of rows is not an integer.
-        ValueError: If a number of rows is below 1, or the memory or the host link is not above 0.
+    The fields are options of `plan.fit`. If the number of hosts is given, shards within a host are candidates, too.
+    Otherwise shards are over all devices, or over the axes of the configuration.
     """
 
     gpu: str
@@ -122,7 +109,7 @@ class SearchSpace:
     hosts: int | None = None
 
     def __post_init__(self):
-        """Check rows, memory and host link. `Device` checks the other links."""
+        """Raise an error for bad rows, memory or host link. `Device` checks the other links."""
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
         for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):

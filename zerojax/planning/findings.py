@@ -41,10 +41,8 @@ IN_DEVICE_VIEW = (
 class Exchanged:
     """Arrays other than parameters that a program moves.
 
-    Attributes:
-        pieces: Each piece with its bytes. The part of a sum that completes gradients does not count.
-        completed: Elements of gradients that the compiler all-reduced instead of zerojax.
-        completing: The sums that complete gradients.
+    `pieces` has each piece with its bytes, without the part of a sum that completes gradients. `completing` has these
+    sums, and `completed` the elements of gradients that the compiler all-reduced.
     """
 
     pieces: tuple[tuple[Piece, int], ...]
@@ -102,7 +100,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
     beyond = sorted(((size - theirs[key], key) for key, size in ours.items() if size > theirs[key]), reverse=True)
     remedy = IN_GLOBAL_VIEW if config.view == "global" else IN_DEVICE_VIEW
     return [
-        f"{size / MIB:,.1f} MiB of activations are moved beyond plain jit's, {_noun(kind)}{_what(moved, kind, line)} "
+        f"{size / MIB:,.1f} MiB of activations are moved beyond plain jit's, {_what(moved, kind, line)} "
         f"at {line}: {WHY[kind]}. {remedy}."
         for size, (kind, line) in beyond[:MOST_CAUSES]
         if size > 0.01 * over
@@ -221,14 +219,11 @@ def _by_line(moved: Exchanged, times: int) -> Counter[tuple[str, str]]:
     return sizes
 
 
-def _noun(kind: str) -> str:
-    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
-
-
 def _what(moved: Exchanged, kind: str, line: str) -> str:
-    """Describe the largest array of a kind at a line, and the dim along which it is gathered."""
+    """Describe the largest collective of a kind at a line: its array, and the dim along which it is gathered."""
     found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
     c = max(found, key=lambda piece: piece.bytes).collective
     array = max(c.arrays, key=lambda array: array.bytes)
     along = f" along dim {c.dim}" if kind == "all-gather" and c.dim is not None and len(c.arrays) == 1 else ""
-    return f" of {array.dtype}[{','.join(map(str, array.shape))}]{along}"
+    article = "an" if kind.startswith("a") else "a"
+    return f"{article} {kind} of {array.dtype}[{','.join(map(str, array.shape))}]{along}"

@@ -32,12 +32,7 @@ def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) 
 
 
 def differences(
-    stage: int,
-    step: int,
-    found: Snapshot,
-    expected: Snapshot,
-    noise: dict[Key, float],
-    tolerance: float,
+    stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
 ) -> Iterator[Difference]:
     """Yield the difference of each leaf of one step from the reference."""
     sizes = {key: largest(x) for key, x in expected.items()}
