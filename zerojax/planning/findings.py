@@ -92,7 +92,7 @@ def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> 
 
 
 def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, contract: Contract) -> list[str]:
-    """Report activations that plain jit does not move, by collective and line of the model."""
+    """Find activations that plain jit does not move, by collective and line of the model."""
     over = moved.bytes - contract.times * plain.bytes
     if over <= _slack(contract) + (VOLUME_SLACK - 1) * contract.times * plain.bytes:
         return []
@@ -108,7 +108,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
 
 
 def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Report gradients that the compiler all-reduces although the stage shards them."""
+    """Find gradients that the compiler all-reduces although the stage shards them."""
     over = moved.completed - contract.replicated
     if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
         return []
@@ -127,7 +127,7 @@ def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Report bytes that the compiler moves for an update that should move nothing."""
+    """Find bytes that the compiler moves for an update that should move nothing."""
     if contract.update or moved.of_update <= _slack(contract):
         return []
     sizes: Counter[str] = Counter()
@@ -142,7 +142,7 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
-    """Report memory beyond the floor, and parameters that are gathered whole."""
+    """Find memory beyond the floor, and parameters that are gathered whole."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
@@ -154,7 +154,7 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 
 
 def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
-    """Report parameters that are gathered at the same time beyond one use and its prefetch.
+    """Find parameters that are gathered at the same time beyond one use and its prefetch.
 
     `held` has the gathers whose results are held at the same time. `itemsize` is that of the widest parameter, because
     XLA:CPU widens narrow types.
@@ -171,7 +171,7 @@ def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsiz
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Report matrix products that plain jit does not compute."""
+    """Find matrix products that plain jit does not compute."""
     formula, program = contract.flops, contract.program
     if flops <= FLOPS_SLACK * formula:
         return []
@@ -180,14 +180,14 @@ def flops_findings(flops: int, contract: Contract) -> list[str]:
 
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
-    """Report elements of parameters or gradients that are moved beyond the formula."""
+    """Find elements of parameters or gradients that are moved beyond the formula."""
     if elements <= VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
         return []
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
 
 
 def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
-    """Report communication that no matrix product hides."""
+    """Find communication that no matrix product hides."""
     if not hiding.in_flight or hiding.hidden_share >= LEAST_HIDDEN:
         return []
     exposed = pieces(module, (f.collective for f in hiding.exposed))

@@ -27,7 +27,7 @@ REPEATS = 3
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Chain a transformation after one that keeps the last gradients, as the first leaves of the state."""
+    """Put a transformation before `tx` that keeps the last gradients, as the first leaves of the state."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
