@@ -45,6 +45,7 @@ class AbsentProgram(NamedTuple):
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
     """Return a step of `train_step` on absent GPUs, with its state sharded anew for these GPUs."""
+    check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
@@ -62,17 +63,17 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts)
 
 
-def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
-    """Return a state of any mesh as shapes on the mesh of a transformation.
-
-    Raises:
-        TypeError: If `state` is not a `ZeroState`.
-    """
+def check_state(state: Any) -> None:
+    """Raise an error unless a state is a `ZeroState`."""
     if not isinstance(state, ZeroState):
         raise TypeError(
             f"A step of train_step needs its ZeroState, not {type(state).__name__}. Make the state with "
             f"tx.create(params); shapes are enough: tx.create(jax.eval_shape(init))."
         )
+
+
+def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
+    """Return a state of any mesh as shapes on the mesh of a transformation."""
     mesh, layout = tx.config.mesh, state.plan.layout
     # As a user gives parameters: logical shapes, sharded over the mesh axes of the model only.
     over_others = lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None

@@ -25,7 +25,7 @@ from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.tree import layout_of
 from zerojax.placement.storage import padded_forms
-from zerojax.planning.absent_program import state_shapes
+from zerojax.planning.absent_program import check_state, state_shapes
 from zerojax.planning.contract import Checked, WithMutable, contract_of
 from zerojax.planning.findings import (
     MIB,
@@ -207,6 +207,7 @@ def check(
 
 def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: str | None) -> Check:
     """Check a training step, as `check` does."""
+    check_state(state)
     config, accumulate = on_topology(step.config, topology), step.options.accumulate
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
