@@ -82,13 +82,13 @@ class Walk:
             self.run(*compat.opened(body), values, line)
 
     def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:
-        """Evaluate a loop's iterations up to the first iteration with a new origin."""
-        body, before = compat.opened(loop.body), len(self.found)
+        """Evaluate a loop's iterations up to the first iteration that makes a NaN."""
+        body = compat.opened(loop.body)
         split = loop.consts + loop.carry
         consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
         for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
             results = self.run(*body, [*consts, *carry, *(x[i] for x in xs)], line)
-            if len(self.found) > before:
+            if "nan" in self.found:
                 return
             carry = results[: loop.carry]
 
