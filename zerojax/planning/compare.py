@@ -14,7 +14,7 @@ from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.comparison import Comparison, NonFinite
 from zerojax.planning.nonfinite import origins
 from zerojax.planning.options import LossOptions
