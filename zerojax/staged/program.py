@@ -9,10 +9,9 @@ from typing import Any
 
 from zerojax import compat
 from zerojax.dims import NOWHERE
-from zerojax.gather.program import Program
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.schedule import Options
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Segment
+from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, differentiable
 from zerojax.staged.loop import StagedLoop, staged_loop
@@ -121,9 +120,9 @@ class StagedProgram:
             results,
             frozenset(i for i, v in enumerate(segment.others) if v in self._arguments),
         )
-        states = [[rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results)]
+        others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.row is not None for source in sources]
-        stage = self._stages.of(segment, wanted, RowStates(*states, follower), by_row)
+        stage = self._stages.of(segment, wanted, RowStates(others, outs, follower), by_row)
         return StagedBlock(segment, stage, sources)
 
     def _source(self, param: ShardedParam) -> Source:

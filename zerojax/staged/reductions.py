@@ -18,7 +18,6 @@ import jax.core
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
-from zerojax.optim.elementwise import ELEMENTWISE
 from zerojax.optim.traced import GRAD, Equations, equations_behind, producers_of
 from zerojax.streaming.host_update import evaluate_as
 
@@ -161,7 +160,8 @@ class Reductions:
         shape = root.aval.shape
         full = last.primitive.name in _COMBINED and len(last.params["axes"]) == len(shape)
         elementwise = all(
-            one.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} and all(v.aval.shape == shape for v in one.outvars)
+            one.primitive.name in jaxprs.ELEMENTWISE | {"broadcast_in_dim"}
+            and all(v.aval.shape == shape for v in one.outvars)
             for one in before
         )
         return full and elementwise and all(v.aval.shape == () for v in inputs[1:])

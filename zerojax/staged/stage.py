@@ -72,8 +72,7 @@ class Stage:
             mesh: The mesh of the shards.
         """
         assert isinstance(segment, BlockSegment | PlainSegment)
-        roots = [jax.core.ShapedArray(p.leaf.shape, p.leaf.dtype) for p in segment.params]
-        roots = [Slot(aval.update(dtype=p.stored.dtype)) for p, aval in zip(segment.params, roots, strict=True)]
+        roots = [Slot(jax.ShapeDtypeStruct(p.leaf.shape, p.stored.dtype)) for p in segment.params]
         params = [_plain(p, slot) for p, slot in zip(segment.params, roots, strict=True)]
         slots = lambda variables: tuple(Slot(v.aval) for v in variables)
         inputs = segment.jaxpr.invars[len(params) :]
@@ -110,7 +109,7 @@ class Stage:
         """Return `(results, saved)`."""
         segment = self._segment
         env = dict(zip(segment.others, others, strict=True)) | self._roots(dict(enumerate(shards)))
-        gathered, others = segment.start(self._gathers(env, segment.params))
+        gathered, others = segment.take_inputs(self._gathers(env, segment.params))
         return (segment.run(gathered, others), []) if self.passes is None else self.passes.run(gathered, others)
 
     def _backward(

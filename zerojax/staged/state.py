@@ -107,11 +107,11 @@ def write_params(
         files: Take the sharded parameters, in the types of the files' leaves.
         shapes: Whether the leaves are shapes.
     """
-    stored = files.nodes(is_shape=shapes)
+    stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
     for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True)):
         if i not in stored:
-            x = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) if shapes else placed_leaf(config, x, leaf)
-            stored[i] = place_array(x, named(config, leaf)) if shapes else x.astype(leaf.dtype)
+            shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+            stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
         elif not shapes:
             write_leaf(files, i, x, functools.partial(placed_leaf, config, x, leaf))
     if not shapes:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.mesh import constrain
-from zerojax.gather.program import Program
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
-from zerojax.gather.segments import Segment
+from zerojax.gather.segments import Program, Segment
 from zerojax.staged.sources import Source
 
 if TYPE_CHECKING:

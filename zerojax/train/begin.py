@@ -1,4 +1,4 @@
-"""The first state of a run."""
+"""The parameters and the first state of a run, in storage."""
 
 from __future__ import annotations
 
@@ -14,18 +14,32 @@ from jax.sharding import NamedSharding
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import Layout
+from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.placement.init_params import init_programs
-from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
-from zerojax.placement.storage import in_storage, leaves_of, named
-from zerojax.staged.state import dtype_of, files_of_params, files_of_run, placed_leaf, shapes_on_disk, write_params
+from zerojax.placement.place import (
+    MOST_PROGRAMS,
+    are_shapes,
+    cast_params,
+    check_host_room,
+    init_programs,
+    place_params,
+    place_replicated,
+)
+from zerojax.placement.storage import in_storage, leaves_of, named, named_tree
+from zerojax.staged.state import (
+    dtype_of,
+    files_of_params,
+    files_of_run,
+    placed_leaf,
+    put_on_disk,
+    shapes_on_disk,
+    write_params,
+)
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import Deferred, init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
-from zerojax.train.serialization import known_to_flax
-from zerojax.train.state import ZeroState
+from zerojax.train.state import ZeroState, known_to_flax
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
@@ -42,34 +56,58 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
     return state
 
 
-def initialised(config: Config, programs: list[Any], args: tuple) -> list[Any]:
-    """Run the programs that make the parameters, which are the same on every process, as are their arguments."""
-    what = "initialise parameters"
-    require_same_values(config, what, args=args)
-    require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
-    return [x for program in programs for x in program(*args)]
-
-
-def initialised_on_disk(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> Any:
-    """Initialise parameters into files, in the types of the master weights, about one leaf at a time."""
+def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
+    """Initialise parameters in storage, alike on every process; see `ZeroTransformation.init_params`."""
+    layout = layout_of(config, jax.eval_shape(init_fn, *args))
+    check_host_room(config, layout)
     leaves = zip(layout.params, layout.grads, strict=True)
     wide = dataclasses.replace(layout, params=tuple(dataclasses.replace(x, dtype=grad.dtype) for x, grad in leaves))
-    programs = init_programs(config, wide, init_fn, args, most=len(layout.params))
-    what = "initialise parameters"
+    # On disk about one leaf is made at a time, and its type is that of the files.
+    given, most = (wide, len(layout.params)) if config.params_on_disk else (layout, MOST_PROGRAMS)
+    programs, what = init_programs(config, given, init_fn, args, most=most), "initialise parameters"
     require_same_values(config, what, args=args)
     require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
-    leaves = (x for program in programs for x in program(*args))
-    return write_params(config, wide, leaves, files_of_params(config, layout, layout.grads))
+    if config.params_on_disk:
+        made = (x for program in programs for x in program(*args))
+        files = files_of_params(config, layout, layout.grads)
+        return on_auto_mesh(config.user_mesh, functools.partial(write_params, config, wide, made, files))
+    arrays = [x for program in programs for x in program(*args)]
+    store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
+    return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
+
+
+def shard(config: Config, params: Any) -> Any:
+    """Copy parameters into storage; see `ZeroTransformation.shard`."""
+    layout = layout_of(config, shapes_on_disk(params))
+    if config.params_on_disk:
+        return on_auto_mesh(config.user_mesh, functools.partial(put_on_disk, config, layout), params)
+
+    def store(params):
+        arrays = place_params(config, layout, params)
+        return in_storage(cast_params(config, layout, arrays, like=layout.params), layout)
+
+    return on_auto_mesh(config.user_mesh, store, params, shardings=lambda _: params_shardings(config, layout))
+
+
+def params_shardings(config: Config, layout: Layout) -> Any:
+    """Return the shardings of the parameters in storage."""
+    return named_tree(config, layout.treedef, layout.params)
 
 
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Place parameters in storage, with a fresh optimizer state or the `plain` one, at step 0; of shapes, shapes."""
+    """Return the state at step 0: parameters in storage, and a fresh optimizer state or the `plain` one.
+
+    If the parameters are shapes, return shapes.
+    """
     known_to_flax()
     shapes = are_shapes(params)
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
     wide = place_params(config, plan.layout, params)
-    opt_state = state_shapes(config, plan) if shapes else first_state(config, plan, params, wide, plain)
+    if shapes:
+        opt_state = state_shapes(config, plan)
+    else:
+        opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
     stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
     errors = {path: zeros(leaf, named(config, leaf), shapes=shapes) for path, leaf in plan.errors}
     return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, errors, plan)
@@ -82,7 +120,7 @@ def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any,
     if layout.overwritten:
         raise ValueError(
             f"params{layout.params[layout.overwritten[0]].path} takes its gradient as its new value, which a step in "
-            f'stages does not do. Take Offload(params="host").'
+            f'stages does not do. Use Offload(params="host").'
         )
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
@@ -91,20 +129,16 @@ def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any,
     if shapes:
         return ZeroState(step, tree, state_shapes(config, plan), scaling, mutable, {}, plan)
     wide = [deferred(config, x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
-    return ZeroState(step, tree, first_state(config, plan, params, wide, plain), scaling, mutable, {}, plan)
+    opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
+    return ZeroState(step, tree, opt_state, scaling, mutable, {}, plan)
 
 
-def deferred(config: Config, x: Any, leaf: Leaf) -> Deferred:
+def deferred(config: Config, x: Any, leaf: Leaf) -> Any:
     """Return a parameter in storage, in the type in which it was given, which is copied to the devices when needed."""
     return Deferred(functools.partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
 
 
-def first_state(config: Config, plan: ShardingPlan, params: Any, wide: list, plain: Any) -> Any:
-    """Return the optimizer state that a run begins with: one of `wide` parameters in storage, or the `plain` one."""
-    return init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
-
-
 def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:
-    """Return zeros in a leaf's storage, or only their shape if `shapes`."""
+    """Return zeros in the storage shape of a leaf, or only their shape if `shapes`."""
     of = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=sharding)
     return of if shapes else jnp.zeros(of.shape, of.dtype, device=sharding)

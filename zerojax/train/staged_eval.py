@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zerojax.config import Config
-from zerojax.gather.engine import split_arrays, traced
+from zerojax.gather.engine import split_arrays, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.tree import Layout, layout_of
@@ -68,7 +68,7 @@ class StagedFunction:
                 for i, leaf in enumerate(layout.params)
             ]
             call, follower = view.loss_of_params(), view.comm.follower
-            found = traced(call, layout.treedef, layout.params, full, inputs, OF_ROWS, follower)
+            found = trace_loss(call, layout.treedef, layout.params, full, inputs, OF_ROWS, follower)
             options = Options(view.comm, prefetch=0, reshard_after_forward=True)
             staged = StagedProgram(found.program, kept, [False] * len(full), options, self._config.mesh)
             self._traced[key] = Traced(staged, found.consts, found.structure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.gather.engine import split_arrays, traced
+from zerojax.gather.engine import split_arrays, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.optim.plan import ShardingPlan
 from zerojax.staged.gradients import Gradients
@@ -82,7 +83,7 @@ class StagedLoss:
 
     def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
         """Return the stages of the loss for `(mutable, batch, args)` of some types."""
-        arrays = jax.eval_shape(lambda *given: self._inputs(*given, 0), *inputs)
+        arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = type_key(arrays)
         if key not in self._traced:
             self._traced[key] = self._trace(stored, arrays)
@@ -97,7 +98,7 @@ class StagedLoss:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if i not in stored else stored[i]
             for i, leaf in enumerate(layout.params)
         ]
-        found = traced(call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm.follower)
+        found = trace_loss(call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm.follower)
         trained = {layout.trained[k] for k in view.differentiable}
         active = [i in trained for i in range(len(full))]
         options = Options(view.comm, prefetch=0, reshard_after_forward=True)
@@ -153,7 +154,7 @@ class StagedLoss:
             reader.close()
         assert end is not None
         assert sums is not None
-        return LossAndGrads(returned, sums, *end, mutable)
+        return LossAndGrads(returned, sums, end[0], end[1], end[2], mutable)
 
     def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
         """Return the arguments of one microbatch. Traced under jit."""

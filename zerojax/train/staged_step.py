@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.mesh import constrain, replicated
+from zerojax.comm.mesh import constrain, replicated, to_storage
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.rollback import roll_back
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.optim.update import unshard_after_update
-from zerojax.placement.storage import leaves_of, storage_leaves, to_storage, unpadded
+from zerojax.optim.update import roll_back, unshard_after_update
+from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
 from zerojax.staged.gradients import Finishing, Gradients, logical_chunk
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.reductions import Cut, Reductions, combined
@@ -84,7 +83,7 @@ class StagedStep:
         self._trained = trained_on_disk(program.config, plan)
         self._loss = StagedLoss(program, plan)
         self._update = StagedUpdate(program.config, plan, self._trained)
-        self._reductions = Reductions(self._update.partition.resident, self._trained)
+        self._reductions = Reductions(self._update.partition.first.equations[0], self._trained)
         self._finishing = Finishing()
         self._finish = jax.jit(self._finished)
         self._round = jax.jit(self._small_values, static_argnums=1)
@@ -97,7 +96,7 @@ class StagedStep:
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
         """Do one step. Files that it leaves half written after an error are given up."""
-        check_state(self._config, self._plan, state.opt_state)
+        check_state(self._plan, state.opt_state)
         files = files_of(state.params)
         if files is None:
             raise TypeError(
@@ -214,7 +213,7 @@ class StagedStep:
         """Return the trained parameters on the devices, sharded for the update, by index among the trained."""
         plan = self._plan
         pairs = [(k, i) for k, i in enumerate(plan.layout.trained) if i in small.stored]
-        return {k: to_storage(self._config, small.stored[i], plan.grads[k]) for k, i in pairs}
+        return {k: to_storage(self._config.mesh, small.stored[i], plan.grads[k]) for k, i in pairs}
 
     def _grads(self, small: Small) -> dict[int, Array]:
         """Return the gradients on the devices, multiplied by the step's factor, by index among the trained."""
@@ -242,8 +241,8 @@ class StagedStep:
         grads = {k: x.astype(plan.grads[k].dtype) for k, x in wide.items()}
         results = iter(self._reductions.results(self._known(small, resident, old, grads)))
         partition = self._update.partition
-        updated = {i: to_storage(config, next(results), plan.grads[i]) for i in partition.resident_params}
-        new_state = {k: to_storage(config, next(results), plan.state[k]) for k in partition.resident_state}
+        updated = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in partition.first.params}
+        new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in partition.first.resident}
         leaves, shared = [new_state.get(k, x) for k, x in enumerate(resident)], list(results)
         scaling, skipped = state.scaling, jnp.zeros((), bool)
         opt_state = jax.tree.unflatten(plan.state_def, leaves)
@@ -270,7 +269,7 @@ class StagedStep:
         plan, given = self._plan, stored or {}
         frozen = [given.get(i) for i in range(len(plan.layout.params))]
         new = [updated.get(k) for k in range(len(plan.grads))]
-        params = unshard_after_update(self._config, plan, new, frozen)
+        params = unshard_after_update(self._config, plan, new, frozen)  # pyright: ignore[reportArgumentType]
         return [given.get(i) if x is None else x for i, x in enumerate(params)]
 
     def _aux(self, found: LossAndGrads) -> Any:

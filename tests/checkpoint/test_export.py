@@ -1,0 +1,285 @@
+"""Export to safetensors and back; the command line; leaving on a signal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from models import awkward_params
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax import Precision, zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
+from zerojax.checkpoint.manifest import read_manifest
+from zerojax.checkpoint.saving import saved_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf
+from zerojax.cli import app
+from zerojax.layout.leaf import Leaf
+
+PARAMS = awkward_params()
+EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
+EXPECTED |= {name: x for name, x in PARAMS.items() if name != "layer"}
+
+
+def transformation(stage, count=8, precision=None):
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), persist_below=64, precision=precision)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
+        assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes(), name
+
+
+@pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_exported_parameters_are_the_logical_ones(stage, precision, tmp_path):
+    """Padding is gone, and master weights are written, not their narrow copies."""
+    state = transformation(stage, precision=precision).create(PARAMS)
+    assert export(state, tmp_path / "out") == [tmp_path / "out" / "model.safetensors"]
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), EXPECTED)
+    with Checkpointer(tmp_path / "saved") as checkpoints:
+        checkpoints.save(state)
+    export_checkpoint(tmp_path / "saved", tmp_path / "from")
+    assert_equal(load_file(tmp_path / "from" / "model.safetensors"), EXPECTED)
+
+
+def test_floats_are_cast_to_the_type_chosen(tmp_path):
+    export(transformation(3).create(PARAMS), tmp_path / "out", dtype=jnp.bfloat16)
+    cast = {k: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for k, x in EXPECTED.items()}
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), cast)
+
+
+@pytest.mark.parametrize(("stage", "count"), [(3, 3), pytest.param(1, 8, marks=pytest.mark.slow), (0, 1)])
+def test_import_reads_into_any_layout(stage, count, tmp_path):
+    export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
+    tx = transformation(stage, count, Precision.bf16())
+    like = tx.create(jax.eval_shape(awkward_params))
+    found, expected = tx.create(import_params(tmp_path / "out", like)), tx.create(PARAMS)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.sharding == y.sharding
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    plain = import_params(tmp_path / "out", jax.eval_shape(awkward_params))
+    jax.tree.map(np.testing.assert_array_equal, plain, PARAMS)
+
+
+def test_past_the_limit_files_are_divided_and_indexed(tmp_path):
+    written = export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
+    assert len(written) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in EXPECTED.values())
+    assert set(index["weight_map"]) == set(EXPECTED)
+    found = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
+    assert_equal(found, EXPECTED)
+
+
+def test_the_host_holds_about_one_leaf(tmp_path):
+    leaf = 4 << 20
+    state = transformation(3).create({f"w{i}": jnp.ones((1024, 1024)) for i in range(8)})
+    export(state, tmp_path / "warm")
+    tracemalloc.start()
+    export(state, tmp_path / "out")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.5 * leaf
+
+
+def test_tied_weights_are_written_once_and_come_back_tied(tmp_path):
+    w = jax.random.normal(jax.random.key(0), (8, 4))
+    tree = {"embed": w, "head": w, "other": jnp.ones(3)}
+    export(tree, tmp_path / "tree")
+    assert set(load_file(tmp_path / "tree" / "model.safetensors")) == {"embed", "other"}
+    found = import_params(tmp_path / "tree", tree)
+    assert found["head"] is found["embed"]
+    assert np.array_equal(found["head"], w)
+    state = transformation(3).create(tree)  # of a state the leaves are copies, so the tie is told
+    export(state, tmp_path / "state", tied={"head": "embed"})
+    assert set(load_file(tmp_path / "state" / "model.safetensors")) == {"embed", "other"}
+    with pytest.raises(ValueError, match="'other' is 'embed', but they are not equal"):
+        export(state, tmp_path / "no", tied={"other": "embed"})
+    with pytest.raises(ValueError, match="names 'nothing', and there is no such parameter"):
+        export(state, tmp_path / "no", tied={"nothing": "embed"})
+
+
+def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
+    export({"w": jnp.ones((2, 3))}, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already and is not empty"):
+        export({"w": jnp.ones((2, 3))}, tmp_path / "out")
+    with pytest.raises(TypeError, match=r"'key' is key<fry>, which safetensors cannot store"):
+        export({"key": jax.random.key(0)}, tmp_path / "no")
+    with pytest.raises(ValueError, match=r"would have the name 'a\.b'"):
+        export({"a.b": jnp.ones(1), "a": {"b": jnp.ones(2)}}, tmp_path / "no")
+    with pytest.raises(ValueError, match=r"nothing was read:\n  v is missing$"):
+        import_params(tmp_path / "out", {"w": jnp.ones((2, 3)), "v": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"w has the shape \[2, 3\] in the file, and \[3, 2\] is wanted"):
+        import_params(tmp_path / "out", {"w": jnp.ones((3, 2))})
+    with pytest.raises(ValueError, match="w is float32 in the file, and int32 is wanted"):
+        import_params(tmp_path / "out", {"w": jnp.ones((2, 3), jnp.int32)})
+    with pytest.warns(UserWarning, match="1 tensors of .* are not wanted: w"):
+        import_params(tmp_path / "out", {})
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_stacked_flat_leaf_of_a_checkpoint_is_exported_part_by_part(tmp_path):
+    stack = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    with Checkpointer(tmp_path / "saved") as checkpoints:  # the master weights are flat, as they are no parameters
+        checkpoints.save(transformation(1, 4, Precision.bf16()).create({"stack": jnp.asarray(stack)}), step=1)
+    (saved,) = [x for x in read_manifest(tmp_path / "saved" / "step_00000001").leaves if x.name == "params['stack']"]
+    assert saved.kind == "flat"
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", mapping={"h.{i}": "stack"})
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert_equal(found, {f"h.{i}": x for i, x in enumerate(stack)})
+
+
+@pytest.mark.parametrize(("limit", "files"), [(24, 1), (23, 2)])
+def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}  # 12 bytes each
+    assert len(export(params, tmp_path / "out", file_bytes=limit)) == files
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def in_a_process_of_its_own(*args, seconds=60):
+    path = os.pathsep.join([str(Path(zerojax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
+    arguments = [sys.executable, "-m", "zerojax", *map(str, args)]
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def command(*args):
+    return CliRunner().invoke(app, [str(x) for x in args])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    with Checkpointer(directory) as checkpoints:
+        for step in (3, 5):
+            checkpoints.save(transformation(3).create(PARAMS), step=step)
+    return directory
+
+
+@pytest.mark.slow
+def test_the_command_line_verifies_and_exports(saved, tmp_path):
+    done = command("verify", saved)
+    assert (done.exit_code, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")
+    done = in_a_process_of_its_own("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
+    assert load_file(tmp_path / "out" / "model.safetensors")["tied"].dtype == jnp.bfloat16
+    assert json.loads(command("verify", saved, "--json").stdout) == {"intact": [3, 5]}
+    written = json.loads(command("export", saved, tmp_path / "again", "--json").stdout)
+    assert written == {"written": [f"{tmp_path}/again/model.safetensors"]}
+
+
+def test_errors_of_the_command_line_are_one_line(saved, tmp_path):
+    cases = {
+        ("verify", tmp_path / "nowhere"): "There is no checkpoint in",
+        ("export", saved, tmp_path / "out", "--step", "4"): "no checkpoint of step 4 in",
+        ("export", saved, tmp_path / "out", "--dtype", "float17"): "float17",
+        ("export", saved, saved): "exists already and is not empty",
+    }
+    for args, text in cases.items():
+        done = command(*args)
+        assert done.exit_code == 2
+        assert text in done.stderr
+        assert done.stderr.startswith("zerojax: ")
+        assert done.stderr.count("\n") == 1
+        assert not done.stdout
+
+
+# --- preemption --------------------------------------------------------------------------------------------------
+
+
+def send(number, preemption):
+    """A signal to this process, and its arrival: another thread may get it first, and two that wait become one."""
+    os.kill(os.getpid(), number)
+    while preemption.signal is None:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_loop_save_and_leave(number, tmp_path, caplog):
+    tx = transformation(1)
+    state, before = tx.create({"w": jnp.ones(4)}), signal.getsignal(number)
+    with Checkpointer(tmp_path, every=100) as checkpoints, on_preemption() as preemption:
+        for i in range(1, 50):
+            if i == 7:
+                send(number, preemption)
+            stop = preemption.reached(i)
+            checkpoints.save(state, {"i": i}, step=i, force=stop)
+            if stop:
+                break
+    assert i == 7
+    assert preemption.signal == number.name
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: saving after this step" in caplog.text
+    assert Checkpointer(tmp_path, read_only=True).restore(state).data == {"i": 7}
+
+
+def test_a_signal_may_come_while_its_handler_is_set(monkeypatch):
+    real = signal.signal
+    before = real(signal.SIGUSR1, signal.SIG_IGN)
+
+    def interrupted(number, handler):
+        previous = real(number, handler)
+        if callable(handler) and handler.__module__.startswith("zerojax"):
+            signal.raise_signal(number)
+        return previous
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    try:
+        with on_preemption([signal.SIGUSR1]) as preemption:
+            assert preemption.reached(1)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        real(signal.SIGUSR1, before)
+
+
+def test_a_second_signal_stops_at_once():
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+    def block():
+        with on_preemption() as preemption:
+            send(signal.SIGINT, preemption)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.parametrize("dtype", ["uint4", "uint2"])
+def test_a_type_that_no_checkpoint_holds_is_refused_by_name(dtype):
+    if not hasattr(jnp, dtype):
+        pytest.skip(f"this JAX has no {dtype}")
+    leaf = Leaf("packed.codes", (8,), jnp.dtype(dtype), (), 1, "replicated", None)
+    one = StateLeaf("params['packed']['codes']", ("params", "packed", "codes"), leaf, jax.ShapeDtypeStruct((8,), dtype))
+    with pytest.raises(CheckpointError, match=rf"codes'\] is {dtype}.*Keep the leaf as uint8"):
+        saved_leaves({one.name: one})
+
+
+def test_a_tensor_named_as_the_metadata_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'__metadata__', under which"):
+        export({"__metadata__": jnp.ones(3), "w": jnp.ones(3)}, tmp_path / "plain")
+    with pytest.raises(ValueError, match="'__metadata__', under which"):
+        export({"w": jnp.ones(3)}, tmp_path / "mapped", mapping={"__metadata__": "w"})
+    export({"layer": {"__metadata__": jnp.ones(3)}}, tmp_path / "nested")
+    assert set(load_file(tmp_path / "nested" / "model.safetensors")) == {"layer.__metadata__"}
+    assert not (tmp_path / "plain").exists()

@@ -1,0 +1,233 @@
+"""Collectives between shards and full arrays: over one axis, several, or some of them; in buckets or alone."""
+
+import dataclasses
+import math
+
+import constructs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import mesh_of
+from engine_helpers import QUICK, lay_out, stored, trimmed
+from jax.extend import core as jex
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
+from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.encoding import Encoding
+from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.gather import gather_on_use
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad
+
+AXES = ("host", "gpu")
+SIZES = {"host": 2, "gpu": 4}
+SHAPES = {"replicated": (3,), "first dim": (8, 3), "padded": (3, 5), "flat": (3, 3), "small": (2,)}
+
+
+def mesh():
+    return jax.make_mesh(tuple(SIZES.values()), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def leaf_of(name, axes, dtype=jnp.float32):
+    shape, shards = SHAPES[name], math.prod(SIZES[axis] for axis in axes)
+    kind, dim = {"first dim": ("sharded", 0), "padded": ("sharded", 1)}.get(name, ("flat", None))
+    if name == "replicated":
+        kind = name
+    return Leaf(f"['{name}']", shape, np.dtype(dtype), axes, shards, kind, dim)
+
+
+def in_storage(value, leaf):
+    if leaf.kind == "flat":
+        return flatten(value, leaf)
+    return value if leaf.dim is None else pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+
+
+def mapped(fn, in_specs, out_specs):
+    return jax.shard_map(fn, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, axis_names=set(AXES), check_vma=False)
+
+
+def reduced(comm, leaves, exposed):
+    """A function of `(devices, *shape)` stacks: the sum of each over its dim 0, in storage."""
+
+    def local(stacks):
+        return comm.reduce_across(comm.reduce_scatter([stack[0] for stack in stacks], leaves, exposed=exposed), leaves)
+
+    return mapped(local, ([P(AXES)] * len(leaves),), [leaf.local_spec for leaf in leaves])
+
+
+LEAVES = {
+    "all axes": [leaf_of(name, AXES) for name in SHAPES],
+    "inner axis": [leaf_of(name, ("gpu",)) for name in SHAPES],
+    "mixed": [leaf_of(name, axes) for name in SHAPES for axes in (("host",), ("gpu", "host"))],
+    "mixed types": [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.float32, jnp.int32)],
+}
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "exposed"), [(0, False), pytest.param(1 << 20, False, marks=pytest.mark.slow), (600, True)]
+)
+@pytest.mark.parametrize("name", LEAVES)
+def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, bucket_bytes, exposed):
+    leaves = LEAVES[name]
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    stacks = [jax.random.randint(k, (8, *x.shape), 0, 9).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    found = jax.jit(reduced(ManualCollectives(AXES, bucket_bytes), leaves, exposed), compiler_options=QUICK)(stacks)
+    for leaf, stack, x in zip(leaves, stacks, found, strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), x.ndim)
+        np.testing.assert_array_equal(x, in_storage(stack.sum(0), leaf), err_msg=leaf.path)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("name", LEAVES)
+def test_gathered_shards_are_the_array_they_came_from(name, bucket_bytes):
+    leaves = LEAVES[name]
+    comm = ManualCollectives(AXES, bucket_bytes)
+    arrays = [jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape) for leaf in leaves]
+    stored = [in_storage(*pair) for pair in zip(arrays, leaves, strict=True)]
+
+    def local(shards):
+        comm.check(shards, leaves)
+        return comm.all_gather(shards, leaves)
+
+    gather = mapped(local, ([leaf.local_spec for leaf in leaves],), [P()] * len(leaves))
+    found = jax.jit(gather, compiler_options=QUICK)(stored)
+    for leaf, array, x in zip(leaves, arrays, found, strict=True):
+        np.testing.assert_array_equal(x, array, err_msg=leaf.path)
+
+
+def operands_of(jaxpr, primitive):
+    """Sizes of what a collective is given, wherever in a jaxpr it is."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith(primitive):
+            yield from (math.prod(v.aval.shape) for v in eqn.invars)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from operands_of(inner, primitive)
+
+
+def test_hybrid_sharding_reduces_shards_over_the_other_axis():
+    leaf = leaf_of("first dim", ("gpu",))
+    stack = jnp.ones((8, *leaf.shape))
+    jaxpr = jax.make_jaxpr(reduced(ManualCollectives(AXES), [leaf], False))([stack]).jaxpr
+    assert list(operands_of(jaxpr, "reduce_scatter")) == [leaf.size]
+    assert list(operands_of(jaxpr, "psum")) == [leaf.size // 4]
+
+
+def test_exposed_gradients_are_reduced_from_the_last_leaf_on():
+    leaves = [leaf_of(name, ("gpu",)) for name in ("first dim", "flat")]
+    stacks = [jnp.ones((8, *leaf.shape)) for leaf in leaves]
+    of = lambda exposed: jax.make_jaxpr(reduced(ManualCollectives(AXES), leaves, exposed))(stacks).jaxpr
+    sizes = [math.prod(leaf.storage_shape) for leaf in leaves]
+    assert [list(operands_of(of(exposed), "reduce_scatter")) for exposed in (False, True)] == [sizes, sizes[::-1]]
+
+
+def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_view():
+    """Each device along that axis gathers and reduces its own part of them, in one collective."""
+    plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
+    leaves = [plain, dataclasses.replace(plain, path="['tp']", shape=(6, 8), dim=1, others=("host",))]
+    leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
+    comm = GlobalCollectives(("gpu",), mesh=mesh())
+    arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
+    shards = [
+        jax.device_put(in_storage(x, leaf), NamedSharding(mesh(), leaf.spec))
+        for x, leaf in zip(arrays, leaves, strict=True)
+    ]
+
+    def there_and_back(*shards):
+        full = comm.all_gather(shards, leaves)
+        summands = [x[None] * jnp.arange(1.0, 5).reshape(4, *[1] * x.ndim) for x in full]
+        return full, comm.reduce_scatter(summands, leaves)
+
+    full, sums = jax.jit(there_and_back)(*shards)
+    for leaf, array, gathered, reduced in zip(leaves, arrays, full, sums, strict=True):
+        np.testing.assert_array_equal(gathered, array)
+        np.testing.assert_array_equal(reduced, in_storage(10 * array, leaf))
+        assert reduced.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), reduced.ndim)
+    jaxpr = jax.make_jaxpr(there_and_back)(*shards).jaxpr
+    parts = [math.prod(leaf.storage_shape) // (2 if leaf.others else 1) for leaf in leaves]
+    assert list(operands_of(jaxpr, "all_gather")) == [sum(parts) // 4]
+    assert list(operands_of(jaxpr, "reduce_scatter")) == [sum(parts)]
+
+
+@pytest.mark.parametrize("name", ["first dim", "padded", "flat"])
+def test_rows_are_the_shards_and_the_array_again(name):
+    leaf = leaf_of(name, ("gpu",))
+    value = jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape)
+    rows, storage = to_rows(value, leaf), in_storage(value, leaf)
+    for row, shard in zip(rows, np.split(storage, leaf.shards, axis=leaf.dim or 0), strict=True):
+        np.testing.assert_array_equal(row.reshape(leaf.local_shape), shard)
+    np.testing.assert_array_equal(from_rows(rows, leaf), value)
+    if leaf.kind == "flat":
+        np.testing.assert_array_equal(unflatten(storage, leaf), value)
+
+
+W = Leaf("['w']", (4, 4), np.dtype(np.float32), AXES, 8, "sharded", 0)  # 64 bytes
+FLAT, REPLICATED = dataclasses.replace(W, kind="flat", dim=None), dataclasses.replace(W, kind="replicated", dim=None)
+TENSOR_PARALLEL = dataclasses.replace(W, others=(None, "model"))
+INNER, HALF = dataclasses.replace(W, axes=("gpu",), shards=4), dataclasses.replace(W, dtype=np.dtype(np.float16))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "limit", "expected"),
+    [
+        ([W, W, W], 128, [[0, 1], [2]]),
+        ([W, W, W], 1000, [[0, 1, 2]]),
+        ([W, W], 64, [[0], [1]]),  # as large as the limit: alone
+        ([W, W], 0, [[0], [1]]),
+        ([FLAT, FLAT, FLAT], 0, [[0, 1, 2]]),
+        ([W, FLAT, W, FLAT], 1000, [[0, 2], [1, 3]]),
+        ([W, HALF, W, HALF], 1000, [[0, 2], [1, 3]]),
+        ([W, INNER, W], 1000, [[0, 2], [1]]),
+        ([W, TENSOR_PARALLEL, W], 1000, [[0, 2], [1]]),
+        ([W, REPLICATED, REPLICATED], 1000, [[0], [1], [2]]),
+    ],
+)
+def test_which_leaves_share_a_bucket(leaves, limit, expected):
+    assert buckets([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], leaves, limit) == expected
+
+
+def test_gradients_are_reduced_in_the_type_of_the_wire():
+    leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
+    comm = ManualCollectives(AXES, encoding=Encoding(np.dtype(np.float32)))
+    stacks = [jnp.full((8, *leaf.shape), 257, leaf.dtype) for leaf in leaves]
+    for leaf, x in zip(leaves, jax.jit(reduced(comm, leaves, False))(stacks), strict=True):
+        assert x.dtype == (leaf.dtype if leaf.dtype == np.int32 else np.float32)
+        assert comm.encoding.decode_grad(x, leaf.dtype).dtype == leaf.dtype
+        assert float(x.max()) == 8 * float(stacks[0].max() if x.dtype == np.float32 else 257)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"shards": 4},
+            r"params\['w'\] is laid out for 4 shards, but there are 8 devices along mesh axes 'host'",
+        ),
+        ({"shape": (4, 5)}, r"params\['w'\] has shape \(1, 4\) .* \(sharded\) requires \(1, 5\). Pass the leaf in"),
+    ],
+)
+def test_a_shard_that_is_not_laid_out_as_its_leaf_is_refused(changes, message):
+    leaf = dataclasses.replace(W, **changes)
+    check = lambda x: ManualCollectives(AXES).check([x], [leaf])
+    with pytest.raises(ValueError, match=message):
+        jax.make_jaxpr(mapped(check, (P(AXES),), None))(jnp.ones((8, 4)))
+
+
+def test_a_negative_bucket_size_is_refused():
+    with pytest.raises(ValueError, match="bucket_bytes=-1 must be at least 0; 0 gathers every leaf by itself"):
+        ManualCollectives(AXES, bucket_bytes=-1)
+
+
+@pytest.mark.parametrize("name", [pytest.param("remat", marks=pytest.mark.slow), "scan_everything", "stacked_layers"])
+def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
+    params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
+    setup = lay_out(params, constructs.DIMS)
+    comm = GlobalCollectives(("data",), mesh=mesh_of(8))
+    fn = gather_on_use(constructs.TABLE[name], setup.layout, comm=comm)
+    value, grads = jax.jit(jax.value_and_grad(fn), compiler_options=QUICK)(stored(params, setup), x)
+    expected, plain = jax.jit(jax.value_and_grad(constructs.TABLE[name]))(params, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(trimmed(grads, setup)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # float32 sums in another order

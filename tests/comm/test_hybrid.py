@@ -1,0 +1,312 @@
+"""Hybrid sharding: within a host, and over hosts replicated (HSDP, MiCS) or divided further (parameters inside)."""
+
+import functools
+import shutil
+
+import constructs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import fraction, mesh_of, quick_or_slow
+from jax.sharding import AxisType
+from models import awkward_batches, awkward_loss, awkward_params, floats_only
+
+import zerojax.offload
+from zerojax import Offload, Precision, check, collectives, estimate, plan, report, zero_shard
+from zerojax.checkpoint import Checkpointer
+from zerojax.gpus.topology import installed
+from zerojax.inspect.collectives import CompiledCollectives
+
+AXES, BELOW = ("host", "gpu"), 50
+OPTIMIZERS = {
+    "adamw": floats_only(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))),
+    "clip-adafactor": floats_only(optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2, 4))),
+}
+
+
+WAYS = {"shards": {"shard_axis": "gpu"}, "params": {"params_axis": "gpu"}, "all": {}}
+
+
+def zero(stage=3, name="adamw", way="shards", **options):
+    mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+    options = {"persist_below": BELOW} | WAYS[way] | options
+    return zero_shard(OPTIMIZERS.get(name, name), stage=stage, mesh=mesh, axis=AXES, **options)
+
+
+def trained(tx, **options):
+    """`(losses and norms, parameters, state, step)` after three steps."""
+    state, step = tx.create(awkward_params()), tx.train_step(awkward_loss, **options)
+    metrics = []
+    for batch in batches(options.get("accumulate", 1)):
+        state, found = step(state, batch)
+        metrics.append((float(found["loss"]), float(found["grad_norm"])))
+    return metrics, jax.device_get(tx.unshard(state.params)), state, step
+
+
+def batches(accumulate=1):
+    """Rows for every device and microbatch: each batch so many times."""
+    return [jax.tree.map(lambda x: np.concatenate([x] * accumulate), batch) for batch in awkward_batches(3)]
+
+
+@functools.cache
+def on_one_device(name, accumulate=1):
+    tx = zero_shard(OPTIMIZERS[name], stage=0, mesh=mesh_of(1))
+    return trained(tx, accumulate=accumulate)[:2]
+
+
+def assert_same(found, expected):
+    # sums over devices are made in another order
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=4e-6), found[1], expected[1])
+
+
+STAGES = [*((stage, "shards") for stage in range(4)), (3, "params")]
+VIEWS = ("global", "device")
+GRID = [(*stage, view, name) for stage, view, name in fraction(2, STAGES, VIEWS, OPTIMIZERS)]
+QUICK = [(3, "params", "global", "adamw")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "way", "view", "name"), quick_or_slow([*GRID, (3, "shards", "device", "clip-adafactor")], QUICK)
+)
+def test_it_trains_as_on_one_device(stage, way, view, name):
+    assert_same(trained(zero(stage, name, way, view=view)), on_one_device(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["global", "device"])
+@pytest.mark.parametrize(("stage", "way"), [STAGES[1], *STAGES[3:]])
+def test_microbatches_are_those_of_one_device(stage, way, view):
+    assert_same(trained(zero(stage, way=way, view=view), accumulate=2), on_one_device("adamw", 2))
+
+
+# what is scanned, stacked, joined, sliced, or summed by the compiler before it is reduced
+SHAPES_OF_LOSSES = "scan_everything stacked_layers custom_vjp_in_scan penalty scan_same_stack_twice remat".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "way", "view"),
+    [*fraction(2, SHAPES_OF_LOSSES, ("shards", "params"), VIEWS), ("stacked_layers", "params", "device")],
+)
+def test_every_shape_of_a_loss_is_differentiated_as_on_one_device(name, way, view):
+    """In two microbatches, whose gradients are reduced across hosts once."""
+    loss, params = constructs.TABLE[name], constructs.make_params()
+    rows = jax.random.normal(jax.random.key(9), (8, 2, 3, 8))
+    plain = jax.jit(
+        jax.value_and_grad(lambda p: (loss(p, rows[:, 0].reshape(24, 8)) + loss(p, rows[:, 1].reshape(24, 8))) / 2)
+    )
+    tx = zero(name=optax.sgd(1.0), way=way, view=view, persist_below=4)
+    state, metrics = tx.train_step(loss, accumulate=2)(tx.create(params), rows.reshape(48, 8))
+    value, grads = plain(params)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    for old, new, grad in zip(*map(jax.tree.leaves, (params, tx.unshard(state.params), grads)), strict=True):
+        np.testing.assert_allclose(old - new, grad, rtol=2e-5, atol=2e-5 * max(1e-2, float(np.abs(grad).max())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "view"),
+    [(w, v) for w in ("shards", "params") for v in ("global", "device")],
+)
+def test_microbatches_are_reduced_across_hosts_once(way, view):
+    def across(accumulate):
+        tx = zero(way=way, view=view)
+        rows = batches(accumulate)[0]
+        moved = collectives(
+            tx.train_step(awkward_loss, accumulate=accumulate).lower(tx.create(awkward_params()), rows).compile()
+        )
+        return sum(
+            c.elements * c.times for c in moved.of("all-reduce", "reduce-scatter", "all-gather") if c.group == (0, 4)
+        )
+
+    assert across(4) == across(2) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        ("shards", "host"),
+        ("shards", "host update"),
+        ("shards", "disk"),
+        ("shards", "params"),
+        ("params", "host"),
+        ("params", "disk"),
+    ],
+)
+def test_what_is_offloaded_trains_as_on_the_device(way, where, tmp_path):
+    offload = {
+        "host": Offload(optimizer="host", update="device", chunk_bytes=400),
+        "host update": Offload(optimizer="host", update="host", chunk_bytes=400),
+        "disk": Offload(optimizer="disk", path=tmp_path / "state", chunk_bytes=400),
+        "params": Offload(optimizer="host", params="host", chunk_bytes=400),
+    }[where]
+    found = trained(zero(way=way, offload=offload))
+    zerojax.offload.close(found[2])
+    shutil.rmtree(tmp_path / "state", ignore_errors=True)
+    assert_same(found, on_one_device("adamw"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["shards", "params"])
+def test_in_mixed_precision_it_trains_as_over_all_devices(way):
+    precision = Precision.bf16()
+    found, expected = (trained(zero(way=name, precision=precision)) for name in (way, "all"))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-2)  # 8 bits, summed in another order
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_device_holds_what_one_of_a_single_host_does(stage):
+    state = zero(stage).create(awkward_params())
+    alone = zero_shard(OPTIMIZERS["adamw"], stage=stage, mesh=mesh_of(4), persist_below=BELOW)
+    one_host = alone.create(awkward_params())
+    assert report(state).bytes == report(one_host).bytes
+    assert set(report(state).per_device.values()) == set(report(one_host).per_device.values())
+    on_paper = estimate(
+        awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS["shards"]
+    )
+    assert held(on_paper[stage]) == held_by(state)
+
+
+PADDED = {"w": 16 * 24, "tied": 24 * 13, "frozen": 8 * 13, "uneven": 13 * 8}
+
+
+def held(row):
+    return row.params, row.opt_state
+
+
+def held_by(state):
+    return tuple(report(state).bytes[part] for part in ("params", "opt_state"))
+
+
+def test_parameters_are_sharded_within_a_host_and_all_else_over_all_devices():
+    state = zero(way="params").create(awkward_params())
+    everything = zero(way="all").create(awkward_params())
+    assert held_by(state)[1] == held_by(everything)[1]
+    # a quarter of each parameter that is sharded, padded for eighths; the others in full
+    assert held_by(state)[0] == 4 * (sum(PADDED.values()) // 4 + 4 + 3 + 1)
+    on_paper = estimate(
+        awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS["params"]
+    )
+    assert held(on_paper[3]) == held_by(state)
+
+
+@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
+def test_only_shards_of_gradients_cross_hosts(view):
+    tx = zero(view=view)
+    compiled = tx.train_step(awkward_loss).lower(tx.create(awkward_params()), awkward_batches(1)[0]).compile()
+    moved = collectives(compiled)
+    assert {c.group for c in moved.of("all-gather", "reduce-scatter")} == {(0, 1, 2, 3)}
+    across = sum(c.elements for c in moved.of("all-reduce") if c.group == (0, 4))
+    scattered = moved.moved("reduce-scatter").elements  # padding included
+    assert 0 < across <= scattered / 4
+    # the loss, and what is persistent
+    assert sum(c.elements for c in moved.of("all-reduce") if c.group_size == 8) <= 20
+    assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
+
+
+@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
+def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view):
+    tx = zero(way="params", view=view)
+    compiled = tx.train_step(awkward_loss).lower(tx.create(awkward_params()), awkward_batches(1)[0]).compile()
+    moved = collectives(compiled)
+    inside, across, everywhere = (0, 1, 2, 3), (0, 4), tuple(range(8))
+    count = lambda kind, group: sum(c.elements for c in moved.of(kind) if tuple(sorted(c.group)) == group)
+    assert count("reduce-scatter", across) == count("reduce-scatter", inside) // 4 > 0
+    assert count("all-gather", across) == sum(PADDED.values()) // 4  # once, after the update
+    assert count("reduce-scatter", everywhere) + count("all-gather", everywhere) <= 40  # what is persistent
+    assert {tuple(sorted(c.group)) for c in moved.of("all-gather", "reduce-scatter")} == {inside, across, everywhere}
+    assert count("all-reduce", across) == 0
+    assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (1, "shards"),
+        pytest.param(1, "all", marks=pytest.mark.slow),
+        pytest.param(3, "shards", marks=pytest.mark.slow),
+        (3, "params"),
+    ],
+)
+def test_bytes_sent_are_those_of_the_compiled_step(stage, way):
+    def loss(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x)
+        return x.sum()
+
+    params = [jax.ShapeDtypeStruct((64, 64), np.float32)] * 4
+    tx = zero(stage, optax.adam(1e-3), way)
+    rows = jax.ShapeDtypeStruct((8, 64), np.float32)
+    moved = collectives(tx.train_step(loss).lower(tx.create(params), rows).compile())
+    row = estimate(params, devices="h200:2x4", persist_below=BELOW, **WAYS[way])[stage]
+    if stage < 3:  # of the gathers of stage 3 the compiler for CPUs may drop some
+        assert moved.moved().sent == pytest.approx(row.sent, abs=200)  # and scalars
+    between = CompiledCollectives(c for c in moved if {device // 4 for device in c.group} == {0, 1})
+    assert between.moved().sent == pytest.approx(row.across, abs=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [("shards", "all"), ("shards", "params"), ("params", "shards"), ("params", "all"), ("all", "params")],
+)
+def test_a_checkpoint_is_restored_over_other_axes(way, other, tmp_path):
+    _, params, state, _ = trained(zero(way=way))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        tx = zero(way=other)
+        restored = checkpoints.restore(tx.create(awkward_params())).state
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(tx.unshard(restored.params)), params)
+
+
+@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+def test_a_plan_tells_what_crosses_hosts():
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), np.float32)}
+    step, rows = zero().train_step(lambda p, x: (x @ p["w"]).sum()), jax.ShapeDtypeStruct((16, 1024), np.float32)
+    found = plan(step, zero().create(params), rows, topology="h200:2x8")
+    # each device all-reduces its eighth of the gradient with one of the other host, which sends half of it twice
+    assert found.across_hosts == pytest.approx(1024**2 / 8 * 4, rel=0.01)
+    assert "all-reduce f32, hosts" in str(found)
+    alone = plan(step, zero().create(params), rows, topology="h200:8")
+    assert alone.across_hosts == 0
+    assert "hosts" not in str(alone)
+
+
+def test_the_axes_are_said():
+    said = {way: repr(zero(way=way).create(awkward_params())).partition("\n")[0] for way in WAYS}
+    assert said == {
+        "shards": "ZeroState(stage 3 over axis 'gpu', replicated over axis 'host', 8 devices)",
+        "params": "ZeroState(stage 3 over axes 'gpu' and 'host', parameters over axis 'gpu', 8 devices)",
+        "all": "ZeroState(stage 3 over axes 'host' and 'gpu', 8 devices)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"shard_axis": "model"}, ValueError, "shard_axis names axis 'model', over which no rows are divided"),
+        ({"shard_axis": ()}, ValueError, r"shard_axis=\(\) must name at least one mesh axis"),
+        ({"shard_axis": 0}, TypeError, "shard_axis= names one mesh axis"),
+        ({"params_axis": "model"}, ValueError, "params_axis names axis 'model', over which no rows are divided"),
+        ({"params_axis": "gpu", "stage": 2}, ValueError, "needs stage 3: stage 2 keeps parameters replicated"),
+        ({"params_axis": "gpu", "shard_axis": "gpu"}, ValueError, "Give one"),
+        ({"params_axis": "gpu", "offload": Offload(optimizer="host", params="host")}, ValueError, "Give one of them"),
+    ],
+)
+def test_axes_that_do_not_go_together_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        zero(way="all", **options)
+
+
+def test_an_estimate_refuses_what_it_cannot_lay_out():
+    with pytest.raises(ValueError, match="params_axis names axis 'gpu', over which no rows are divided"):
+        estimate(awkward_params(), devices=8, params_axis="gpu")
+    with pytest.raises(ValueError, match="Unknown topology 'h200:x'"):
+        estimate(awkward_params(), devices="h200:x")
+    with pytest.raises(TypeError, match="give the transformation that zero_shard wraps"):
+        estimate(awkward_params(), tx=zero())

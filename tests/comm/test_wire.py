@@ -1,0 +1,473 @@
+"""Quantised collectives: how far a value is rounded, what travels, and that all else is as without."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import quick_or_slow
+from engine_helpers import QUICK
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
+from zerojax.checkpoint import Checkpointer
+from zerojax.comm.collectives import LABEL, ManualCollectives
+from zerojax.comm.encoding import Encoding
+from zerojax.comm.quantised import Codec
+from zerojax.config.wire import FORMATS
+from zerojax.layout.leaf import Leaf
+from zerojax.train.same_run import run_record
+
+AXES = ("host", "gpu")
+BLOCK = 16
+
+
+def mesh():
+    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+# The largest error of an element, as a share of its block's largest magnitude, and of itself.
+ERRORS = {"int4": (1 / 14, 0), "int8": (1 / 254, 0)}
+ERRORS |= {"float8_e4m3fn": (2**-10 / 448, 1 / 16), "float8_e5m2": (1e-9, 1 / 8)}
+
+
+@functools.cache
+def round_trip(fmt):
+    codec = Codec(fmt, BLOCK)
+    return jax.jit(lambda x: codec.decode(codec.encode(x), x.shape[-1])), codec
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0, 20), zeros=st.floats(0, 1))
+def test_an_element_is_off_by_at_most_its_formats_bound(fmt, seed, spread, zeros):
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(2, 70)) * np.exp2(rng.uniform(-spread, spread, (2, 70)))).astype(np.float32)
+    x[rng.random(x.shape) < zeros] = 0
+    fn, _ = round_trip(fmt)
+    peaks = np.abs(np.pad(x, [(0, 0), (0, 10)])).reshape(2, -1, BLOCK).max(-1).repeat(BLOCK, axis=-1)[:, :70]
+    of_block, of_itself = ERRORS[fmt]
+    found = np.asarray(fn(x))
+    rounding = 4 * np.finfo(np.float32).eps * peaks  # of the division by the scale and the product with it
+    assert (np.abs(found - x) <= of_block * peaks + of_itself * np.abs(x) + rounding).all()
+    assert (found[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so_and_alone(fmt, value):
+    fn, codec = round_trip(fmt)
+    x = np.ones((1, 70), np.float32)
+    x[0, 20] = value
+    found = np.asarray(fn(x))[0]
+    assert not np.isfinite(found[20])
+    np.testing.assert_allclose(found[[*range(16), *range(32, 70)]], 1, rtol=1e-6)
+    assert codec.encode(x).nbytes == codec.bytes(70) == 5 * (BLOCK * FORMATS[fmt] // 8 + 4)
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.parametrize("value", [0.3, -0.07, 1e-3])
+def test_stochastic_rounding_is_right_in_the_mean(fmt, value):
+    """Though a number far below a step is nearest to zero; also where one number stands everywhere."""
+    codec = Codec(fmt, BLOCK, stochastic=True)
+    x = np.full((4096, BLOCK), value, np.float32)
+    x[:, 0] = 1  # the block's largest
+    found = np.asarray(jax.jit(lambda x: codec.decode(codec.encode(x), BLOCK))(x))
+    step = 1 / {"int4": 7, "int8": 127}[fmt]
+    assert (np.abs(found - x) < step).all()
+    assert abs(found[:, 1:].mean() - value) < 4 * step / 2 / np.sqrt(found.size)  # four standard errors at most
+    np.testing.assert_allclose(found[:, 0], 1, rtol=1e-6)
+    assert (codec.decode(codec.encode(jnp.zeros((2, 70))), 70) == 0).all()
+
+
+def leaf_of(axes, shape, dim):
+    shards = math.prod({"host": 2, "gpu": 4}[axis] for axis in axes)
+    return Leaf("['w']", shape, np.dtype(np.float32), axes, shards, "sharded", dim, is_quantised=True)
+
+
+def numpy_reduced(parts, leaf, codec, over):
+    """Reduce `(workers, *shape)` as devices do: hop by hop, the innermost axis first."""
+    back = lambda x: np.asarray(codec.decode(codec.encode(jnp.asarray(x)), x.shape[-1]))
+    at = leaf.storage_shape[leaf.dim]
+    widths = [(0, at - n if d == leaf.dim else 0) for d, n in enumerate(leaf.shape)]
+    rows = np.stack([np.moveaxis(np.pad(x, widths), leaf.dim, 0).reshape(leaf.shards, -1) for x in parts])
+    local = np.moveaxis(np.empty(leaf.storage_shape), leaf.dim, 0)[: at // leaf.shards].shape
+    in_order = lambda x: np.moveaxis(x.reshape(*x.shape[:-1], *local), x.ndim - 1, x.ndim - 1 + leaf.dim)
+    rows = in_order(rows).reshape(2, 4, 2, 4, -1)  # workers, shards, elements
+    summed = (back(rows) if "gpu" in over else rows).sum(1)  # over the devices of a host
+    summed = (back(summed) if "host" in over else summed).sum(0)
+    return summed.reshape(leaf.shards, -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "dim"), [((8, 40), 0), ((5, 24), 1), ((9, 30), 0)])
+@pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
+def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
+    leaves = [leaf_of(AXES, shape, dim), leaf_of(AXES, (16, 16), 0)]
+    encoding = Encoding(formats=Wire(reduce="int8", block=BLOCK, over=over))
+    comm = ManualCollectives(AXES, encoding=encoding)
+    parts = [jax.random.normal(jax.random.key(i), (8, *leaf.shape)) for i, leaf in enumerate(leaves)]
+
+    def local(parts):
+        return [x.reshape(1, -1) for x in comm.reduce_scatter([x[0] for x in parts], leaves)]
+
+    fn = jax.shard_map(local, mesh=mesh(), in_specs=([P(AXES)] * 2,), out_specs=[P(AXES)] * 2, check_vma=False)
+    for leaf, x, found in zip(leaves, parts, jax.jit(fn, compiler_options=QUICK)(parts), strict=True):
+        expected = numpy_reduced(np.asarray(x), leaf, Codec("int8", BLOCK), over)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
+@pytest.mark.parametrize("axes", quick_or_slow([(AXES,), (("gpu", "host"),), (("gpu",),)], [(AXES,)]))
+def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
+    leaves = [leaf_of(axes, (8, 40), 1), leaf_of(axes, (9, 30), 0)]
+    comm = ManualCollectives(AXES, encoding=Encoding(formats=Wire(gather="int8", block=BLOCK, over=over)))
+    arrays = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
+    pads = [[(0, n - m) for n, m in zip(leaf.storage_shape, leaf.shape, strict=True)] for leaf in leaves]
+    stored = [jnp.pad(x, pad) for x, pad in zip(arrays, pads, strict=True)]
+    specs = [leaf.spec for leaf in leaves]
+    gather = lambda shards: comm.all_gather(shards, leaves)
+    fn = jax.shard_map(gather, mesh=mesh(), in_specs=(specs,), out_specs=[P()] * 2, check_vma=False)
+    codec = Codec("int8", BLOCK)
+    for leaf, array, x, found in zip(leaves, arrays, stored, jax.jit(fn)(stored), strict=True):
+        if not set(over) & set(axes):
+            np.testing.assert_array_equal(found, array)
+            continue
+        shards = np.split(np.asarray(x), leaf.shards, leaf.dim)
+        flat = [np.asarray(codec.decode(codec.encode(jnp.asarray(s.ravel())), s.size)).reshape(s.shape) for s in shards]
+        expected = np.concatenate(flat, leaf.dim)[tuple(slice(n) for n in leaf.shape)]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+LAYERS, WIDTH = 3, 32
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "embedding": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 6,
+        "blocks": {
+            "up": jax.random.normal(keys[1], (LAYERS, WIDTH, 2 * WIDTH)) / 6,
+            "down": jax.random.normal(keys[2], (LAYERS, 2 * WIDTH, WIDTH)) / 8,
+            "norm": jnp.ones((LAYERS, WIDTH)),
+        },
+        "scale": jnp.ones(WIDTH),
+    }
+
+
+def loss(params, batch):
+    @jax.checkpoint
+    def block(x, w):
+        return x + jnp.tanh(x * w["norm"] @ w["up"]) @ w["down"], None
+
+    x, _ = jax.lax.scan(block, batch @ params["embedding"], params["blocks"])
+    return jnp.mean((x * params["scale"]) ** 2)
+
+
+BATCH = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+WIRE = Wire(gather="int8", reduce="int4", block=BLOCK, where=("*/up", "*/down"))
+
+
+def transformation(stage=3, *, tx=None, wire=WIRE, axis=AXES, **options):
+    options = {"mesh": mesh(), "axis": axis, "persist_below": 64} | options
+    return zero_shard(tx or optax.sgd(1.0), stage=stage, wire=wire, **options)
+
+
+def gradients(tx):
+    compiled = jax.jit(tx.value_and_grad(loss), compiler_options=QUICK).lower(tx.shard(params()), BATCH).compile()
+    value, grads = compiled(tx.shard(params()), BATCH)
+    return value, tx.unshard(grads), compiled
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+CASES = {
+    "gather": (Wire(gather="int8", block=BLOCK), {}, 0.02),
+    "reduce": (Wire(reduce="int8", block=BLOCK), {}, 0.02),
+    "both": (WIRE, {}, 0.2),
+    "stochastic": (dataclasses.replace(WIRE, rounding="stochastic"), {}, 0.3),
+    "across": (Wire(gather="float8_e4m3fn", reduce="int8", block=BLOCK, over="host"), {}, 0.1),
+    "inside": (WIRE, {"params_axis": "gpu"}, 0.2),
+}
+
+
+@functools.cache
+def exact():
+    return jax.jit(jax.value_and_grad(loss))(params(), BATCH)
+
+
+GRID = [(case, view) for case in CASES for view in ("global", "device")]
+QUICK_ONES = [("inside", "device")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "view"), quick_or_slow(GRID, QUICK_ONES))
+def test_bytes_travel_and_gradients_are_near(case, view):
+    wire, options, error = CASES[case]
+    wire = dataclasses.replace(wire, where=WIRE.where)
+    tx = transformation(wire=wire, view=view, **options)
+    value, grads, compiled = gradients(tx)
+    np.testing.assert_allclose(value, exact()[0], rtol=0.02)
+    expected = flat(exact()[1])
+    found = np.linalg.norm(flat(grads) - expected) / np.linalg.norm(expected)
+    assert 1e-4 < found < error
+    moved = [c for c in collectives(compiled) if LABEL.search(c.op_name)]
+    narrow = {(c.kind, c.group_size) for c in moved if c.dtype == "u8"}
+    hops = {("all-to-all", 2)} if wire.over else {("all-to-all", 4), ("all-to-all", 2)}
+    inner = 4 if options else 2 if wire.over else 8
+    assert narrow == ({("all-gather", inner)} if wire.gather else set()) | (hops if wire.reduce else set())
+
+
+def test_bytes_are_those_of_the_formula():
+    """A layer at a time, in both passes, each with its scales; what `check` counts and its contract are the same."""
+    tx = transformation()
+    _, _, compiled = gradients(tx)
+    moved = [c for c in collectives(compiled) if LABEL.search(c.op_name)]
+    eighth = 2 * WIDTH * WIDTH // 8
+    gathered, reduced = (Codec(fmt, BLOCK).bytes(eighth) for fmt in ("int8", "int4"))
+    total = lambda kind: sum(c.times_if_once * c.bytes for c in moved if c.kind == kind and c.dtype == "u8")
+    assert total("all-gather") == 2 * LAYERS * 2 * 8 * gathered
+    assert total("all-to-all") == LAYERS * 2 * (8 + 2) * reduced  # over "gpu" all rows, over "host" what is left
+    found = check(tx, loss, params(), BATCH)
+    assert found.ok, found
+    assert found.reduced == pytest.approx(found.reduced_formula, rel=0.02)
+    once = WIDTH * WIDTH  # the embedding's gradient does not read it
+    assert found.gathered == pytest.approx(found.gathered_formula - once, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "options"), [(3, {}), (3, {"params_axis": "gpu"}), (1, {})])
+def test_the_estimate_sends_what_the_step_does(stage, options):
+    wire = WIRE if stage == 3 else dataclasses.replace(WIRE, gather=None)
+    tx = transformation(stage, tx=optax.adam(1e-3), wire=wire, **options)
+    state = tx.create(params())
+    step = tx.train_step(loss).lower(state, BATCH).compile()
+    sent = sum(c.times_if_once * c.sent for c in collectives(step))
+    options |= {"devices": "h200:2x4", "tx": optax.adam(1e-3), "persist_below": 64}
+    rows, plain = (estimate(params(), wire=one, **options) for one in (WIRE, None))
+    shards = 4 if "params_axis" in options else 8
+    once = (stage == 3) * 4 * WIDTH * WIDTH * (shards - 1) / shards  # the embedding's gradient does not read it
+    assert rows[stage].sent - once == pytest.approx(sent, rel=0.01)
+    assert rows[stage].sent < 0.75 * plain[stage].sent
+
+
+def test_stored_parameters_stay_exact():
+    """What is rounded is the copy that the loss sees."""
+    tx = transformation(tx=optax.sgd(0.0))
+    state = tx.create(params())
+    state, _ = tx.train_step(loss)(state, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, tx.unshard(state.params), params())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_on_one_device_skips_the_step_on_all(stage):
+    wire = WIRE if stage == 3 else dataclasses.replace(WIRE, gather=None)
+    tx = transformation(stage, wire=wire, precision=Precision.fp16() if stage == 2 else None)
+    state, step = tx.create(params()), tx.train_step(loss, skip_nonfinite=True)
+    bad = BATCH.copy()
+    bad[5, 3] = np.inf
+    after, metrics = step(state, bad)
+    assert int(metrics["skipped"]) == 1
+    after, metrics = step(after, BATCH)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_each_leaf_says_how_it_is_sent():
+    state = transformation(wire=Wire(gather="int8", block=BLOCK)).create(params())
+    lines = {line.split("  ")[0]: line for line in str(state.plan).splitlines()}
+    assert lines["params['blocks']['up']"].endswith(", quantised")
+    assert lines["params['embedding']"].endswith("sent as it is: an embedding by its name")
+    assert lines["params['scale']"].endswith("sent as it is: small: 32 elements, under persist_below=64")
+    assert "small: 12 elements per shard, under 8 blocks of 16" in lines["params['blocks']['norm']"]
+    notes = {row.path: row.note for row in report(state).rows if row.part == "params"}
+    assert notes["['blocks']['up']"] == "quantised"
+    assert notes["['embedding']"] == "sent as it is: an embedding by its name"
+    plain = transformation(wire=None).create(params())
+    assert "quantised" not in str(plain.plan)
+    assert "sent as it is" not in str(plain.plan)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (ValueError, "quantises nothing. Give gather= or reduce=", lambda: Wire()),
+        (ValueError, r"Wire\(gather=\) is one of None, 'int4', 'int8'", lambda: Wire(gather="int2")),
+        (ValueError, r"Wire\(rounding=\"stochastic\"\) rounds", lambda: Wire(gather="int8", rounding="stochastic")),
+        (ValueError, r"Wire\(block=3\) must be even", lambda: Wire(gather="int8", block=3)),
+        (TypeError, r"Wire\(over=\) names mesh axes", lambda: Wire(gather="int8", over=(1,))),
+        (TypeError, r"Wire\(where=\) is a function", lambda: Wire(gather="int8", where=[3])),
+        (TypeError, r"wire is a zerojax.Wire, such as", lambda: transformation(wire="int8")),
+        (ValueError, "Stage 0 all-reduces gradients, and with wire= every partial sum", lambda: transformation(0)),
+        (ValueError, r"Wire\(gather='int8'\) needs stage 3: stage 2", lambda: transformation(2)),
+        (ValueError, "sums would be rounded once more. Use params_axis=", lambda: transformation(shard_axis="gpu")),
+        (
+            ValueError,
+            r"Wire\(over=\) names axis 'model', over which no rows",
+            lambda: transformation(wire=Wire(gather="int8", over="model")),
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(error, message, make):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_on_processes_that_choose_leaves_alike():
+    """Each has functions of its own, at other addresses; what they choose is compared."""
+
+    def record(where):
+        wire = Wire(gather="int8", block=BLOCK, where=lambda path, leaf: where in path)
+        tx = transformation(wire=wire, precision=Precision.bf16(keep=lambda path, leaf: "norm" in path))
+        return run_record(tx.config, tx.create(params()).plan)
+
+    assert record("up") == record("up")
+    assert record("up") != record("down")
+
+
+# --- error feedback ----------------------------------------------------------------------------------------------
+
+FED_BACK = Wire(reduce="int4", block=BLOCK, over="host", where=WIRE.where, error_feedback=True)
+
+
+def linear(params, batch):
+    """A loss whose gradients do not depend on the parameters, so that what they lose adds up."""
+    rows, weights = batch
+    wide = jnp.concatenate([rows, jnp.sin(3 * rows)], axis=1)
+
+    def block(x, w):
+        return x + jnp.sum((rows @ w["up"]) * wide, axis=1) + jnp.sum((wide @ w["down"]) * rows, axis=1), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(block), jnp.zeros(len(rows)), params["blocks"])
+    return (x * weights).sum(), weights.sum()
+
+
+# A loss scale, and weights, which errors must not depend on.
+SCALED = Precision(compute=jnp.float32, loss_scale=2.0**10)
+
+
+@functools.cache
+def fed_back_run(view="global", accumulate=1):
+    """The transformation, its step of `linear` and the state after eight steps; and the same without `Wire`."""
+    runs = []
+    for wire in (FED_BACK, None):
+        tx = transformation(params_axis="gpu", wire=wire, view=view, precision=SCALED)
+        step = tx.train_step(linear, weighted=True, accumulate=accumulate, skip_nonfinite=True)
+        state = tx.create(params())
+        for i in range(8):
+            state, _ = step(state, weighted_batch(i))
+        runs.append((tx, step, state))
+    return runs
+
+
+def weighted_batch(i):
+    return BATCH * (1 + i % 3), np.random.default_rng(i).uniform(0.1, 1, 16).astype(np.float32)
+
+
+GRID = [(view, accumulate) for view in ("global", "device") for accumulate in (1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("view", "accumulate"), GRID)
+def test_what_a_sum_across_loses_is_added_to_the_next(view, accumulate):
+    """So after any number of steps of SGD the parameters are off by the last errors alone."""
+    (tx, _, state), (plain, _, expected) = fed_back_run(view, accumulate)
+    found, expected = tx.unshard(state.params)["blocks"], plain.unshard(expected.params)["blocks"]
+    for name in ("up", "down"):
+        lost = np.asarray(state.rounding_errors[f"blocks/{name}"]).sum(0)
+        assert np.abs(lost).max() > 0.1
+        rounding = 1e-6 * np.abs(expected[name]).max()  # of float32, in eight sums
+        np.testing.assert_allclose(found[name] - expected[name], lost, atol=rounding)
+
+
+def test_errors_are_kept_where_their_parameters_are_and_counted():
+    (_, step, state), _ = fed_back_run()
+    found = {row.path: row for row in report(state).rows if row.part == "rounding_errors"}
+    float32, shards = 4, 4
+    bytes_of = [row.device_bytes[jax.devices()[0]] for row in found.values()]
+    assert bytes_of == [float32 * LAYERS * 2 * WIDTH * WIDTH // shards] * 2
+    row = estimate(params(), devices="h200:2x4", params_axis="gpu", wire=FED_BACK, persist_below=64)[3]
+    assert row.errors == report(state).bytes["rounding_errors"]
+    assert row.resident > row.errors > 0
+    assert "rounding_errors['blocks/up']  float32[2, 3, 32, 64] dim 3 over 4" in str(state.plan)
+    moved = [c for c in collectives(step.lower(state, weighted_batch(0)).compile()) if LABEL.search(c.op_name)]
+    assert {(c.kind, c.group_size) for c in moved if c.dtype == "u8"} == {("all-to-all", 2)}
+    parts = [LAYERS * 2 * WIDTH * WIDTH // 8] * 2
+    once = sum(c.times_if_once * c.bytes for c in moved if c.dtype == "u8")
+    assert once == 2 * sum(Codec("int4", BLOCK).bytes(part) for part in parts)
+
+
+@pytest.mark.slow
+def test_a_skipped_step_leaves_errors_as_they_are():
+    (_, step, state), _ = fed_back_run()
+    before = jax.device_get(state.rounding_errors)
+    rows, weights = weighted_batch(0)
+    rows = rows.copy()
+    rows[5, 3] = np.inf
+    after, metrics = step(jax.tree.map(jnp.copy, state), (rows, weights))
+    assert bool(metrics["skipped"])
+    jax.tree.map(np.testing.assert_array_equal, after.rounding_errors, before)
+
+
+def test_a_checkpoint_has_the_errors(tmp_path):
+    (tx, _, state), (plain, _, _) = fed_back_run()
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=8)
+        restored = checkpoints.restore(tx.create(jax.eval_shape(params))).state
+        jax.tree.map(np.testing.assert_array_equal, restored, state)
+        with pytest.warns(UserWarning, match="has the rounding errors of 2 quantised gradients, and like= has none"):
+            other = checkpoints.restore(plain.create(params())).state
+        assert other.rounding_errors == {}
+        turned = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+        groups = transformation(params_axis="gpu", wire=FED_BACK, precision=SCALED, mesh=turned)
+        with pytest.warns(UserWarning, match="cannot correct the rounding of the last one"):
+            other = checkpoints.restore(groups.create(params())).state
+        assert not any(np.any(x) for x in jax.tree.leaves(other.rounding_errors))
+    with Checkpointer(tmp_path / "exact") as checkpoints:
+        checkpoints.save(plain.create(params()), step=1)
+        fresh = checkpoints.restore(state).state
+    assert [x.shape for x in fresh.rounding_errors.values()] == [x.shape for x in state.rounding_errors.values()]
+    assert not any(np.any(x) for x in jax.tree.leaves(fresh.rounding_errors))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (TypeError, r"Wire\(error_feedback=\) is True or False", lambda: Wire(reduce="int4", error_feedback=0.8)),
+        (ValueError, r"no gradient is quantised. Give reduce=", lambda: Wire(gather="int8", error_feedback=True)),
+        (ValueError, r"at the end of a step, and there is none. Shard", lambda: transformation(wire=FED_BACK)),
+        (
+            ValueError,
+            r"over=\('gpu',\) quantises nothing there",
+            lambda: transformation(wire=dataclasses.replace(FED_BACK, over="gpu"), params_axis="gpu"),
+        ),
+        (
+            ValueError,
+            "over axes 'pod' and 'host' there are 2 reductions",
+            lambda: transformation(
+                wire=FED_BACK,
+                params_axis="gpu",
+                axis=("pod", *AXES),
+                mesh=jax.make_mesh((2, 2, 2), ("pod", *AXES), axis_types=(AxisType.Auto,) * 3),
+            ),
+        ),
+        (
+            ValueError,
+            "in the ZeroState of tx.train_step, and tx.value_and_grad has no state",
+            lambda: transformation(wire=FED_BACK, params_axis="gpu").value_and_grad(loss),
+        ),
+    ],
+)
+def test_errors_that_cannot_be_fed_back_are_refused(error, message, make):
+    with pytest.raises(error, match=message):
+        make()

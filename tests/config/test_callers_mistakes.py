@@ -1,0 +1,356 @@
+"""A caller's mistake is named early: what was found, what is required, what to do."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from zerojax import Offload, plot, report, zero_shard
+from zerojax.checkpoint import Checkpointer
+from zerojax.testing import simulate_devices
+
+PARAMS = {"w": jnp.ones((16, 8))}
+
+
+def mean_square(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", 2.0, True, None])
+def test_an_unknown_stage(stage):
+    with pytest.raises(ValueError, match=r"Unknown ZeRO stage .*0: everything replicated"):
+        zero_shard(optax.adam(1e-3), stage=stage)
+
+
+def test_a_mesh_without_the_axis(mesh):
+    with pytest.raises(ValueError, match=r"no axis 'batch': its axes are \('data',\).*axis="):
+        zero_shard(optax.adam(1e-3), stage=1, mesh=mesh, axis="batch")
+
+
+def test_a_mesh_with_manual_axes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Manual,))
+    with pytest.raises(ValueError, match=r"Manual axes: 'data'.*Auto or Explicit"):
+        zero_shard(optax.adam(1e-3), stage=1, mesh=mesh)
+
+
+def test_no_mesh_and_no_transformation():
+    with pytest.raises(TypeError, match=r"jax\.sharding\.Mesh, not list"):
+        zero_shard(optax.adam(1e-3), stage=1, mesh=jax.devices())
+    with pytest.raises(TypeError, match=r"wraps an optax transformation.*got float"):
+        zero_shard(3e-4, stage=1)
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1e5, TypeError), (True, TypeError)])
+def test_a_persistence_threshold_that_counts_nothing(value, error):
+    with pytest.raises(error, match="persist_below counts elements"):
+        zero_shard(optax.adam(1e-3), stage=3, persist_below=value)
+
+
+@pytest.fixture(scope="module")
+def tx():
+    return zero_shard(optax.adamw(1e-3), stage=3, persist_below=10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": jnp.ones((10, 16))}, r"batch\['tokens'\].*'data'.*10 rows.*8 devices.*8 or 16 rows"),
+        ({"tokens": jnp.ones((3, 16))}, r"3 rows.*8 devices.*of 8 rows"),
+        ({"tokens": jnp.float32(1)}, r"batch\['tokens'\].*scalar.*after the batch"),
+        ({"tokens": [[1.0] * 16] * 8}, r"batch\['tokens'\]\[0\]\[0\].*scalar.*lists of numbers as arrays"),
+        ({"tokens": jnp.ones((0, 16))}, r"batch\['tokens'\] has the shape \[0, 16\], of no rows"),
+        ({"other": jnp.ones(8), "tokens": jnp.ones((16, 16))}, r"\['tokens'\] has 16 rows, and batch\['other'\] has 8"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(tx, batch, message):
+    loss = lambda params, batch: mean_square(params, batch["tokens"])
+    with pytest.raises(ValueError, match=message):
+        tx.value_and_grad(loss)(PARAMS, batch)
+    with pytest.raises(ValueError, match=message):
+        tx.train_step(loss)(tx.create(PARAMS), batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "error", "message"),
+    [
+        (lambda p, b: (b @ p["w"])[:, 0], {}, ValueError, r"scalar loss, but it has shape \[8\].*jnp\.mean"),
+        (lambda p, b: (mean_square(p, b), 1.0), {}, TypeError, r"not a tuple.*has_aux=True.*weighted=True"),
+        (lambda p, b: jnp.int32(1), {}, TypeError, "floating point loss, but it is int32"),
+        (mean_square, {"has_aux": True}, TypeError, r"has_aux=True.*\(loss, aux\)"),
+        (mean_square, {"weighted": True}, TypeError, r"weighted=True.*\(total, weight\)"),
+        (lambda p, b: None, {}, TypeError, "scalar loss, but it returns None: is its `return` missing"),
+    ],
+)
+def test_a_loss_of_the_wrong_form(tx, loss, options, error, message):
+    with pytest.raises(error, match=message):
+        tx.value_and_grad(loss, **options)(PARAMS, jnp.ones((8, 16)))
+
+
+@pytest.mark.parametrize(("mutable", "args"), [(False, ()), (True, ({"mean": 0.0},))])
+def test_a_loss_that_closes_over_its_batch(tx, mutable, args):
+    loss = lambda params, *args: mean_square(params, jnp.ones((8, 16)))
+    with pytest.raises(TypeError, match=r"without a batch.*closes over are not divided.*loss_fn\(params, batch\)"):
+        tx.value_and_grad(loss, mutable=mutable)(PARAMS, *args)
+
+
+PARTS = [("device", 1), ("global", 2)]
+
+
+@pytest.mark.parametrize(("view", "accumulate"), PARTS)
+def test_an_integer_aux_that_is_computed_in_parts(view, accumulate):
+    tx = zero_shard(optax.adamw(1e-3), stage=3, persist_below=10, view=view)
+    loss = lambda p, b: (mean_square(p, b), {"n": jnp.int32(1)})
+    with pytest.raises(TypeError, match=r"aux\['n'\] is int32"):
+        tx.value_and_grad(loss, has_aux=True, accumulate=accumulate)(PARAMS, jnp.ones((16, 16)))
+
+
+@pytest.mark.parametrize(("view", "accumulate"), PARTS)
+def test_an_untyped_key_among_the_arguments(view, accumulate):
+    grad = zero_shard(optax.adamw(1e-3), stage=3, persist_below=10, view=view).value_and_grad(
+        lambda p, b, k: mean_square(p, b), accumulate=accumulate
+    )
+    with pytest.raises(TypeError, match=r"args\[0\] is uint32\[2\].*jax\.random\.key"):
+        grad(PARAMS, jnp.ones((16, 16)), jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_are_not_the_states(stage):
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10)
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['w'\] is float32\[16, 8\], and float32\[32, 8\]"):
+        tx.update({"w": jnp.ones((32, 8))}, state, {"w": jnp.ones((32, 8))})
+    narrow, other = {"w": PARAMS["w"].astype(jnp.bfloat16)}, {"v": PARAMS["w"]}
+    with pytest.raises(ValueError, match=r"mu\['w'\] is bfloat16.*float32"):
+        tx.update(PARAMS, tx.init(narrow), PARAMS)
+    with pytest.raises(ValueError, match=r"lacks \[0\]\.mu\['v'\]"):
+        tx.update(other, state, other)
+    with pytest.raises(ValueError, match=r"gradients are not of the parameters' tree: it lacks \['w'\]"):
+        tx.update({"v": PARAMS["w"]}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"grads\['w'\] has shape \[8, 16\].*\[16, 8\]"):
+        tx.update({"w": jnp.ones((8, 16))}, state, PARAMS)
+    offloading = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, offload=Offload(optimizer="host"))
+    with pytest.raises(TypeError, match=r"wider than their parameters make opt_state\[0\].mu\['w'\] float32, and"):
+        offloading.update(PARAMS, offloading.init(narrow), narrow)
+
+
+def test_update_without_the_parameters_it_needs(tx):
+    with pytest.raises(ValueError, match="params"):
+        tx.update(PARAMS, tx.init(PARAMS))
+    plain = zero_shard(optax.adam(1e-3), stage=2)
+    updates, _ = plain.update(PARAMS, plain.init(PARAMS))
+    assert updates["w"].shape == (16, 8)
+
+
+def test_a_step_takes_a_state(tx):
+    with pytest.raises(TypeError, match=r"takes a ZeroState, not dict.*tx\.create"):
+        tx.train_step(mean_square)(PARAMS, jnp.ones((8, 16)))
+
+
+def test_a_checkpointer_given_a_state_of_another_loop_says_what_saves_it(tx, tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(TypeError, match=r"save takes a ZeroState.*not dict.*StandardCheckpointer saves"):
+            checkpoints.save(PARAMS)
+        checkpoints.save(tx.create(PARAMS))
+        with pytest.raises(TypeError, match=r"restore takes like= a ZeroState.*not dict"):
+            checkpoints.restore(PARAMS)
+
+
+def test_what_is_printed_fits_a_screen(tx):
+    state = tx.create({f"layer{i}": PARAMS["w"] for i in range(8)})
+    assert max(len(str(repr(x))) for x in (state, tx, jax.tree.structure(state))) < 1000
+    assert repr(tx.train_step(mean_square)) == "<training step of mean_square: stage=3, mesh={'data': 8}>"
+    assert repr(state).splitlines() == [
+        "ZeroState(stage 3 over axis 'data', 8 devices)",
+        "  params: 8 leaves, 4.1 kB",
+        "  opt_state: 17 leaves, 8.2 kB",
+    ]
+
+
+def test_a_report_needs_arrays(tx):
+    with pytest.raises(TypeError, match="step is a ShapeDtypeStruct; report measures live"):
+        report(tx.create(jax.eval_shape(lambda: PARAMS)))
+
+
+def test_devices_cannot_be_simulated_too_late(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    jax.devices()
+    with pytest.raises(RuntimeError, match="Cannot simulate 5 devices: JAX has already begun with 8"):
+        simulate_devices(5)
+
+
+def changed_states(tx):
+    """States that are not `tx`'s own, and what their refusal must say."""
+    state = tx.create(PARAMS)
+    other = zero_shard(optax.adamw(1e-3), stage=1, persist_below=10)
+    yield state.replace(params={"v": PARAMS["w"]}), r"tree lacks \['w'\]"
+    yield state.replace(params={"w": jnp.ones((32, 8))}), r"params\['w'\] is float32\[32, 8\].*float32\[16, 8\]"
+    yield state.replace(params={"w": PARAMS["w"].astype(jnp.bfloat16)}), r"params\['w'\] is bfloat16"
+    yield other.create(PARAMS), "made for stage 1 on 8 devices.*the step is for stage 3 on 8"
+
+
+def test_a_state_of_other_parameters_stage_or_mesh(tx):
+    for state, message in changed_states(tx):
+        with pytest.raises(ValueError, match=message):
+            tx.train_step(mean_square)(state, jnp.ones((8, 16)))
+
+
+def test_a_parameter_that_is_no_array(tx):
+    with pytest.raises(TypeError, match=r"params\['s'\] is a float, not an array.*jnp\.asarray"):
+        tx.create({"s": 1.0})
+    with pytest.raises(TypeError, match=r"params\['act'\] is a function, not an array.*eqx\.partition"):
+        tx.value_and_grad(mean_square)({**PARAMS, "act": lambda x: x}, jnp.ones((8, 16)))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (jax.random.key(0), r"params\['q'\] is key<fry>, a PRNG key.*trainable=lambda"),
+        (jnp.ones((16, 8), jnp.float8_e4m3fn), r"params\['q'\] is float8_e4m3fn.*cast it in the loss"),
+    ],
+)
+def test_a_parameter_that_can_only_be_frozen(stage, leaf, message):
+    def loss(params, batch):
+        q = params["q"]
+        by = q.astype(jnp.float32) if q.dtype == jnp.float8_e4m3fn else jax.random.uniform(q, (16, 8))
+        return mean_square(params, batch * by.mean())
+
+    params, batch = {**PARAMS, "q": leaf}, jnp.ones((8, 16))
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10)
+    with pytest.raises(TypeError, match=message):
+        tx.value_and_grad(loss)(tx.shard(params), batch)
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, trainable=lambda path, x: "q" not in path)
+    state, metrics = tx.train_step(loss)(tx.create(params), batch)
+    assert jnp.allclose(metrics["loss"], loss(params, batch), rtol=1e-5)
+    assert (tx.unshard(state.params)["q"] == leaf).all()
+
+
+def test_arguments_that_no_program_can_be_compiled_for(tx):
+    gradient = tx.value_and_grad(lambda params, batch, *args, **keywords: mean_square(params, batch))
+    with pytest.raises(TypeError, match=r"args\[0\]\['names'\] is a set, .* cannot be hashed"):
+        gradient(PARAMS, jnp.ones((8, 16)), {"names": {"w"}})
+    with pytest.raises(TypeError, match=r"args\[0\].*\['count'\] is a jax\.Ref.*Pass its value"):
+        gradient(PARAMS, jnp.ones((8, 16)), count=jax.new_ref(jnp.zeros(())))
+
+
+def test_a_state_of_another_transformation(tx):
+    other = zero_shard(optax.sgd(1e-3), stage=3, persist_below=10)
+    with pytest.raises(ValueError, match=r"another transformation than the step's, whose .* \[0\]\.count beyond"):
+        tx.train_step(mean_square)(other.create(PARAMS), jnp.ones((8, 16)))
+
+
+def decorated(params, batch, act, rate, *, train, name=None, key):
+    """Branches on arguments that are no arrays."""
+    x = batch @ params["w"]
+    if train and name == "noisy":
+        x += rate * jax.random.normal(key, ())
+    return jnp.mean(act(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "view", "accumulate"),
+    [
+        pytest.param(1, "global", 1, marks=pytest.mark.slow),
+        (3, "global", 2),
+        pytest.param(3, "device", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, view=view)
+    batch, key = jnp.ones((16, 16)) / 32, jax.random.key(0)
+    state, step = tx.create(PARAMS), tx.train_step(decorated, accumulate=accumulate)
+    gradient = tx.value_and_grad(decorated, accumulate=accumulate)
+    for train in (True, False):
+        options = {"train": train, "name": None if train else "noisy", "key": key}
+        expected = jax.value_and_grad(decorated)(PARAMS, batch, jnp.tanh, 0.5, **options)
+        value, grads = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, **options)
+        assert jnp.allclose(value, expected[0], rtol=1e-5)
+        assert jnp.allclose(tx.unshard(grads)["w"], expected[1]["w"], rtol=1e-4)
+    state, metrics = step(state, batch, jnp.tanh, 0.5, **options)
+    assert jnp.allclose(metrics["loss"], value, rtol=1e-5)
+    noisy, _ = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, train=True, name="noisy", key=key)
+    assert not jnp.allclose(noisy, value, rtol=1e-5)
+
+
+def test_a_state_that_grows(mesh):
+    tx = zero_shard(optax.monitor({"norm": optax.tree.norm}), stage=1, mesh=mesh)
+    with pytest.raises(ValueError, match=r"changes the tree of its state: .*has \.measurements\['norm'\] beyond.*init"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_an_update_inside_of_a_program_of_one_device(mesh):
+    tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh)
+    update = lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+    others = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    inside = jax.shard_map(update, mesh=others, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    with pytest.raises(ValueError, match=r"inside of jax\.pmap or jax\.shard_map over 'i'.*mesh has 'data'.*outside"):
+        inside(PARAMS)
+
+
+def test_no_state_for_a_transformation_without_one(mesh):
+    clip, adam = (zero_shard(tx, stage=1, mesh=mesh) for tx in (optax.clip(0.5), optax.adam(1.0)))
+    assert (clip.update(PARAMS, None)[0]["w"] == 0.5).all()
+    with pytest.raises(ValueError, match="does not belong to these parameters: it lacks"):
+        adam.update(PARAMS, None)
+
+
+def used_up(tx):
+    state = tx.create(PARAMS)
+    tx.train_step(mean_square)(state, jnp.ones((8, 16)))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda tx, state, folder: Checkpointer(folder).save(state), r"state\.step was used up"),
+        (lambda tx, state, folder: Checkpointer(folder).save(state, step=3), r"state\.step was used up"),
+        (lambda tx, state, folder: report(state), r"state\.step was used up"),
+        (lambda tx, state, folder: report(state.params), r"state\['w'\] was used up"),
+        (lambda tx, state, folder: tx.unshard(state.params), r"tree\['w'\] was used up"),
+        (lambda tx, state, folder: tx.unshard(state.opt_state), r"tree\[0\]\.\w+(\['w'\])? was used up"),
+        (
+            lambda tx, state, folder: tx.eval_step(mean_square)(state.params, jnp.ones((8, 16))),
+            r"params\['w'\] was used",
+        ),
+        (
+            lambda tx, state, folder: tx.value_and_grad(mean_square)(state.params, jnp.ones((8, 16))),
+            r"params\['w'\] was",
+        ),
+    ],
+)
+def test_arrays_that_a_step_has_used_up(call, named, mesh, tmp_path):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
+    state = used_up(tx)
+    with pytest.raises(ValueError, match=named + ".*Use the result of that call"):
+        call(tx, state, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["unshard", "eval_step", "value_and_grad"])
+@pytest.mark.parametrize("count", [4, 1])
+def test_parameters_of_another_mesh(name, count, mesh):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
+    other = jax.make_mesh((count,), ("fsdp",), devices=jax.devices()[-count:], axis_types=(AxisType.Auto,))
+    params = zero_shard(optax.adam(1e-3), stage=3, mesh=other, axis="fsdp", persist_below=1).shard(PARAMS)
+    call = tx.unshard if name == "unshard" else lambda params: getattr(tx, name)(mean_square)(params, jnp.ones((8, 16)))
+    words = rf"\['w'\] is on a mesh of {count} devices .*fsdp.*has 8.*'data'.*tx\.unshard"
+    with pytest.raises(ValueError, match=words):
+        call(params)
+
+
+def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
+
+    def fails(params, batch):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine\n"):
+        tx.eval_step(fails)(tx.shard(PARAMS), jnp.ones((8, 16)))
+
+
+def test_nothing_to_report_or_draw():
+    with pytest.raises(TypeError, match="None has none"):
+        report(None)
+    with pytest.raises(TypeError, match="state is None"):
+        plot.shards(None)

@@ -1,0 +1,230 @@
+"""Where leaves live: pure arithmetic, tested for more devices than any machine has."""
+
+import contextlib
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from models import awkward_params
+
+from zerojax import Padded, report, zero_shard
+from zerojax.config import DataMesh, LayoutPolicy
+from zerojax.layout.leaf import Leaf, shard_extent
+from zerojax.layout.opt_state import lay_out_state, params_of_state
+from zerojax.layout.tree import best_dim, lay_out
+
+SHAPES = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
+
+
+def rules(stage=3, shards=8, persist_below=100):
+    return LayoutPolicy(stage, DataMesh.for_stage({"data": shards}, ("data",), stage), persist_below)
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@given(st.integers(1, 10**9), st.integers(1, 4096))
+def test_extents_cover_the_dim_and_waste_less_than_one_shard(size, shards):
+    extent, pad = shard_extent(size, shards)
+    assert extent * shards == size + pad
+    assert 0 <= pad < shards
+
+
+@given(SHAPES, st.integers(1, 1024), st.integers(0, 3))
+def test_every_leaf_is_whole_or_shared_evenly(dims, shards, stage):
+    layout = lay_out(shape(*dims), rules(stage, shards))
+    for leaf in (*layout.params, *layout.grads):
+        assert math.prod(leaf.storage_shape) >= math.prod(dims)
+        if leaf.kind == "replicated":
+            assert leaf.local_shape == leaf.storage_shape == dims
+            assert leaf.reason, "a leaf is not divided and nothing says why"
+        else:
+            assert math.prod(leaf.local_shape) * shards == math.prod(leaf.storage_shape)
+    assert layout.params[0].kind == ("sharded" if stage == 3 and layout.grads[0].kind == "sharded" else "replicated")
+
+
+@pytest.mark.parametrize(
+    ("dims", "shards", "dim"),
+    [
+        ((2048, 8192), 8, 1),  # the longest dim that divides
+        ((8192, 2048), 8, 0),
+        ((50257, 768), 8, 1),  # the longest does not divide, another does
+        ((4096, 4096), 12, 0),  # none divides: the one that pads least, then the first
+        ((5, 4096, 7), 6, 1),
+        ((24, 2048), 1000, 1),
+    ],
+)
+def test_the_dim_that_is_cut(dims, shards, dim):
+    assert best_dim(dims, list(range(len(dims))), shards) == dim
+
+
+@pytest.mark.parametrize("bad", [(0, 4), (4, 0), (-1, 2)])
+def test_an_extent_needs_elements_and_shards(bad):
+    with pytest.raises(ValueError, match="at least 1"):
+        shard_extent(*bad)
+
+
+def test_storage_of_a_padded_and_of_a_flat_leaf():
+    chunking = Leaf("w", (13, 7), np.dtype("float32"), "data", 8, kind="sharded", dim=0)
+    assert (chunking.storage_shape, chunking.local_shape, chunking.padding) == ((16, 7), (2, 7), 21)
+    flat = dataclasses.replace(chunking, kind="flat", dim=None, shape=(3,))
+    assert (flat.storage_shape, flat.local_shape, flat.padding) == ((8,), (1,), 5)
+    assert flat.spec == chunking.spec == PartitionSpec("data")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_found_on_every_device_are_those_predicted(stage, count):
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh_of(count), persist_below=50)
+    state = tx.create(awkward_params())
+    found = report(state)
+    plan = state.plan
+    predicted = {
+        "params": sum(leaf.local_bytes for leaf in plan.layout.params),
+        "opt_state": sum(leaf.local_bytes for leaf in plan.state),
+    }
+    assert {part: found.bytes[part] for part in predicted} == predicted
+    counters = 4 + 17 + len(plan.grads)  # the step; the guard's scale, counts and flag, and a byte a parameter
+    assert set(found.per_device.values()) == {sum(predicted.values()) + counters}, "devices differ"
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_large_leaves_cost_one_nth(count):
+    params = {"a": jnp.ones((512, 64)), "b": jnp.ones((64, 1024))}
+    total = 4 * (512 * 64 + 64 * 1024)
+    for stage, fractions in {1: (1, 1 / count), 2: (1, 1 / count), 3: (1 / count, 1 / count)}.items():
+        found = report(zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(count)).create(params)).bytes
+        np.testing.assert_allclose(found["params"], fractions[0] * total, rtol=0.01)
+        np.testing.assert_allclose(found["opt_state"], fractions[1] * 2 * total, rtol=0.01)
+
+
+def test_state_keeps_the_transformations_own_structure(mesh):
+    inner = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
+    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=50)
+    state = tx.init(awkward_params())
+    trained = {**awkward_params(), "count": optax.MaskedNode()}  # integers are not trained
+    assert jax.tree.structure(state) == jax.tree.structure(inner.init(trained))
+    np.testing.assert_allclose(state.hyperparams["learning_rate"], 1e-3)
+    assert optax.tree_utils.tree_get(state, "mu")["tied"].sharding.spec == PartitionSpec("data")
+
+
+def test_state_of_another_shape_than_its_parameter_is_divided_too(mesh):
+    tx = zero_shard(optax.adafactor(1e-3, min_dim_size_to_factor=8), stage=2, mesh=mesh, persist_below=16)
+    state = tx.init({"w": jnp.ones((64, 256))})
+    rows = {x.shape: x.sharding.spec for x in jax.tree.leaves(state) if x.ndim and x.size > 1}
+    assert rows == {(64,): PartitionSpec("data"), (256,): PartitionSpec("data")}
+
+
+def test_a_history_of_parameters_is_divided_like_the_parameter(mesh):
+    state = zero_shard(optax.scale_by_lbfgs(memory_size=3), stage=1, mesh=mesh).init({"w": jnp.ones((64, 256))})
+    specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(state) if x.size > 1000}
+    assert specs[3, 64, 256] == PartitionSpec(None, None, "data")
+    assert specs[64, 256] == PartitionSpec(None, "data")
+
+
+def test_shardings_say_where_live_arrays_are(mesh):
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50)
+    from_shapes = tx.shardings(jax.eval_shape(awkward_params))
+    state = tx.create(awkward_params())
+    stored = jax.tree.map(
+        lambda x: x.storage if isinstance(x, Padded) else x, state.params, is_leaf=lambda x: isinstance(x, Padded)
+    )
+    assert jax.tree.map(lambda x: x.sharding, stored) == from_shapes.params
+    assert jax.tree.map(lambda x: x.sharding, state.opt_state) == from_shapes.opt_state
+    assert from_shapes.grads["layer"]["w"].spec == PartitionSpec(None, "data")
+
+
+def test_shapes_go_all_the_way(mesh):
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50)
+    shapes = tx.create(jax.eval_shape(awkward_params))
+    live = tx.create(awkward_params())
+    assert jax.tree.structure(shapes) == jax.tree.structure(live)
+    assert jax.tree.map(lambda x: (x.shape, x.sharding), shapes) == jax.tree.map(lambda x: (x.shape, x.sharding), live)
+
+
+def test_unshard_undoes_shard(mesh):
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, persist_below=10)
+    back = tx.unshard(tx.shard(awkward_params()))
+    jax.tree.map(np.testing.assert_array_equal, back, awkward_params())
+
+
+def tensor_parallel_mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_axis_keeps_its_dim(stage):
+    mesh = tensor_parallel_mesh()
+    params = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 16))}
+    specs = {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
+    laid = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=20)
+    state, step = tx.create(laid), tx.train_step(lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2))
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((8, 16)))
+        both = {"a": PartitionSpec("data", "model"), "b": PartitionSpec("model", "data")}
+        assert jax.tree.map(lambda x: x.sharding.spec, state.opt_state[0].mu) == both
+        expected = both if stage == 3 else {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
+        assert jax.tree.map(lambda x: x.sharding.spec, state.params) == expected
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    plan = state.plan.along_others(mesh.shape)
+    assert held == sum(leaf.local_bytes for leaf in (*plan.layout.params, *plan.state))
+
+
+def test_linen_and_nnx_metadata_name_the_other_axis():
+    from flax import linen as nn
+    from flax import nnx
+
+    mesh, init = tensor_parallel_mesh(), nn.initializers.lecun_normal()
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=20)
+    dense = nn.Dense(64, kernel_init=nn.with_partitioning(init, (None, "model")))
+    params = tx.init_params(lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"])
+    assert params["kernel"].value.sharding.spec == PartitionSpec("data", "model")
+    logical = {"sharding_rules": (("mlp", "model"), ("embed", None))}
+    for names, rules in ((("model", None), {}), (("mlp", "embed"), logical)):
+        with jax.set_mesh(mesh):
+            annotated = nnx.with_partitioning(init, names, **rules)
+            layer = nnx.Linear(16, 64, kernel_init=annotated, rngs=nnx.Rngs(0))
+        shapes = jax.eval_shape(lambda: nnx.state(layer, nnx.Param))  # noqa: B023
+        shardings = tx.shardings(shapes).params
+        assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("model", "data")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_logical_names_are_axes_by_the_rules_in_force(own):
+    """Those that come with a box, or those of the context; a dim over a data axis is left to the layout."""
+    from flax import linen as nn
+    from flax import nnx
+
+    mesh, init, names = tensor_parallel_mesh(), nn.initializers.lecun_normal(), ("embed", "mlp")
+    rules = (("mlp", "model"), ("embed", "data"))
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=20)
+    dense = nn.Dense(64, kernel_init=nn.with_logical_partitioning(init, names, rules=rules if own else None))
+    model = lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"]
+    with contextlib.nullcontext() if own else nn.logical_axis_rules(rules):
+        assert tx.init_params(model)["kernel"].value.sharding.spec == PartitionSpec("data", "model")
+    local = {"sharding_rules": rules} if own else {}
+    with contextlib.nullcontext() if own else nnx.logical_axis_rules(rules), jax.set_mesh(mesh):
+        layer = nnx.Linear(16, 64, kernel_init=nnx.with_partitioning(init, names, **local), rngs=nnx.Rngs(0))
+        shardings = tx.shardings(jax.eval_shape(lambda: nnx.state(layer, nnx.Param))).params
+    assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("data", "model")
+
+
+def test_a_history_of_a_parameter_is_sharded_like_the_parameter():
+    """And not on its first dim, which is as long."""
+    layout = lay_out({"w": shape(40, 16), "b": shape(40, 4)}, rules(stage=1, shards=4))
+    state = {"w": shape(40, 40, 16), "b": shape(4), "count": shape(dtype=jnp.int32)}
+    param_of = params_of_state(state, layout)
+    leaves = lay_out_state(state, layout, layout.policy, param_of=param_of, flat=frozenset())
+    assert dict(zip(sorted(state), param_of, strict=True)) == {"b": 0, "count": None, "w": 1}
+    assert [leaf.kind for leaf in leaves] == ["replicated", "replicated", "sharded"]
+    assert leaves[2].dim == layout.grads[1].dim + 1 == 1

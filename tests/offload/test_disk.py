@@ -1,0 +1,513 @@
+"""The disk store: what was written is read, from undamaged files of the right step, in a fixed amount of memory."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import mounted
+
+from zerojax.offload import folder
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStateError, DiskStore
+from zerojax.offload.folder import DiskError
+
+
+def spec_of(name, *arrays):
+    return ChunkSpec(name, tuple((shape, np.dtype(getattr(ml_dtypes, dtype, dtype))) for shape, dtype in arrays))
+
+
+SPECS = [
+    spec_of("w", ((37, 11), "float32"), ((37, 11), "bfloat16"), ((37, 11), "float32")),
+    spec_of("odd", ((3,), "bfloat16"), ((), "int32"), ((5,), "float8_e4m3b11fnuz"), ((7,), "bool")),
+    spec_of("nothing", ((0, 4), "float32")),
+    spec_of("nothing between", ((1,), "uint8"), ((4, 0), "bfloat16"), ((1,), "float64")),
+    spec_of("no arrays"),
+    spec_of("a block exactly", ((1024,), "float32")),
+]
+SAME = [spec_of(f"c{i}", ((1000,), "float32")) for i in range(12)]
+
+
+def arrays_of(spec, seed):
+    """Random bytes, so that NaNs and signed zeros are among them."""
+    rng = np.random.default_rng(seed)
+    make = lambda shape, dtype: rng.bytes(int(np.prod(shape, dtype=int)) * dtype.itemsize)
+    return [np.frombuffer(make(shape, dtype), dtype).reshape(shape) for shape, dtype in spec.arrays]
+
+
+def fill(store, specs, step):
+    for i, spec in enumerate(specs):
+        store.write(i, arrays_of(spec, (step, i)), version=step)
+    store.flush()
+
+
+def assert_has(lease, spec, seed):
+    assert len(lease.arrays) == len(spec.arrays)
+    for found, expected in zip(lease.arrays, arrays_of(spec, seed), strict=True):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.tobytes() == expected.tobytes()
+
+
+def assert_holds(store, specs, step):
+    for i, spec in enumerate(specs):
+        with store.read(i, version=step).result(10) as lease:
+            assert_has(lease, spec, (step, i))
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store whose two chunks are of version 3."""
+    with DiskStore(tmp_path / "store", SPECS[:2], in_flight=1) as store:
+        fill(store, SPECS[:2], 3)
+        yield store
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A folder that a run which wrote two chunks left."""
+    with DiskStore(tmp_path / "store", SPECS[:2]) as store:
+        fill(store, SPECS[:2], 3)
+    return tmp_path / "store"
+
+
+# --- reading and writing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_was_written_is_read(tmp_path, direct):
+    with DiskStore(tmp_path / "store", SPECS, direct=direct) as store:
+        assert direct or not store.direct
+        for step in range(5):
+            fill(store, SPECS, step)
+            assert_holds(store, SPECS, step)
+        names = [".lock", *(f"chunk_{i:05d}.bin" for i in range(len(SPECS)))]
+        assert sorted(os.listdir(store.path)) == names
+
+
+def test_a_file_system_without_direct_io_is_written_through_the_cache(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with DiskStore(tmp_path / "store", SPECS) as store:
+        assert not store.direct
+        fill(store, SPECS, 0)
+        assert_holds(store, SPECS, 0)
+
+
+def test_a_chunk_changed_in_place_is_written(store):
+    with store.read(0, version=3).result(10) as lease:
+        for array in lease.arrays:
+            array[...] = 5
+        store.write(0, lease.arrays, version=4)
+    with store.read(0, version=4).result(10) as lease:
+        assert all((array == 5).all() for array in lease.arrays)
+
+
+def test_arrays_that_are_not_contiguous_are_written(tmp_path):
+    array = np.arange(24).reshape(4, 6).astype(ml_dtypes.bfloat16).T
+    with DiskStore(tmp_path / "store", [spec_of("t", ((6, 4), "bfloat16"))]) as store:
+        store.write(0, [array], version=0)
+        with store.read(0, version=0).result(10) as lease:
+            assert (lease.arrays[0] == array).all()
+
+
+def test_written_arrays_may_be_used_again_at_once(tmp_path):
+    scratch = np.zeros(1000, np.float32)
+    with DiskStore(tmp_path / "store", SAME, in_flight=1) as store:
+        for i in range(len(SAME)):
+            scratch[:] = i
+            store.write(i, [scratch], version=0)
+        for i in range(len(SAME)):
+            with store.read(i, version=0).result(10) as lease:
+                assert (lease.arrays[0] == i).all()
+
+
+@pytest.mark.parametrize("slow", ["pwritev", "preadv"])
+def test_operations_on_a_chunk_keep_their_order(tmp_path, monkeypatch, slow):
+    """A write is not passed by a read or a write, nor a read by a write that would change its file."""
+    real, pauses = getattr(os, slow), iter([0.2])
+
+    def work(*args):
+        time.sleep(next(pauses, 0))
+        return real(*args)
+
+    with DiskStore(tmp_path / "store", SAME) as store:
+        fill(store, SAME, 0)
+        monkeypatch.setattr(os, slow, work)
+        reads = []
+        for step in range(3):
+            reads.append(store.read(0, version=step))
+            store.write(0, arrays_of(SAME[0], (step + 1, 0)), version=step + 1)
+        reads.append(store.read(0, version=3))
+        for step, read in enumerate(reads):
+            with read.result(10) as lease:
+                assert_has(lease, SAME[0], (step, 0))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_small_store_does_not_block_itself(tmp_path, in_flight, threads):
+    with DiskStore(tmp_path / "store", SAME, in_flight=in_flight, threads=threads) as store:
+        fill(store, SAME, 0)
+        for step in range(6):
+            reads = [store.read(i, version=step) for i in range(in_flight)]
+            for i, spec in enumerate(SAME):
+                with reads.pop(0).result(10) as lease:
+                    assert_has(lease, spec, (step, i))
+                    store.write(i, arrays_of(spec, (step + 1, i)), version=step + 1)
+                if i + in_flight < len(SAME):
+                    reads.append(store.read(i + in_flight, version=step))
+
+
+def test_more_reads_than_buffers_are_refused_until_one_is_released(tmp_path):
+    with DiskStore(tmp_path / "store", SAME, in_flight=2) as store:
+        fill(store, SAME, 0)
+        first, second = (store.read(i, version=0) for i in range(2))
+        with pytest.raises(ValueError, match=r"Chunk 2 .* all buffers are lent. Release a lease first"):
+            store.read(2, version=0)
+        lease = first.result(10)
+        lease.release()
+        lease.release()  # must not lend the buffer twice
+        assert not lease.arrays
+        store.read(2, version=0).result(10)
+        with pytest.raises(ValueError, match="all buffers are lent"):
+            store.read(3, version=0)
+        second.result(10)
+
+
+def test_a_read_that_was_cancelled_gives_its_buffer_back(tmp_path, monkeypatch):
+    real = os.pwritev
+
+    def slow(*args):
+        time.sleep(0.2)
+        return real(*args)
+
+    with DiskStore(tmp_path / "store", SAME, in_flight=1, threads=1) as store:
+        fill(store, SAME, 0)
+        monkeypatch.setattr(os, "pwritev", slow)
+        store.write(0, arrays_of(SAME[0], 1), version=1)
+        assert store.read(1, version=0).cancel()
+        store.read(2, version=0).result(10)
+
+
+def run(code, *args):
+    """Start a Python that has NumPy but not JAX."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+MEMORY = """
+import re, sys
+import numpy as np
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore
+
+assert "jax" not in sys.modules
+count, elements = 48, 1 << 19
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+array = np.ones(elements, np.float32)
+specs = [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(count)]
+before = peak()
+with DiskStore(sys.argv[1], specs, in_flight=2) as store:
+    for i in range(count):
+        store.write(i, [array], version=0)
+    for i in range(count):
+        with store.read(i, version=0).result() as lease:
+            store.write(i, lease.arrays, version=1)
+print(peak() - before, store.buffer_bytes)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_chunks(tmp_path):
+    out, err = run(MEMORY, tmp_path / "store").communicate(timeout=60)
+    assert out, err
+    grown, buffer_bytes = map(int, out.split())
+    assert buffer_bytes < 5 * (2 << 20)
+    # besides: the checksum's sums, threads' stacks, and huge pages round up; all chunks are 96 MiB
+    assert grown < buffer_bytes + (14 << 20)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << 3
+    path.write_bytes(content)
+
+
+def swap_sectors(path):
+    content = bytearray(path.read_bytes())
+    content[:512], content[512:1024] = content[512:1024], content[:512]
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped bit": (lambda path: flip(path, 0.1), "is damaged"),
+    "flipped bit in the padding": (lambda path: flip(path, 0.999), "is damaged"),
+    "4 KB of zeros": (lambda path: path.write_bytes(bytes(4096) + path.read_bytes()[4096:]), "is damaged"),
+    "sectors that changed places": (swap_sectors, "is damaged"),
+    "another chunk's": (lambda path: os.replace(path.with_name("chunk_00001.bin"), path), "is damaged"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), r"is torn: it ends after \d+ of \d+ bytes"),
+    "empty": (lambda path: os.truncate(path, 0), "is torn: it ends after 0 of"),
+    "missing": (os.unlink, "No such file"),
+}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage, direct):
+    specs = [SPECS[5]] * 3
+    with DiskStore(tmp_path / "store", specs, direct=direct, in_flight=1) as store:
+        fill(store, specs, 3)
+        path = folder.chunk_file(store.path, 0)
+        work, says = DAMAGES[damage]
+        work(path)
+        with pytest.raises(DiskStateError, match=rf"{re.escape(str(path))} .*{says}.*is required.*last checkpoint"):
+            store.read(0, version=3).result(10)
+        store.read(2, version=3).result(10).release()  # the buffer came back
+        fill(store, specs, 4)
+        assert_holds(store, specs, 4)
+
+
+def test_any_flipped_bit_is_found(store):
+    path = folder.chunk_file(store.path, 0)
+    for place in np.linspace(0, 0.999, 60):
+        flip(path, place)
+        with pytest.raises(DiskStateError, match="is damaged"):
+            store.read(0, version=3).result(10)
+        flip(path, place)
+    store.read(0, version=3).result(10)
+
+
+def test_a_state_of_another_step_is_refused(store):
+    with pytest.raises(DiskStateError, match=r"00000.* is of version 3, and version 4 of the state is required"):
+        store.read(0, version=4).result(10)
+    store.write(0, arrays_of(SPECS[0], 0), version=4)
+    with pytest.raises(DiskStateError, match=r"00000.* is of version 4, and version 3 of the state is required"):
+        store.read(0, version=3).result(10)
+
+
+def test_nothing_of_an_earlier_run_is_read(left):
+    files = {path: path.read_bytes() for path in left.glob("chunk_*")}
+    with DiskStore(left, SPECS[:2]) as store:
+        for path, content in files.items():
+            path.write_bytes(content)
+        with pytest.raises(DiskStateError, match=r"00000.* was not written, and version 3 of the state is required"):
+            store.read(0, version=3).result(10)
+
+
+# --- the folder --------------------------------------------------------------------------------------------------
+
+
+def test_what_an_earlier_run_left_is_removed(left):
+    (left / "chunk_123456.bin").write_bytes(b"half")
+    DiskStore(left, SAME).close()
+    assert os.listdir(left) == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "chunk_1.bin", "chunk_00000.safetensors", "folder"])
+def test_what_others_wrote_is_refused_and_kept(left, name):
+    (left / name).mkdir() if name == "folder" else (left / name).write_text("mine")
+    before = sorted(os.listdir(left))
+    with pytest.raises(DiskError, match=rf"store has {name}, which no earlier run wrote.*Nothing was removed"):
+        DiskStore(left, SPECS[:2])
+    assert sorted(os.listdir(left)) == before
+
+
+@pytest.mark.parametrize("lock", [None, ""])
+def test_a_name_alone_does_not_make_a_file_ours(tmp_path, lock):
+    (tmp_path / "chunk_00000.bin").write_text("mine")
+    if lock is not None:
+        (tmp_path / ".lock").write_text(lock)
+    with pytest.raises(DiskError, match=r"chunk_00000.bin, which no earlier run wrote"):
+        DiskStore(tmp_path, SPECS)
+    assert (tmp_path / "chunk_00000.bin").read_text() == "mine"
+    assert lock is None or (tmp_path / ".lock").read_text() == lock
+
+
+def test_a_run_that_was_killed_before_it_had_the_lock_does_no_harm(tmp_path):
+    (tmp_path / ".lock").touch()
+    DiskStore(tmp_path, SPECS).close()
+    DiskStore(tmp_path, SPECS).close()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("here")
+    for path, why in ((tmp_path / "file", "Not a directory"), (tmp_path / "no" / "where", "No such file")):
+        with pytest.raises(DiskError, match=rf"cannot be offloaded to {path}: {why}.*whose parent folder exists"):
+            DiskStore(path, SPECS)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_that_is_read_only_is_refused(left):
+    before = sorted(os.listdir(left))
+    with mounted(left, "-o", "bind,ro", left):
+        with pytest.raises(DiskError, match=r"cannot be offloaded to .*: Read-only file system"):
+            DiskStore(left, SPECS[:2])
+        assert sorted(os.listdir(left)) == before
+
+
+def test_a_folder_is_used_by_one_store_at_a_time(store):
+    with pytest.raises(DiskError, match="in use by this process"):
+        DiskStore(store.path, SPECS[:2])
+    assert_holds(store, SPECS[:2], 3)
+    store.close()
+    store.close()
+    DiskStore(store.path, SPECS[:2]).close()
+
+
+def test_a_disk_too_small_is_refused_before_anything_is_written(left, monkeypatch):
+    disk = os.statvfs(left)
+    sizes = [spec.bytes for spec in SAME]
+    available = 5 * disk.f_frsize + sum(path.stat().st_blocks * 512 for path in left.glob("chunk_*"))
+    before = {path: path.read_bytes() for path in left.glob("chunk_*")}
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*disk[:4], 5, *disk[5:])))
+    with pytest.raises(
+        DiskError, match=rf"needs {sum(sizes)} bytes in .*12 chunks, and {available} bytes are available"
+    ):
+        DiskStore(left, SAME)
+    assert {path: path.read_bytes() for path in left.glob("chunk_*")} == before
+
+
+def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_path):
+    specs = [spec_of(f"c{i}", ((50_000,), "float32")) for i in range(3)]
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as small:
+        store = DiskStore(small / "store", specs, threads=1)
+        fill(store, specs[:1], 0)
+        free = os.statvfs(small).f_bavail * 4096
+        (small / "filler").write_bytes(bytes(free - 100_000))
+        message = rf"(?s)chunk 1 \('c1', {specs[1].bytes} bytes\) of version 0 .*No space left"
+        store.write(1, arrays_of(specs[1], (0, 1)), version=0)
+        with pytest.raises(DiskError, match=message):
+            store.flush()
+        with pytest.raises(DiskStateError, match="was not written"):
+            store.read(1, version=0).result(10)
+        assert_holds(store, specs[:1], 0)
+        (small / "filler").unlink()
+        fill(store, specs, 1)
+        (small / "filler").write_bytes(bytes(os.statvfs(small).f_bavail * 4096))
+        fill(store, specs, 2)  # in place: needs no more room
+        assert_holds(store, specs, 2)
+        store.close()
+
+
+def test_a_failed_write_is_raised_once_and_does_not_hide_what_ended_the_block(tmp_path):
+    def block():
+        with DiskStore(tmp_path / "store", SAME) as store:
+            shutil.rmtree(store.path)
+            store.write(0, arrays_of(SAME[0], 0), version=0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        block()
+    for call in ("flush", "close"):
+        store = DiskStore(tmp_path / "store", SAME)
+        shutil.rmtree(store.path)
+        store.write(0, arrays_of(SAME[0], 0), version=0)
+        with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0', 4096 bytes\) of version 0 .*No such file"):
+            getattr(store, call)()
+        store.close()
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(ValueError, match="got 0 chunks"):
+        DiskStore(tmp_path / "store", [])
+    with pytest.raises(ValueError, match="0 in flight"):
+        DiskStore(tmp_path / "store", SAME, in_flight=0)
+    with DiskStore(tmp_path / "store", SAME, in_flight=1) as store:
+        with pytest.raises(ValueError, match=r"Chunk 'c0' got no arrays. Give float32\[1000\]"):
+            store.write(0, [], version=0)
+        for wrong in (np.zeros(999, np.float32), np.zeros(1000)):
+            with pytest.raises(ValueError, match=r"Chunk 'c0' got float.* Give float32\[1000\]"):
+                store.write(0, [wrong], version=0)
+        fill(store, SAME, 0)  # the buffer came back
+    with pytest.raises(ValueError, match="is closed"):
+        store.read(0, version=0)
+
+
+# --- kills -------------------------------------------------------------------------------------------------------
+
+CYCLE = """
+import itertools, sys
+import numpy as np
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore
+
+array = np.zeros(100_000, np.float32)
+with DiskStore(sys.argv[1], [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(10)]) as store:
+    for i in range(10):
+        store.write(i, [array], version=0)
+    for step in itertools.count():
+        for i in range(10):
+            with store.read(i, version=step).result() as lease:
+                lease.arrays[0][...] += 1
+                store.write(i, lease.arrays, version=step + 1)
+        if step == 0:
+            print("begun", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path, kills):
+    moments = random.Random(kills)
+    for _ in range(kills):
+        child = run(CYCLE, tmp_path / "store")
+        assert child.stdout.readline() == "begun\n", child.communicate()[1]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(moments.uniform(0, 0.15))
+        assert child.returncode is None, child.communicate()[1]
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    assert len(os.listdir(tmp_path / "store")) == 11
+    with DiskStore(tmp_path / "store", SPECS) as store:
+        assert os.listdir(store.path) == [".lock"]
+        fill(store, SPECS, 0)
+        assert_holds(store, SPECS, 0)
+
+
+def test_a_store_that_could_not_be_made_leaves_the_folder_free(tmp_path, monkeypatch):
+    def no_memory(size):
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zerojax.offload.chunks.aligned_buffer", no_memory)
+        with pytest.raises(DiskError, match="Cannot allocate memory"):
+            DiskStore(tmp_path / "store", SPECS)
+    with DiskStore(tmp_path / "store", SPECS) as store:
+        store.write(0, arrays_of(SPECS[0], 0), version=0)
+
+
+def test_of_several_failed_writes_the_first_is_raised_once(tmp_path, monkeypatch):
+    with DiskStore(tmp_path / "store", SPECS) as store:
+        with monkeypatch.context() as patch:
+
+            def full(*args, **options):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr("zerojax.offload.chunks.transfer", full)
+            failed = 0
+            for index in range(len(SPECS)):
+                try:
+                    store.write(index, arrays_of(SPECS[index], 0), version=0)
+                except DiskError:
+                    failed += 1
+            try:
+                store.flush()
+            except DiskError:
+                failed += 1
+        assert 1 <= failed <= len(SPECS)
+        store.flush()

@@ -1,0 +1,344 @@
+"""Updates that multiply matrices, computed by owners: exact, no matrix whole on every device, and who computes what."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import matrix_optimizers
+import optax
+import optax.contrib
+import pytest
+from conftest import mesh_of, quick_or_slow
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
+
+import zerojax
+from zerojax import Offload, Precision, collectives, zero_shard
+from zerojax.optim import owned as owned_module
+from zerojax.optim.dims import LostError, follow
+from zerojax.testing import assert_parity, train_plain
+
+ALIKE = 7
+
+
+def params():
+    """Seven matrices alike, one transposed, a stack of five, one whose dims divide by nothing, and a vector."""
+    keys = iter(jax.random.split(jax.random.key(0), ALIKE + 4))
+    normal = lambda *shape: jax.random.normal(next(keys), shape) / 4
+    alike = [normal(16, 24) for _ in range(ALIKE)]
+    return {"alike": alike, "back": normal(24, 16), "stack": normal(5, 16, 24), "odd": normal(13, 17), "v": normal(24)}
+
+
+def loss(params, rows):
+    """A mean over rows, which uses every matrix."""
+    several = jnp.tanh(rows @ jnp.concatenate(params["alike"], 1)).reshape(-1, ALIKE, 24).sum(1) + params["v"]
+    several += jnp.tanh(jnp.einsum("ri,lij->rj", rows, params["stack"]))
+    return jnp.mean(jnp.tanh(jnp.tanh(several @ params["back"])[:, :13] @ params["odd"]) ** 2)
+
+
+def batches():
+    return [jax.random.normal(jax.random.key(i), (24, 16)) for i in range(3)]
+
+
+def matrices(params):
+    """Muon's dimension numbers with the stack as one of matrices."""
+    numbers = {2: MuonDimensionNumbers(0, 1), 3: MuonDimensionNumbers(1, 2)}
+    return jax.tree.map(lambda x: numbers.get(x.ndim), params)
+
+
+muon = functools.partial(optax.contrib.muon, 1e-2, muon_weight_dimension_numbers=matrices)
+
+
+def labels(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "other", params)
+
+
+MATRIX_OPTIMIZERS = {
+    "muon": muon,
+    "adaptive": lambda: muon(
+        preconditioning="aol", adaptive=True, weight_decay=0.1
+    ),  # a cond in a scan; a sum of a leaf
+    "shampoo": lambda: matrix_optimizers.shampoo(1e-2),
+    "soap": lambda: matrix_optimizers.soap(1e-2),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), muon(), optax.clip_by_global_norm(0.05)),
+    "masked": lambda: optax.masked(muon(), lambda params: jax.tree.map(lambda x: x.shape != (13, 17), params)),
+    "by-label": lambda: optax.multi_transform({"matrix": optax.contrib.muon(1e-2), "other": optax.lamb(1e-2)}, labels),
+    "injected": lambda: optax.inject_hyperparams(optax.contrib.muon)(optax.linear_schedule(1e-2, 1e-3, 3)),
+    "multi-steps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
+}
+# Whose leaves are updated in one branch together.
+NONE_OWNED = ("multi-steps",)
+
+
+@functools.cache
+def reference(name):
+    return train_plain(MATRIX_OPTIMIZERS[name](), loss, params(), batches())
+
+
+def owned(name, stage, mesh, **options):
+    options = {"persist_below": 50, "matrix_updates": "owner", **options}
+    return zero_shard(MATRIX_OPTIMIZERS[name](), stage=stage, mesh=mesh, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage", "count"),
+    quick_or_slow(
+        [
+            *((name, 1 + i % 3, (8, 3)[i % 2]) for i, name in enumerate(MATRIX_OPTIMIZERS)),
+            ("muon", 2, 3),
+            ("muon", 3, 1),
+        ],
+        [("muon", 3, 8)],
+    ),
+)
+def test_updates_by_owners_equal_plain_optax(name, stage, count):
+    tx = owned(name, stage, mesh_of(count))
+    assert_parity(tx, loss, params(), batches(), reference=reference(name))
+    found = tx.create(jax.eval_shape(params)).plan.matrices
+    assert bool(found.owned) == (count > 1 and name not in NONE_OWNED)
+
+
+def update_program():
+    """The update of Muon alone, compiled for eight devices."""
+    tx = owned("muon", 3, mesh_of(8))
+    shapes = tx.shard(jax.eval_shape(params))
+    state = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(tx.init, shapes),
+        tx.shardings(shapes).opt_state,
+    )
+    return collectives(jax.jit(tx.update).lower(shapes, state, shapes).compile())
+
+
+def test_one_exchange_each_way_brings_matrices_to_owners_and_results_back():
+    found = update_program()
+    kinds = 4  # the seven alike, their transpose, the stack, the odd one
+    assert len(found.of("all-to-all")) == 2 * kinds
+    whole = [c for c in found.of("all-gather") + found.of("all-reduce") if c.elements >= 13 * 13]
+    assert not whole
+
+
+def plan_of(shapes, tx=None, count=8, **options):
+    """The plan of parameters of some shapes on eight devices."""
+    tx = zero_shard(tx or muon(), stage=3, mesh=mesh_of(count), **options)
+    leaves = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+    return tx.create(leaves).plan
+
+
+def test_the_cheaper_way_is_counted():
+    """Eight matrices, one each; ten: what two slots would cost; one alone: all divide it; a huge one: all must."""
+    (eight,) = plan_of([(2048, 8192)] * 8).matrices.owned
+    assert (eight.matrices, eight.within) == (8, 1)
+    assert eight.seconds < 0.7 * eight.seconds_sharded
+    alone = plan_of([(8192, 2048)])
+    assert not alone.matrices.owned
+    assert "cheaper" in str(alone)
+    two = plan_of([(2048, 8192)] * 2).matrices.owned[0]
+    assert two.within == 4
+    ten = plan_of([(2048, 8192)] * 10).matrices
+    assert ten.owned[0].matrices == 8
+    assert "evenly" in ten.left[0][1]
+    huge = plan_of([(2**15, 2**14)] * 8, matrix_updates="owner").matrices
+    assert all(group.within > 1 for group in huge.owned)
+    stacked = plan_of([(24, 1024, 4096)]).matrices.owned[0]
+    assert (stacked.matrices, stacked.within) == (24, 1)
+
+
+def test_flops_are_counted_along_the_dim_that_is_sharded():
+    def newton_schulz(x):
+        gram = x @ x.T
+        return x + gram @ gram @ x
+
+    jaxpr = jax.make_jaxpr(newton_schulz)(jnp.zeros((8, 32))).jaxpr
+    dims, work = follow(jaxpr, [1], may_sum=True)
+    assert dims == [1]
+    assert work.divided == 2 * (2 * 8 * 8 * 32)  # the Gram matrix and the last product
+    assert work.repeated == 2 * 8**3
+    assert (work.summed, work.sums) == (4 * 8 * 8, 1)
+    with pytest.raises(LostError):
+        follow(jaxpr, [1], may_sum=False)
+
+
+@pytest.mark.parametrize(
+    ("stacked", "matrices"),
+    [
+        (lambda x: x @ x.transpose(0, 2, 1) @ x, 6),
+        (lambda x: jax.vmap(lambda m: m @ m.T @ m / (jnp.linalg.norm(m) + 1))(x), 6),
+        (lambda x: x / jnp.linalg.norm(x) @ x.transpose(0, 2, 1) @ x, 1),
+        (lambda x: (x - x.mean(0)) @ x.transpose(0, 2, 1) @ x, 1),
+        (lambda x: x[::-1] @ x.transpose(0, 2, 1) @ x, 1),
+        (lambda x: jnp.cumsum(x, 0) @ x.transpose(0, 2, 1) @ x, 1),
+        (lambda x: x.reshape(12, 8, 24).reshape(6, 16, 24) @ x.transpose(0, 2, 1) @ x, 1),
+        (lambda x: jax.lax.scan(lambda c, m: (c + m, c @ m.T @ m), x[0], x)[1], 1),
+    ],
+    ids=["batch", "vmap", "norm of all", "mean", "reversed", "cumulated", "reshaped", "scanned"],
+)
+def test_a_stack_is_owned_layer_by_layer_only_if_its_layers_do_not_meet(stacked, matrices):
+    scale = optax.stateless(lambda grads, _: jax.tree.map(lambda x: -1e-2 * stacked(x), grads))
+    plan = plan_of([(6, 16, 24)], scale, persist_below=50, matrix_updates="owner")
+    assert [group.matrices for group in plan.matrices.owned] == [matrices]
+
+
+def test_the_state_is_where_it_was():
+    """What owners compute with is brought and returned: checkpoints, offload and other ways find the same state."""
+    ways = [owned("shampoo", 1, mesh_of(8), matrix_updates=how) for how in ("owner", "sharded")]
+    assert ways[0].shardings(params()) == ways[1].shardings(params())
+
+
+def two_axes():
+    return jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"), [("shampoo", {"shard_axis": "gpu"}), ("muon", {"params_axis": "gpu"})], ids=["hsdp", "inside"]
+)
+def test_several_data_axes_share_the_matrices(name, options):
+    tx = owned(name, 3, two_axes(), axis=("host", "gpu"), **options)
+    assert tx.create(jax.eval_shape(params)).plan.matrices.owned
+    assert_parity(tx, loss, params(), batches(), reference=reference(name))
+
+
+def test_what_another_axis_shards_stays_as_it_is_and_the_plan_says_so():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    tx = owned("muon", 3, mesh)
+    given = params()
+    given["alike"] = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "model"))) for x in given["alike"]]
+    plan = tx.create(given).plan
+    assert sorted(group.matrices for group in plan.matrices.owned) == [1, 1, 5]
+    assert "other mesh axes" in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"view": "device"}, {"offload": Offload(optimizer="host")}], ids=["device", "host"]
+)
+def test_other_options_change_nothing(options):
+    assert_parity(owned("muon", 3, mesh_of(8), **options), loss, params(), batches(), reference=reference("muon"))
+
+
+def assert_same(first, second, rtol=1e-5, **step_options):
+    """The same parameters after some steps, to what reassociated sums differ by."""
+    ends = []
+    for tx in (first, second):
+        state, step = tx.create(params()), tx.train_step(loss, **step_options)
+        for batch in batches():
+            state, _ = step(state, batch)
+        ends.append(tx.unshard(state.params))
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        assert jnp.allclose(a, b, rtol=rtol, atol=rtol * jnp.abs(b).max())
+
+
+@pytest.mark.slow
+def test_master_weights_and_microbatches():
+    """In bfloat16 an update may differ by its rounding where the two ways sum in another order."""
+    ways = [
+        owned("muon", 1, mesh_of(8), matrix_updates=how, precision=Precision.bf16()) for how in ("owner", "sharded")
+    ]
+    assert_same(*ways, rtol=2e-2, accumulate=3)
+
+
+@pytest.mark.slow
+def test_a_skipped_step_leaves_everything_as_it_was():
+    tx = owned("shampoo", 3, mesh_of(8))
+    state = tx.create(params())
+    step = tx.train_step(loss, skip_nonfinite=True)
+    before = jax.device_get(state)
+    state, metrics = step(state, jnp.full((24, 16), jnp.nan))
+    assert metrics["skipped"]
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), before.opt_state, jax.device_get(state.opt_state))
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stage_1_goes_on_at_stage_3_by_owners(tmp_path):
+    from zerojax.checkpoint import Checkpointer
+
+    one, other = (
+        owned("shampoo", 1, mesh_of(3), matrix_updates="sharded"),
+        owned("shampoo", 3, mesh_of(8)),
+    )
+    state, first = one.create(params()), batches()
+    state, _ = one.train_step(loss)(state, first[0])
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.wait()
+        state = checkpoints.restore(other.create(params())).state
+    for batch in first[1:]:
+        state, _ = other.train_step(loss)(state, batch)
+    for a, b in zip(
+        jax.tree.leaves(other.unshard(state.params)), jax.tree.leaves(reference("shampoo")[0]), strict=True
+    ):
+        assert jnp.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_in_the_context_changes_nothing(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        assert_parity(owned("adaptive", 3, mesh), loss, params(), batches(), reference=reference("adaptive"))
+
+
+@pytest.mark.slow
+def test_fewer_matrices_than_devices_have_owners_of_several(monkeypatch):
+    """As large matrices would: here waiting costs nothing, and products much."""
+    monkeypatch.setattr(owned_module, "LATENCY", 0)
+    monkeypatch.setattr(owned_module, "FLOPS", 1)
+    tx = owned("muon", 3, mesh_of(8))
+    within = {group.matrices: group.within for group in tx.create(jax.eval_shape(params)).plan.matrices.owned}
+    assert set(within.values()) != {1}
+    assert_parity(tx, loss, params(), batches(), reference=reference("muon"))
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(ValueError, match="matrix_updates= is one of 'auto', 'owner', 'sharded', not 'whole'"):
+        zero_shard(optax.adam(1e-3), stage=3, matrix_updates="whole")
+
+
+def test_the_report_names_them():
+    state = owned("muon", 3, mesh_of(8)).create(params())
+    text = str(zerojax.report(state))
+    assert "7 matrices by 8 owners, one device each" in text
+    assert text.count("instead of") == 4
+    assert dataclasses.replace(state.plan, matrices=None) != state.plan
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "count"),
+    quick_or_slow(
+        [
+            *((name, ("host", "disk")[i % 2], (8, 3)[i // 2 % 2]) for i, name in enumerate(MATRIX_OPTIMIZERS)),
+            ("muon", "disk", 8),
+            ("shampoo", "disk", 8),
+        ],
+        [("muon", "host", 8)],
+    ),
+)
+def test_offloaded_state_is_updated_by_owners_and_equals_plain_optax(name, where, count, tmp_path):
+    path = tmp_path if where == "disk" else None
+    tx = owned(name, 3, mesh_of(count), offload=Offload(optimizer=where, path=path, update="device"))
+    plan = tx.create(jax.eval_shape(params)).plan
+    assert plan.offloaded
+    assert bool(plan.matrices.owned) == (name not in NONE_OWNED)
+    assert_parity(tx, loss, params(), batches(), reference=reference(name))
+
+
+def test_owners_of_offloaded_state_take_as_many_matrices_as_a_chunk_has_room_for():
+    matrices = [(16, 24)] * 11
+    one = 16 * 24 * 4 // 8
+    several = plan_of(matrices, matrix_updates="owner", offload=Offload(optimizer="host"), persist_below=50)
+    assert [group.matrices for group in several.matrices.owned] == [8, 3]
+    few = Offload(optimizer="host", chunk_bytes=4 * one)
+    pairs = plan_of(matrices, matrix_updates="owner", offload=few, persist_below=50)
+    assert [group.matrices for group in pairs.matrices.owned] == [4, 4, 3]
+
+
+def test_chunk_programs_of_offloaded_state_exchange_matrices_as_the_whole_update_does():
+    tx = owned("muon", 3, mesh_of(8), offload=Offload(optimizer="host", update="device"))
+    programs = tx.train_step(loss).lower_update(tx.create(jax.eval_shape(params)))
+    found = [collectives(program.compile()) for program in programs]
+    assert sorted(len(each.of("all-to-all")) for each in found) == [2, 2, 2, 2]  # the vector stays on the device
+    assert not [c for each in found for c in each.of("all-gather") + each.of("all-reduce") if c.elements >= 13 * 13]

@@ -1,0 +1,233 @@
+"""The transformation as other code handles it: copied, rebuilt, given extra arguments and other forms."""
+
+import copy
+import functools
+import pickle
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from conftest import mesh_of
+from flax import nnx
+from flax.training.train_state import TrainState
+from models import awkward_batches, awkward_loss, awkward_params
+
+import zerojax.flax
+from zerojax import report, zero_shard
+from zerojax.comm.mesh import wait_if_simulated
+from zerojax.optim import logical_state
+from zerojax.testing import assert_parity
+from zerojax.train import eval_step
+from zerojax.train import step as train_step
+
+UNEVEN = {"w": jax.random.normal(jax.random.key(0), (13, 7)), "b": jnp.ones(5)}
+X = jax.random.normal(jax.random.key(1), (56, 13))
+
+
+def mean_square(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
+
+
+def test_it_is_an_optax_transformation_that_can_be_rebuilt(mesh):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    for other in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda f: f, tx), tx._replace(init=tx.init)):
+        assert other.config.stage == 3
+        assert "stage=3" in repr(other)
+
+
+def test_a_plan_survives_pickling_in_another_process_s_hash(mesh):
+    plan = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh).create(jax.eval_shape(awkward_params)).plan
+    hash(plan)
+    copied = copy.copy(plan)
+    object.__setattr__(copied, "_hash", 0)  # as if another process had computed it
+    state = copied.__getstate__()
+    assert "_hash" not in state
+    assert type(plan)(**state) == plan
+    assert pickle.loads(pickle.dumps(plan.grads)) == plan.grads
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("count", [2, 7])
+def test_parameters_in_another_storage_are_read_by_their_logical_shape(stage, count, mesh):
+    stored = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10).shard(UNEVEN)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(count), persist_below=10)
+    moved = jax.device_get(stored)
+    loss, _ = tx.value_and_grad(mean_square)(moved, np.asarray(X))
+    np.testing.assert_allclose(loss, mean_square(UNEVEN, X), rtol=1e-5)
+    back = tx.unshard(tx.create(moved).params)
+    jax.tree.map(np.testing.assert_array_equal, back, UNEVEN)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
+def test_a_weighted_loss_is_the_sum_over_the_sum(stage, mesh):
+    weights = jnp.where(jnp.arange(56) < 9, 1.0, 0.0)  # whole devices have no weight at all
+
+    def weighted(params, batch):
+        x, w = batch
+        return jnp.sum(w * jnp.sum((x @ params["w"]) ** 2, 1)), jnp.sum(w)
+
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=10)
+    loss, grads = tx.value_and_grad(weighted, weighted=True)(tx.shard(UNEVEN), (X, weights))
+    plain = lambda params: (lambda total, weight: total / weight)(*weighted(params, (X, weights)))
+    expected, plain_grads = jax.value_and_grad(plain)(UNEVEN)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), tx.unshard(grads), plain_grads)
+
+
+def test_a_weight_beyond_float16_leaves_its_gradients_alone(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
+    rows = jnp.ones((80_000, 1), jnp.float16)
+    loss = lambda p, b: (jnp.sum((b * p["w"]).astype(jnp.float32)), jnp.float32(b.shape[0]))
+    _, grads = tx.value_and_grad(loss, weighted=True)({"w": jnp.ones(1, jnp.float16)}, rows)
+    np.testing.assert_allclose(np.float32(grads["w"]), 1.0, rtol=5e-3)  # 1/80,000 is subnormal in float16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)),
+            marks=pytest.mark.slow,
+        ),
+        lambda: optax.polyak_sgd(1e-1),
+    ],
+    ids=["reduce-on-plateau", "polyak-sgd"],
+)
+def test_a_transformation_that_wants_the_loss_is_given_it(make, mesh):
+    params = {k: v for k, v in awkward_params().items() if k not in ("count", "empty")}
+    loss = lambda p, b: awkward_loss({**p, "count": jnp.zeros(4), "empty": jnp.zeros((0, 4))}, b)
+    inner = make()
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = inner.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    state, expected = inner.init(params), params
+    for batch in awkward_batches(3):
+        expected, state = step(expected, state, batch)
+    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=50)
+    assert_parity(tx, loss, params, awkward_batches(3), reference=(expected, losses_of(tx, loss, params)))
+
+
+def losses_of(tx, loss, params):
+    state, step, found = tx.create(params), tx.train_step(loss), []
+    for batch in awkward_batches(3):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)),
+        pytest.param(optax.lbfgs(), marks=pytest.mark.slow),
+    ],
+    ids=["backtracking", "lbfgs"],
+)
+def test_a_line_search_sees_logical_gradients(inner, mesh):
+    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=10)
+    value_fn = lambda params: mean_square(params, X)
+
+    def stepped(tx, gradient):
+        def step(params, state):
+            value, grads = gradient(params)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=value_fn)
+            return optax.apply_updates(params, updates), state
+
+        return jax.jit(step)
+
+    plain = stepped(inner, jax.value_and_grad(value_fn))
+    ours = stepped(tx, lambda params: tx.value_and_grad(mean_square)(params, X))
+    params, stored = UNEVEN, tx.shard(UNEVEN)
+    state, sharded = inner.init(params), tx.init(stored)
+    for _ in range(2):
+        params, state = plain(params, state)
+        stored, sharded = ours(stored, sharded)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), tx.unshard(stored), params)
+
+
+@pytest.mark.parametrize(("platform", "count", "waits"), [("cpu", 8, 1), ("cpu", 1, 0), ("cuda", 8, 0)])
+def test_only_simulated_devices_finish_before_the_next_program(platform, count, waits, monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    devices = np.array([SimpleNamespace(platform=platform)] * count)
+    wait_if_simulated(SimpleNamespace(size=count, devices=devices), "state")
+    assert waited == ["state"] * waits
+
+
+def test_a_step_waits_for_the_one_before_on_simulated_devices_alone(mesh, monkeypatch):
+    """Two steps in flight share one pool of threads there, and XLA may abort."""
+    waited = []
+    monkeypatch.setattr(train_step, "wait_if_simulated", lambda mesh, arrays: waited.append(arrays))
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: pytest.fail("waits"))
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    states, step = [tx.create(UNEVEN)], tx.train_step(mean_square)
+    for _ in range(2):
+        states.append(step(states[-1], X)[0])
+    assert [id(state) for state in waited] == [id(state) for state in states[:2]]
+
+
+def test_what_reads_parameters_waits_for_the_step_before_on_simulated_devices(mesh, monkeypatch):
+    waited = []
+    for module in (eval_step, logical_state):
+        monkeypatch.setattr(module, "wait_if_simulated", lambda mesh, arrays: waited.append(jax.tree.leaves(arrays)))
+    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh, persist_below=10)
+    state = tx.create(UNEVEN)
+    tx.eval_step(mean_square)(state.params, X)
+    tx.as_params(state.opt_state.trace, state.params)
+    assert all(any(x is y for y in given) for given in waited for x in jax.tree.leaves(state.params))
+    assert len(waited) == 2
+
+
+def test_a_batch_committed_to_one_device_is_spread(mesh):
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    batch = jax.device_put(X, jax.devices()[3])
+    loss, _ = tx.value_and_grad(mean_square)(tx.shard(UNEVEN), batch)
+    np.testing.assert_allclose(loss, mean_square(UNEVEN, X), rtol=1e-5)
+
+
+def test_a_report_of_flax_s_train_state():
+    tx = zero_shard(optax.adam(1e-3), stage=1)
+    found = report(TrainState.create(apply_fn=None, params=tx.shard(UNEVEN), tx=tx))
+    assert found.bytes["params"] == 4 * (13 * 7 + 5)
+
+
+def test_other_nnx_variables_are_averaged_not_taken_from_one_device(mesh):
+    class Watching(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(()))
+            self.seen = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.seen[...] = x.mean()
+            return x * self.w
+
+    model, batch = Watching(), jnp.arange(16.0)
+    zerojax.flax.value_and_grad(zero_shard(optax.sgd(0.1), stage=2, mesh=mesh), lambda m, b: m(b).mean())(model, batch)
+    np.testing.assert_allclose(model.seen.get_value(), 7.5)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("make", [lambda: optax.sgd(0.1), lambda: optax.adam(0.1)])
+def test_gradients_wider_than_their_parameters_stay_so(stage, make):
+    """The difference that float32 gradients make to narrow parameters would be lost in bfloat16."""
+    params = {"w": jnp.ones((15, 8), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+    grads = jax.tree.map(lambda x: jnp.linspace(1, 1.001, x.size).reshape(x.shape), params)
+    tx = zero_shard(make(), stage=stage, mesh=mesh_of(8), persist_below=10)
+    sharded = tx.shard(params)
+    state, plain = tx.init(sharded), make().init(params)
+    for _ in range(2):  # by the second, Adam's moments are wide
+        found, state = tx.update(tx.shard(grads), state, sharded)
+        expected, plain = make().update(grads, plain, params)
+    found = tx.unshard(found)
+    rounding = 1e-6  # of float32; bfloat16's would be 4e-3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), found, expected)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)

@@ -1,0 +1,209 @@
+"""The parity doctor: what one device and the mesh compute alike passes; what differs, or is not finite, is named."""
+
+import inspect
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import mesh_of
+from typer.testing import CliRunner
+
+from zerojax import Precision, compare, zero_shard
+from zerojax.cli import app
+from zerojax.planning.nonfinite import origins
+
+PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4, "b": jnp.full(8, 0.1)}
+BATCH = jax.random.normal(jax.random.key(1), (32, 16))
+
+
+def tx(stage=3, **options):
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), persist_below=50, **options)
+
+
+def in_batch_negatives(params, batch):
+    z = jnp.tanh(batch @ params["w"] + params["b"])
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
+
+
+def everything_that_a_step_takes(params, mutable, batch, temperature):
+    """A weighted loss with mutable state, aux, an argument, and a bias whose gradient is zero but for rounding."""
+    h = batch @ params["w"] + params["b"]
+    h = jnp.tanh((h - h.mean(1, keepdims=True)) * temperature + params["frozen"])
+    mean = 0.9 * mutable["mean"] + 0.1 * h.mean(0)
+    return (jnp.sum(h**4), jnp.float32(len(batch))), {"mean": mean}, {"size": jnp.mean(h**2)}
+
+
+def test_a_healthy_model_passes_at_all_stages():
+    params = {**PARAMS, "b": jnp.float32(0.1), "frozen": jnp.ones(8)}
+    found = compare(
+        tx(trainable=lambda path, _: path != "frozen"),
+        everything_that_a_step_takes,
+        params,
+        BATCH,
+        jnp.float32(2.0),
+        mutable={"mean": jnp.zeros(8)},
+        has_aux=True,
+        weighted=True,
+    )
+    assert found.ok, found
+    assert found.tolerance == 1e-5
+    assert {leaf.stage for leaf in found.leaves} == {0, 1, 2, 3}
+    assert {(leaf.quantity, leaf.path) for leaf in found.leaves} == {
+        ("value", ""),
+        ("gradient", "['b']"),
+        ("gradient", "['w']"),
+        ("parameters", "['b']"),
+        ("parameters", "['frozen']"),
+        ("parameters", "['w']"),
+        ("mutable", "['mean']"),
+        ("aux", "['size']"),
+    }
+    assert [line.split()[-1] for line in str(found).splitlines()[3:]] == ["same"] * 4
+
+
+def test_rows_that_meet_are_reported_with_value_and_gradient():
+    found = compare(tx(view="device"), in_batch_negatives, PARAMS, BATCH, stages=3)
+    assert not found.ok
+    assert [(d.step, d.quantity, d.path) for d in found.differing[:3]] == [
+        (1, "value", ""),
+        (1, "gradient", "['b']"),
+        (1, "gradient", "['w']"),
+    ]
+    assert min(d.difference for d in found.differing[:3]) > 0.1
+    assert re.search(r"step 1  value .*\(allowed 1\.0e-05\)  stage 3", str(found))
+    assert "rows meet in it" in str(found)
+
+
+def test_a_loss_that_gathers_the_rows_itself_passes():
+    def loss(params, batch):
+        z = jnp.tanh(batch @ params["w"] + params["b"])
+        every = jax.lax.all_gather(z, "data", tiled=True)
+        same = jnp.arange(len(z))[:, None] + len(z) * jax.lax.axis_index("data") == jnp.arange(len(every))
+        return -jnp.sum(jnp.where(same, jax.nn.log_softmax(z @ every.T), 0)) / len(z)
+
+    found = compare(tx(view="device"), loss, PARAMS, BATCH, stages=3)
+    assert found.ok, found
+
+
+def test_narrow_types_are_allowed_their_rounding():
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch.astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32) ** 2)
+
+    found = compare(tx(precision=Precision.bf16()), loss, {"w": PARAMS["w"]}, BATCH, stages=3, accumulate=2)
+    assert found.ok, found
+    assert found.tolerance == 2 * 2**-7
+    assert max(leaf.difference for leaf in found.leaves) > 1e-5
+
+
+def normalised(params, batch):
+    def layer(h, w):
+        h = h @ w
+        h = h / jnp.linalg.norm(h, axis=-1, keepdims=True)
+        return h, None
+
+    return jnp.mean(jax.lax.scan(layer, batch, params["layers"])[0] ** 4)
+
+
+def line_of(fn, text):
+    lines, first = inspect.getsourcelines(fn)
+    (index,) = [i for i, line in enumerate(lines) if text in line]
+    return f"test_compare.py:{first + index}"
+
+
+def test_a_nan_is_located_to_the_line_of_the_model():
+    layers = {"layers": jnp.stack([jnp.eye(16)] * 3)}
+    found = compare(tx(), normalised, layers, BATCH.at[5].set(0), stages=0)
+    assert not found.ok
+    assert (found.nonfinite.stage, found.nonfinite.step, found.nonfinite.quantity) == (None, 1, "value")
+    origin = found.nonfinite.origins[-1]
+    assert (origin.kind, origin.primitive, origin.where) == ("nan", "div", line_of(normalised, "linalg.norm"))
+    assert str(found).endswith(f"value of step 1 on one device: the first nan is made by div at {origin.where}")
+
+
+def test_a_nan_of_the_mesh_alone_is_located_too():
+    def loss(params, batch):
+        return jnp.mean(batch @ params["w"]) + jnp.var(batch, ddof=1, axis=0).mean()
+
+    found = compare(tx(view="device"), loss, {"w": PARAMS["w"]}, BATCH[:8], stages=0)
+    assert (found.nonfinite.stage, found.nonfinite.quantity) == (0, "value")
+    assert found.nonfinite.origins[-1].where == line_of(loss, "jnp.var")
+    assert "at stage 0, and finite on one device" in str(found)
+
+
+def test_a_nan_that_is_given_is_named():
+    params = {**PARAMS, "b": jnp.full(8, jnp.nan)}
+    found = compare(tx(), in_batch_negatives, params, BATCH, stages=0)
+    assert "the first nan is given in params['b']" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"tx": optax.adam(1e-2)}, TypeError, "zero_shard, not GradientTransformation"),
+        ({"loss_fn": PARAMS}, TypeError, "a loss function after tx, not dict"),
+        (
+            {"params": jax.eval_shape(lambda: PARAMS)},
+            ValueError,
+            r"params\['b'\] is a shape, float32\[8\].*Give arrays",
+        ),
+        ({"batch": BATCH[:30]}, ValueError, "its dim 0 has 30 rows"),
+        ({"stages": ()}, ValueError, "stages= names no ZeRO stage"),
+        ({"stages": (0, 4)}, ValueError, "Unknown ZeRO stage 4"),
+        ({"accumulate": 0}, ValueError, "accumulate"),
+    ],
+)
+def test_wrong_input_is_refused(changes, error, message):
+    given = {"tx": tx(), "loss_fn": in_batch_negatives, "params": PARAMS, "batch": BATCH, **changes}
+    with pytest.raises(error, match=message):
+        compare(**given)
+
+
+MODEL = """
+import jax, jax.numpy as jnp, optax
+from zerojax import zero_shard
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+def in_batch(params, batch):
+    return jnp.mean((batch @ params["w"]) @ (batch @ params["w"]).T)
+
+def make_step(loss=loss):
+    tx = zero_shard(optax.sgd(0.1), stage=3, view="device")
+    return tx.train_step(loss), tx.create({"w": jnp.ones((16, 8))}), jnp.arange(8 * 16.).reshape(8, 16) / 128
+
+def parting():
+    return make_step(in_batch)
+
+def shapes():
+    return jax.eval_shape(lambda: 0), *make_step()[1:]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [("", 0, "0           "), (":parting", 1, "DIFFERS"), (":shapes", 2, "compare takes a step of tx.train_step")],
+)
+def test_the_command_line_says_so_by_its_exit_status(name, status, said, tmp_path):
+    (tmp_path / "train.py").write_text(MODEL)
+    outcome = CliRunner().invoke(app, ["compare", f"{tmp_path}/train.py{name}", "--stage", "0"])
+    assert outcome.exit_code == status, outcome.output
+    assert said in outcome.output
+
+
+def test_the_command_line_prints_json(tmp_path):
+    (tmp_path / "train.py").write_text(MODEL)
+    outcome = CliRunner().invoke(app, ["compare", f"{tmp_path}/train.py", "--stage", "0", "--json"])
+    found = json.loads(outcome.output)
+    assert found["ok"] is True
+    assert found["devices"] == 8
+
+
+def test_a_nan_is_found_in_a_loop_that_closes_over_an_array():
+    """The second log makes an inf of 0, and the third a NaN of the inf."""
+    loop = lambda x, w: jax.lax.scan(lambda carry, _: (jnp.log(carry) * w, None), x, length=3)[0]
+    found = origins(loop, x=jnp.ones(2), w=jnp.ones(2))
+    assert [(origin.kind, origin.primitive) for origin in found] == [("inf", "log"), ("nan", "log")]

@@ -1,0 +1,337 @@
+"""The search for what fits: it chooses the cheapest that the check lets pass, and says why not the others."""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax import Offload, Precision, estimate, plan, zero_shard
+from zerojax.config import Config
+from zerojax.gpus import topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology, abstract_mesh, installed
+from zerojax.planning import candidates
+from zerojax.planning import plan as planner
+from zerojax.planning.candidates import COST_RESOLUTION, PEAK_MARGIN, SearchSpace
+from zerojax.planning.fit import search
+
+PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
+BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
+HOST = Offload(optimizer="host")
+MB = 1e6
+aot = pytest.mark.skipif(
+    not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
+)
+
+
+class Cost(NamedTuple):
+    """What a compiled gradient would cost."""
+
+    activations: int
+    gathered: int
+    time: float
+
+    def seconds(self, device):
+        return self.time
+
+
+@dataclasses.dataclass
+class Model:
+    """A loss of known cost: activations and time are linear in the rows."""
+
+    row_bytes: float
+    row_seconds: float = 1e-3
+    fixed_seconds: float = 1e-3
+
+    def cost(self, config, layout, rows):
+        count = rows.shape[0]
+        gathered = PARAMS["w"].size * 4 if config.stage == 3 else 0
+        return Cost(int(count * self.row_bytes), gathered, self.fixed_seconds + count * self.row_seconds)
+
+
+class Compiled(NamedTuple):
+    """The plan of a compiled step."""
+
+    peak: int
+    usable: int
+    topology: str = "h200:8"
+
+    @property
+    def fits(self):
+        return self.peak <= self.usable
+
+
+def searched(
+    memory,
+    losses=None,
+    *,
+    counts=(8,),
+    peak=lambda candidate: candidate.peak,
+    stages=(0, 1, 2, 3),
+    offloads=(None, HOST),
+    rows=None,
+    **hardware,
+):
+    """`(fit, candidates that were compiled)`."""
+    compiled = []
+
+    def compile_plan(candidate):
+        compiled.append(candidate)
+        return Compiled(peak(candidate), memory)
+
+    config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
+    space = SearchSpace("h200", stages, offloads, rows, memory, **hardware)
+    losses = losses or {"loss": Model(4 * MB)}
+    return search(config, losses, PARAMS, BATCH, space=space, counts=counts, compile_plan=compile_plan), compiled
+
+
+@pytest.mark.parametrize("memory", [120 * MB, 200 * MB, 400 * MB, 2000 * MB])
+def test_nothing_that_fits_is_cheaper(memory):
+    fit, _ = searched(memory)
+    assert fit.plan.fits
+    fitting_ones = [c for c in fit.tried if c.peak <= memory]
+    assert fit.chosen in fitting_ones
+    assert all(fit.chosen.seconds <= (1 + COST_RESOLUTION) * c.seconds for c in fitting_ones)
+
+
+def test_less_memory_shards_more_and_offloads_at_last():
+    chosen = [searched(memory, rows=(8,))[0].chosen for memory in (2000 * MB, 180 * MB, 130 * MB, 100 * MB)]
+    assert [(c.stage, c.placement) for c in chosen] == [(3, "device"), (3, "device"), (3, "device"), (3, "host")]
+    below = [searched(m, rows=(8,), stages=(0, 1, 2))[0].chosen for m in (2000 * MB, 200 * MB, 145 * MB)]
+    assert [(c.stage, c.placement) for c in below] == [(1, "device"), (1, "device"), (1, "host")]
+
+
+def test_of_equal_cost_the_simplest_is_taken():
+    fit, compiled = searched(2000 * MB, counts=(1,), rows=(4,))
+    assert (fit.chosen.stage, fit.chosen.offload, fit.chosen.loss) == (0, None, "loss")
+    assert len(compiled) == 1
+    same = {"first": Model(4 * MB, row_seconds=1.01e-3), "second": Model(2 * MB)}
+    assert searched(2000 * MB, same, rows=(8,))[0].chosen.loss == "first"
+    dearer = {"first": Model(4 * MB, row_seconds=1.1e-3), "second": Model(2 * MB)}
+    assert searched(2000 * MB, dearer, rows=(8,))[0].chosen.loss == "second"
+
+
+def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
+    fit, _ = searched(2000 * MB, rows=(16,))
+    seconds = {(c.stage, c.placement): 16 * c.seconds for c in fit.tried}
+    device = Device.of(Topology.parse("h200:8"))
+    kernels, size = 3e-3, 4 * 4096**2
+    rows = estimate(PARAMS, tx=optax.adam(1e-3))
+    for stage in range(4):
+        sending = (3 if stage == 3 else 2) * size * 7 / 8 / device.links.link
+        passes = max(kernels, sending) if stage == 3 else kernels + sending
+        assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].resident / device.bandwidth)
+    moments = 2 * size / 8
+    saved = 2 * moments / device.bandwidth
+    for stage in (1, 2, 3):
+        offloaded = seconds[stage, "host"] - seconds[stage, "device"]
+        assert offloaded == pytest.approx(moments / candidates.HOST_LINKS["h200"] - saved)
+
+
+def test_shards_stay_within_hosts_where_the_network_is_slow_and_memory_is_there():
+    options = {"counts": (64,), "hosts": 8, "rows": (64,), "offloads": (None,), "network": 5e9}
+    fit, _ = searched(2000 * MB, **options)
+    sharded = {(c.stage, c.shard_axis, c.params_axis) for c in fit.tried}
+    host = ("gpu",)
+    assert sharded == {(0, (), ()), *((stage, axes, ()) for stage in (1, 2, 3) for axes in ((), host)), (3, (), host)}
+    assert fit.chosen.shard_axis == host
+    assert 'shard_axis="gpu"' in str(fit).splitlines()[0]
+    assert all(line.count("gpu") <= 1 for line in str(fit).splitlines()[3:])
+    peaks = {c.sharding: c.peak for c in fit.tried if c.stage == 3}
+    order = ['shard_axis="gpu"', 'params_axis="gpu"', "all devices"]
+    assert sorted(peaks, key=peaks.__getitem__, reverse=True) == order
+    for larger, chosen in itertools.pairwise(order):
+        assert searched(peaks[larger] - 1, stages=(3,), **options)[0].chosen.sharding == chosen
+    alone, _ = searched(2000 * MB, counts=(8,), hosts=1, rows=(8,))
+    assert {c.sharding for c in alone.tried} == {"all devices"}
+
+
+def test_what_stays_within_a_host_goes_over_its_links():
+    instant = {"loss": Model(4 * MB, row_seconds=0, fixed_seconds=0)}
+    fit, _ = searched(2000 * MB, instant, counts=(64,), hosts=8, rows=(64,), offloads=(None,))
+    device, size = Device.of(Topology.parse("h200:8x8")), 4 * 4096**2
+    inside, across = size * 7 / 8 / device.links.link, size / 8 * 7 / 8 / device.links.network
+    times = {"all devices": 3 * size * 63 / 64 / (8 * device.links.network)}
+    times |= dict.fromkeys(('shard_axis="gpu"', 'params_axis="gpu"'), 3 * inside + 2 * across)
+    for c in (c for c in fit.tried if c.stage == 3):
+        resident = {"all devices": 3 / 64, 'shard_axis="gpu"': 3 / 8, 'params_axis="gpu"': 1 / 8 + 2 / 64}[c.sharding]
+        update = 2 * size * resident / device.bandwidth
+        assert 64 * c.seconds == pytest.approx(times[c.sharding] + update), c.sharding
+
+
+def test_remat_is_chosen_where_it_pays():
+    losses = {"plain": Model(100 * MB), "remat": Model(1 * MB, row_seconds=1.3e-3)}
+    assert searched(400 * MB, losses, rows=(8,))[0].chosen.loss == "plain"
+    assert searched(400 * MB, losses, rows=(64,))[0].chosen.loss == "remat"
+    # a longer batch may pay for what remat costs
+    assert searched(400 * MB, losses)[0].chosen.loss == "remat"
+
+
+def test_doubling_ends_when_nothing_is_gained_or_nothing_fits():
+    rows = lambda **line: {c.rows for c in searched(4000 * MB, {"loss": Model(**line)})[0].tried}
+    assert rows(row_bytes=1000 * MB) == {8, 16, 32, 64}  # of eight rows on a device nothing fits
+    gains = rows(row_bytes=1, row_seconds=1, fixed_seconds=0)
+    assert gains == {8, 16}
+    assert max(rows(row_bytes=1, row_seconds=0)) == 8 * candidates.MOST_ROWS
+
+
+def test_the_fewest_devices_are_found():
+    counts = (1, 2, 4, 8, 16)
+    fit, _ = searched(120 * MB, counts=counts, offloads=(None,))
+    assert fit.chosen.devices == 8
+    alone = searched(120 * MB, counts=(8,), offloads=(None,))[0]
+    assert alone.chosen == fit.chosen
+    with pytest.raises(ValueError, match="Nothing fits 1 to 4 h200"):
+        searched(120 * MB, counts=counts[:3], offloads=(None,))
+
+
+def test_the_compiled_step_decides():
+    first = searched(2000 * MB, rows=(8,))[0].chosen
+    judge = lambda candidate: int(5000 * MB) if candidate.variant == first.variant else candidate.peak
+    fit, compiled = searched(2000 * MB, rows=(8,), peak=judge)
+    assert [c.variant for c in compiled] == [first.variant, fit.chosen.variant]
+    assert fit.chosen.variant != first.variant
+    refused = fit.tried[0]
+    assert (refused.variant, refused.verdict) == (first.variant, "does not fit: 5 GB, compiled")
+
+
+def test_what_is_estimated_a_little_too_large_is_compiled_all_the_same():
+    options = {"rows": (8,), "stages": (3,), "offloads": (None,), "peak": lambda candidate: 1}
+    peak = searched(2000 * MB, **options)[0].chosen.peak
+    assert searched(peak / (1 + PEAK_MARGIN) + 1, **options)[0].chosen.peak == peak
+    with pytest.raises(ValueError, match="Nothing fits"):
+        searched(peak / (1 + PEAK_MARGIN) - 1, **options)
+
+
+def test_nothing_is_compiled_for_what_cannot_fit_anyway():
+    class Never:
+        def cost(self, config, layout, rows):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"nearest is stage 3, .* on the host, .* needs .* MB per device, and"):
+        searched(5 * MB, {"loss": Never()})
+
+
+def test_batches_that_the_devices_cannot_share_are_no_candidates():
+    assert {c.rows for c in searched(2000 * MB, rows=(4, 8, 12, 16))[0].tried} == {8, 16}
+    with pytest.raises(ValueError, match="multiple of the devices"):
+        searched(2000 * MB, rows=(4,))
+
+
+def test_only_valid_combinations_are_tried():
+    params = Offload(optimizer="host", params="host")
+    fit, _ = searched(2000 * MB, offloads=(None, HOST, params), rows=(8,))
+    combinations = {(c.stage, c.placement) for c in fit.tried}
+    assert combinations == {
+        *((stage, "device") for stage in range(4)),
+        *((stage, "host") for stage in (1, 2, 3)),
+        (3, "host + params"),
+    }
+
+
+def test_it_prints_a_line_for_each_variant():
+    fit, _ = searched(320 * MB)
+    lines = str(fit).splitlines()
+    assert lines[0] == f"{fit.chosen} on h200:8"
+    assert [line.split()[-1] for line in lines[3:]].count("chosen") == 1
+    assert len(lines) == 3 + 4 + 3  # stages; and those that offload
+    assert "does not fit: at least" in str(searched(120 * MB)[0])
+
+
+def test_columns_are_aligned_whatever_a_loss_is_called():
+    title, *rows = str(searched(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]
+    assert title.split()[:4] == ["devices", "stage", "loss", "state"]
+    assert all(row[title.index("state") :].startswith(("device", "host")) for row in rows)
+
+
+def chain(params, batch):
+    for w in params["layers"]:
+        batch = jnp.tanh(batch @ w)
+    return jnp.mean(batch**2)
+
+
+LAYERS = {"layers": [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4}
+
+
+@aot
+def test_a_chain_is_fitted_to_absent_gpus():
+    batch = jax.ShapeDtypeStruct((8, 64, 512), jnp.float32)
+    fit = plan.fit(optax.adam(1e-3), chain, LAYERS, batch, rows=(16,), memory=9 * MB)
+    assert (fit.chosen.stage, fit.chosen.placement) == (3, "device")
+    assert fit.plan.fits
+    assert fit.plan.batch == 16
+    assert fit.chosen.peak == pytest.approx(fit.plan.peak, rel=PEAK_MARGIN)
+    with pytest.raises(ValueError, match=r"Nothing fits 8 h200\. .*more devices, a loss with remat, fewer rows"):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, batch, rows=(16,), memory=MB)
+
+
+@aot
+@pytest.mark.slow
+def test_a_chain_is_fitted_to_hosts_of_absent_gpus():
+    batch = jax.ShapeDtypeStruct((8, 64, 512), jnp.float32)
+    fit = plan.fit(optax.adam(1e-3), chain, LAYERS, batch, devices="h100:2x4", rows=16, stages=3, network=1e9)
+    assert fit.chosen.sharding != "all devices"
+    assert fit.plan.topology == "h100:2x4"
+    assert {len(c.group) for c in fit.plan.collectives if c.kind == "all-gather" and c.elements > 512**2 / 4} == {4}
+
+
+@aot
+@pytest.mark.slow
+def test_fewest_gpus_of_a_transformation_with_types_of_its_own():
+    tx = zero_shard(optax.adam(1e-3), stage=0, precision=Precision.bf16(), persist_below=1)
+    batch = jax.ShapeDtypeStruct((1, 64, 512), jnp.float32)
+    losses = {"plain": chain, "remat": lambda params, batch: jax.checkpoint(chain)(params, batch)}
+    found = {}
+    for memory in (40 * MB, 12 * MB):
+        fit = found[memory] = plan.fit(tx, losses, LAYERS, batch, devices=None, rows=32, memory=memory)
+        assert fit.plan.peak <= memory
+        assert "bf16" in {c.dtype for c in fit.plan.collectives} or fit.chosen.devices == 1
+    assert found[40 * MB].chosen.devices < found[12 * MB].chosen.devices
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(topology, "installed", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "error", "message"),
+    [
+        ((8, 64, 512), {"gpu": "h900"}, ValueError, "the GPUs known are"),
+        ((8, 64, 512), {"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
+        ((8, 64, 512), {"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
+        ((8, 64, 512), {"devices": "h900:2x8"}, ValueError, "the GPUs known are"),
+        ((8, 64, 512), {"memory": 0}, ValueError, "memory= is in bytes of one GPU and must be above 0"),
+        ((8, 64, 512), {"host_link": -50e9}, ValueError, "host_link= is in bytes per second of one GPU"),
+        ((8, 64, 512), {"rows": np.float32(8)}, TypeError, "must be an int"),
+        ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
+        ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),
+        ((), {}, ValueError, "The cheapest batch is searched in rows"),
+    ],
+)
+def test_bad_input_is_refused(batch, options, error, message):
+    with pytest.raises(error, match=message):
+        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct(batch, jnp.float32), **options)
+
+
+def test_no_loss_is_refused():
+    with pytest.raises(ValueError, match="names no loss"):
+        plan.fit(optax.adam(1e-3), {}, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
+
+
+def test_one_choice_needs_no_sequence(monkeypatch):
+    monkeypatch.setattr(planner, "absent_mesh", lambda topology, axes=("data",): abstract_mesh(8, axes))
+    monkeypatch.setattr(planner, "PlainGradient", lambda *args: Model(4 * MB))
+    monkeypatch.setattr(
+        planner, "search", lambda config, losses, *args, space, **others: (space.combinations, [*losses])
+    )
+    fit = lambda loss=chain, **options: plan.fit(optax.adam(1e-3), loss, LAYERS, BATCH, **options)
+    assert fit(stages=3, offload=HOST) == ([(3, HOST)], ["loss"])
+    assert fit(stages=(2, 3), offload=None) == ([(2, None), (3, None)], ["loss"])
+    assert fit({1: chain}, stages=3, offload=None)[1] == ["1"]  # a name is printed, whatever it is

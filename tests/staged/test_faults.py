@@ -1,0 +1,145 @@
+"""Parameters on disk when something goes wrong: what it is is named, and nothing that was saved is lost."""
+
+import pickle
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of, mounted
+from disk_models import LOSSES, batch_of, model_params, on_disk
+
+from zerojax import Offload, offload, zero_shard
+from zerojax.checkpoint import Checkpointer
+from zerojax.offload.disk import DiskStateError
+from zerojax.offload.folder import DiskError
+from zerojax.staged.state import files_of
+
+LOSS = LOSSES["loop"]
+
+
+def begun(path, **options):
+    """A state after one step, the step, and the parameters' chunk files."""
+    tx = on_disk(path, devices=2, **options)
+    step, state = tx.train_step(LOSS), tx.create(model_params())
+    state, _ = step(state, batch_of(0))
+    files = files_of(state.params)
+    files.flush()
+    return tx, step, state, sorted(files.path.glob("chunk_*"))
+
+
+def test_a_torn_file_is_named_and_the_checkpoint_mends_it(tmp_path):
+    tx, step, state, chunks = begun(tmp_path / "run")
+    wanted = jax.device_get(tx.unshard(state.params))
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        saved.wait()
+        chunks[2].write_bytes(chunks[2].read_bytes()[:-512])
+        with pytest.raises(DiskStateError, match=chunks[2].name):
+            step(state, batch_of(1))
+        with pytest.raises(ValueError, match="half written, because a step on them was interrupted or failed"):
+            step(state, batch_of(1))
+        del state
+        restored = saved.restore(tx.create(jax.eval_shape(model_params))).state
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(tx.unshard(restored.params)), wanted)
+        step(restored, batch_of(1))
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path):
+    _, step, state, chunks = begun(tmp_path / "run")
+    shutil.rmtree(chunks[0].parent)
+    with pytest.raises(DiskError, match=str(chunks[0].parent)):
+        step(state, batch_of(1))
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    _, step, state, _ = begun(tmp_path / "run")
+    with pytest.raises(DiskError, match="is in use by this process"):
+        on_disk(tmp_path / "run", devices=2).create(model_params())
+    step(state, batch_of(1))
+
+
+def test_files_of_others_are_refused_and_kept(tmp_path):
+    folder = tmp_path / "run" / "params" / "process_0"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(DiskError, match=r"thesis\.tex, which no earlier run wrote"):
+        on_disk(tmp_path / "run", devices=2).create(model_params())
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
+    small = tmp_path / "small"
+    with mounted(small, "-t", "tmpfs", "-o", "size=40k", "none"), pytest.raises(DiskError, match=r"needs \d+ bytes in"):
+        on_disk(small / "run", devices=2).create(model_params())
+
+
+def test_a_copy_of_a_state_whose_files_have_changed_is_refused(tmp_path):
+    tx, step, state, _ = begun(tmp_path / "run")
+    copied = jax.tree.map(jnp.copy, state)
+    step(state, batch_of(1))
+    for use in (lambda: step(copied, batch_of(2)), lambda: tx.unshard(copied.params)):
+        with pytest.raises(ValueError, match=r"parameters on disk in .* are of version 2, and this state is of 1"):
+            use()
+    evaluate = tx.eval_step(LOSS)
+    with pytest.raises(ValueError, match="are of version 2, and this state is of 1"):
+        evaluate(copied.params, batch_of(0))
+
+
+def test_a_step_that_is_interrupted_gives_its_files_up(tmp_path, monkeypatch):
+    _, step, state, chunks = begun(tmp_path / "run")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zerojax.staged.update.StagedUpdate.run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, batch_of(1))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="half written"):
+        step(state, batch_of(1))
+    on_disk(tmp_path / "run", devices=2).create(model_params())
+    assert chunks[0].exists()
+
+
+def test_a_state_can_be_closed(tmp_path):
+    _, _, state, _ = begun(tmp_path / "run")
+    offload.close(state)
+    on_disk(tmp_path / "run", devices=2).create(model_params())
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path):
+    chosen = {"params": "disk", "optimizer": "disk", "path": tmp_path / "run"}
+    make = lambda tx=None, **options: zero_shard(tx or optax.adam(1e-2), mesh=mesh_of(2), **{"stage": 3, **options})
+    for changed, match in {
+        ("optimizer", "host"): 'optimizer="disk"|optimizer=',
+        ("fraction", 0.5): "fraction=0.5",
+        ("where", ("*",)): "where=",
+        ("update", "host"): 'update="host"',
+        ("host_bytes", "8 gigs"): "number of bytes or text such as",
+    }.items():
+        name, value = changed
+        with pytest.raises(ValueError, match=match):
+            Offload(**{**chosen, name: value})
+    with pytest.raises(ValueError, match='bounds the host memory of params="disk"'):
+        Offload(optimizer="host", host_bytes="1 GB")
+    kept = Offload(**chosen)
+    for options, match in (
+        ({"stage": 2}, "needs stage 3"),
+        ({"view": "device"}, "Take the global view"),
+        ({"overwrite": lambda path, _: "w" in path}, "overwrite"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(offload=kept, **options)
+    tx, step, state, _ = begun(tmp_path / "one")
+    for use in (lambda: step.lower(state, batch_of(0)), lambda: jax.jit(step)(state, batch_of(0))):
+        with pytest.raises(TypeError, match="a step is many programs"):
+            use()
+    with pytest.raises(TypeError, match=r"params\['embed'\] is offloaded, and cannot be pickled"):
+        pickle.dumps(state.params)
+    with pytest.raises(TypeError, match=r"are on disk, and tx\.value_and_grad runs one program"):
+        tx.value_and_grad(LOSS)(state.params, batch_of(0))
+    with pytest.raises(TypeError, match="state is on disk"):
+        tx.update(model_params(), state.opt_state, model_params())

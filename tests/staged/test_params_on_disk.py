@@ -1,0 +1,357 @@
+"""Stage 3 with `Offload(params="disk")`: a step in stages, whose parameters, gradients and state are in files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
+from matrix_optimizers import shampoo
+
+from zerojax import Offload, Precision
+from zerojax.checkpoint import Checkpointer, export, import_params
+from zerojax.layout.chunked import is_chunked
+
+ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
+
+
+def trained(tx, loss, steps=3, batch=batch_of, args=(), params=model_params, mutable=None, **options):
+    """The logical state after a few steps, and each step's metrics."""
+    step, state, found = tx.train_step(loss, **options), tx.create(params(), mutable=mutable), []
+    for seed in range(steps):
+        state, metrics = step(state, batch(seed), *args)
+        found.append(jax.device_get(metrics))
+    everything = tx.unshard(state.params), tx.unshard(state.opt_state, state.params), state.mutable, state.step
+    return jax.device_get(everything), found
+
+
+def assert_close(found, wanted, atol=ATOL):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), jax.tree_util.keystr(path)
+        scale = max(1.0, float(np.max(np.abs(y.astype(np.float64))))) if y.size else 1
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=0, atol=atol * scale, err_msg=name)
+
+
+def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATOL, host_bytes=None, **options):
+    """As in memory, where `beside` says how parameters and state are kept."""
+    config = {name: options.pop(name) for name in ("precision", "trainable") if name in options}
+    disk = on_disk(path, tx and tx(), devices, host_bytes=host_bytes, **config)
+    memory = sharded(tx and tx(), devices, offload=beside, **config)
+    have, found = trained(disk, loss, **options)
+    want, wanted = trained(memory, loss, **options)
+    assert_close(found, wanted, atol)
+    assert_close(have, want, atol)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_model_trains_as_in_memory(tmp_path, name, devices):
+    assert_trains_the_same(tmp_path, LOSSES[name], devices=devices)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-1),
+    "momentum": lambda: optax.sgd(1e-1, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "each leaf clipped": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.adamw(1e-2)),
+    "clipped twice": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm(), optax.sgd(0.1)
+    ),
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "shampoo": lambda: shampoo(1e-2),
+    "schedule": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 1e-3, 3)),
+    "finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "adaptive clip": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.adam(1e-2)),
+    "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_transformation_trains_the_same(tmp_path, name):
+    tx = OPTIMIZERS[name]
+    assert_trains_the_same(tmp_path, LOSSES["remat_loop"], tx, devices=3 if name != "muon" else 8)
+
+
+def noisy(params, batch, key):
+    by = jax.random.uniform(key, (48 if batch["tokens"].shape[0] == 48 else 24,))
+    return LOSSES["loop"](params, batch) * (1 + by.mean())
+
+
+def weighted(params, batch):
+    return LOSSES["loop"](params, batch) * batch["tokens"].sum(), batch["tokens"].sum().astype(jnp.float32)
+
+
+def mutable(params, state, batch):
+    loss = LOSSES["one_by_one"](params, batch)
+    return loss, {"seen": state["seen"] + 1, "mean": 0.9 * state["mean"] + 0.1 * loss}, {"double": 2 * loss}
+
+
+STEPS = {
+    "microbatches": (LOSSES["loop"], {"accumulate": 2}),
+    "weights": (weighted, {"weighted": True}),
+    "weights of microbatches": (weighted, {"weighted": True, "accumulate": 2}),
+    "mutable and aux": (mutable, {"mutable": {"seen": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}, "aux": True}),
+    "keys": (noisy, {"args": (jax.random.key(3),)}),
+    "keys of microbatches": (noisy, {"args": (jax.random.key(3),), "accumulate": 2}),
+    "norms": (LOSSES["one_by_one"], {"leaf_norms": True, "skip_nonfinite": True}),
+    "frozen": (LOSSES["loop"], {"trainable": lambda path, _: "w" not in path}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_kind_of_step_trains_the_same(tmp_path, name):
+    loss, options = STEPS[name]
+    if "mutable" in options:
+        start = options["mutable"]
+        config = {"has_aux": True}
+        have, found = run_mutable(on_disk(tmp_path), loss, start, config)
+        want, wanted = run_mutable(sharded(), loss, start, config)
+        assert_close((have, found), (want, wanted))
+        return
+    assert_trains_the_same(tmp_path, loss, **options)
+
+
+def run_mutable(tx, loss, start, config):
+    step, state, found = tx.train_step(loss, mutable=True, **config), tx.create(model_params(), mutable=start), []
+    for seed in range(3):
+        state, metrics = step(state, batch_of(seed))
+        found.append(jax.device_get(metrics))
+    return jax.device_get((tx.unshard(state.params), state.mutable)), found
+
+
+PRECISIONS = {"bf16": Precision.bf16(), "fp16": Precision.fp16(loss_scale=256.0)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["remat_loop", "one_by_one"])
+def test_master_weights_train_the_same(tmp_path, name, precision):
+    """Compared with state in host memory, since both store narrow parameters; bfloat16 rounds at 1/256."""
+    beside = Offload(optimizer="host", update="device")
+    options = {"precision": PRECISIONS[precision], "beside": beside, "atol": 1e-2}
+    assert_trains_the_same(tmp_path, LOSSES[name], **options)
+
+
+def test_a_skipped_step_changes_and_moves_nothing(tmp_path):
+    tx = on_disk(tmp_path)
+    step = tx.train_step(lambda params, batch: LOSSES["loop"](params, batch) * batch["by"].mean(), skip_nonfinite=True)
+    state = tx.create(model_params())
+    first = jax.device_get((tx.unshard(state.params), tx.unshard(state.opt_state, state.params)))
+    state, metrics = step(state, {**batch_of(), "by": jnp.full((48,), jnp.inf)})
+    assert metrics["skipped"]
+    found = jax.device_get((tx.unshard(state.params), tx.unshard(state.opt_state, state.params)))
+    jax.tree.map(np.testing.assert_array_equal, found, first)
+    state, metrics = step(state, {**batch_of(), "by": jnp.ones((48,))})
+    assert not metrics["skipped"]
+
+
+def test_what_is_large_is_on_disk(tmp_path):
+    state = on_disk(tmp_path).create(model_params())
+    kinds = jax.tree.map(is_chunked, state.params, is_leaf=is_chunked)
+    assert kinds == {"embed": True, "layers": {"w": True, "bias": False}, "uneven": True}
+
+
+def test_evaluation_streams_and_equals_that_in_memory(tmp_path):
+    """With a batch that the devices divide, and one that they do not."""
+    disk, memory = on_disk(tmp_path), sharded()
+
+    def predict(params, batch, scale):
+        return {
+            "logits": params["embed"][batch["tokens"]] @ params["embed"].T * scale,
+            "loss": LOSSES["loop"](params, batch),
+        }
+
+    have, want = disk.eval_step(predict), memory.eval_step(predict)
+    state = disk.create(model_params())
+    for rows in (batch_of(), {"tokens": batch_of()["tokens"][:7]}):
+        found, wanted = have(state.params, rows, 2.0), want(memory.shard(model_params()), rows, 2.0)
+        assert_close(jax.device_get(found), jax.device_get(wanted))
+
+
+@pytest.mark.parametrize("precision", [None, Precision.bf16()])
+def test_parameters_are_initialised_into_files(tmp_path, precision):
+    tx = on_disk(tmp_path, precision=precision)
+    given = model_params()
+    params = tx.init_params(lambda: given)
+    assert is_chunked(params["embed"])
+    assert params["embed"].dtype == jnp.float32
+    assert_close(jax.device_get(tx.unshard(params)), model_params(), atol=0)
+    state = tx.create(params)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if precision else x, model_params())
+    assert_close(jax.device_get(tx.unshard(state.params)), jax.device_get(narrow), atol=0)
+    if precision:
+        masters = tx.unshard(tx.as_params(state.opt_state.master, params))
+        assert_close(jax.device_get(masters), model_params(), atol=0)
+
+
+@pytest.mark.parametrize("precision", [None, Precision.bf16()])
+def test_a_checkpoint_restores_into_any_layout(tmp_path, precision):
+    """From disk to disk on other devices, to memory, and back; training goes on as if nothing had been."""
+    shapes = jax.eval_shape(model_params)
+    options = {"precision": precision}
+    ways = {
+        "disk": on_disk(tmp_path / "again", **options),
+        "three": on_disk(tmp_path / "three", devices=3, **options),
+        "memory": sharded(**options),
+        "host": sharded(offload=Offload(optimizer="host", params="host", update="device"), **options),
+    }
+    tx = on_disk(tmp_path / "run", **options)
+    step, state = tx.train_step(LOSSES["loop"]), tx.create(model_params())
+    state, _ = step(state, batch_of(0))
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        saved.wait()
+        wanted = masters_of(tx, state)
+        after, _ = step(state, batch_of(1))  # the checkpoint is of the state before
+        for name, other in ways.items():
+            restored = saved.restore(other.create(shapes)).state
+            assert_close(masters_of(other, restored), wanted, atol=0)
+            if name == "disk":
+                again, _ = other.train_step(LOSSES["loop"])(restored, batch_of(1))
+                assert_close(masters_of(other, again), masters_of(tx, after), atol=0)
+        back = ways["memory"].create(model_params())
+        saved.save(back, step=2)
+        saved.wait()
+        restored = saved.restore(after).state
+        assert_close(masters_of(tx, restored), jax.device_get(model_params()), atol=0)
+        step(restored, batch_of(2))
+
+
+def masters_of(tx, state):
+    """The parameters in their widest type, on the host."""
+    master = getattr(state.opt_state, "master", None)
+    found = tx.unshard(state.params)
+    if master is not None:
+        found = tx.unshard(tx.as_params(master, state.params))
+    return jax.device_get(found)
+
+
+def test_an_export_is_read_back_into_files(tmp_path):
+    tx = on_disk(tmp_path / "run")
+    state, _ = tx.train_step(LOSSES["loop"])(tx.create(model_params()), batch_of(0))
+    export(state, tmp_path / "exported")
+    shapes = jax.eval_shape(model_params)
+    read = import_params(tmp_path / "exported", sharded().shard(shapes))
+    assert_close(jax.device_get(sharded().unshard(read)), jax.device_get(tx.unshard(state.params)), atol=0)
+
+
+WIDE, DEEP = 24, 3
+
+
+def odd_params():
+    keys = iter(jax.random.split(jax.random.key(5), 20))
+    draw = lambda *shape: jax.random.normal(next(keys), shape) / 5
+    return {
+        "embed": draw(26, WIDE),
+        "stack": {"w": draw(DEEP, WIDE, WIDE), "v": draw(DEEP, WIDE, WIDE)},
+        "list": [draw(WIDE, WIDE) for _ in range(DEEP)],
+        "shared": draw(WIDE, WIDE),
+        "deep": draw(64, 2, 3),  # a stack that is sharded over its layers
+    }
+
+
+def embedded(params, batch):
+    return params["embed"][batch["tokens"]]
+
+
+def squares(x, params, batch):
+    return jnp.mean((x @ params["embed"].T) ** 2)
+
+
+def shared_in_a_loop(params, batch):
+    def body(x, layer):
+        w, scale = layer
+        return x + jnp.tanh(x @ w @ params["shared"]) * scale, (x**2).mean()
+
+    x, norms = jax.lax.scan(body, embedded(params, batch), (params["stack"]["w"], jnp.arange(1.0, 4.0)), reverse=True)
+    return squares(x, params, batch) + (norms * jnp.arange(3.0)).sum()
+
+
+def stacked_in_the_loss(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), embedded(params, batch), jnp.stack(params["list"]))
+    return squares(x, params, batch)
+
+
+def sharded_over_layers(params, batch):
+    def body(x, w):
+        return x + jnp.tanh(x[:, :2] @ w)[:, :1], None
+
+    x, _ = jax.lax.scan(body, embedded(params, batch), params["deep"])
+    return squares(x, params, batch)
+
+
+def transposed_stack(params, batch):
+    x, _ = jax.lax.scan(
+        lambda x, w: (x + jnp.tanh(x @ w), None), embedded(params, batch), jnp.swapaxes(params["stack"]["w"], 1, 2)
+    )
+    return squares(x, params, batch)
+
+
+def of_a_while_loop(params, batch):
+    x = jax.lax.fori_loop(0, 3, lambda i, x: x + jnp.tanh(x @ params["shared"]), embedded(params, batch))
+    return squares(x, params, batch)
+
+
+def microbatches_of_its_own(params, batch):
+    def one(total, tokens):
+        x = params["embed"][tokens]
+        for w in params["list"]:
+            x = x + jnp.tanh(x @ w)
+        return total + jnp.mean((x @ params["embed"].T) ** 2), None
+
+    return jax.lax.scan(one, jnp.zeros(()), batch["tokens"].reshape(2, -1))[0] / 2
+
+
+def indexed_by_the_batch(params, batch):
+    layer = batch["tokens"][0] % DEEP
+    x = embedded(params, batch)
+    for stack in params["stack"].values():
+        x = x + jnp.tanh(x @ stack[layer]) + jnp.tanh(x @ stack[1])
+    return squares(x, params, batch)
+
+
+def within_a_branch(params, batch):
+    x = embedded(params, batch)
+    x = jax.lax.cond(batch["tokens"][0] > 12, lambda: x @ params["shared"], lambda: x @ params["list"][0])
+    return squares(x, params, batch)
+
+
+def of_weights_alone(params, batch):
+    decay = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+    product = params["shared"] @ params["list"][1]
+    x = embedded(params, batch)
+    for _ in range(2):
+        x = jnp.tanh(x @ product)
+    return squares(x, params, batch) + 1e-3 * decay
+
+
+def within_one_remat(params, batch):
+    return jax.checkpoint(shared_in_a_loop)(params, batch)
+
+
+ODD = {
+    fn.__name__: fn
+    for fn in (
+        shared_in_a_loop,
+        stacked_in_the_loss,
+        sharded_over_layers,
+        transposed_stack,
+        of_a_while_loop,
+        microbatches_of_its_own,
+        indexed_by_the_batch,
+        within_a_branch,
+        of_weights_alone,
+        within_one_remat,
+    )
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_losses_train_the_same(tmp_path, name):
+    """Parameters that a loss does not use have gradients of zeros, and still decay."""
+    assert_trains_the_same(tmp_path, ODD[name], devices=3 if name == "sharded_over_layers" else 8, params=odd_params)

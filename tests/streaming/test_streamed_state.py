@@ -1,0 +1,520 @@
+"""Offloaded optimizer state: the same numbers as without, little of it on the device, and clear errors."""
+
+import functools
+import re
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import fraction, mesh_of, quick_or_slow
+from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
+
+from zerojax import Offload, Precision, report, zero_shard
+from zerojax.layout.chunked import Chunked, chunking_of, is_chunked
+from zerojax.layout.leaf import Leaf
+from zerojax.offload import host, measure
+from zerojax.optim.plan import partitioned_update
+from zerojax.placement.chunking import joined
+from zerojax.streaming import stream as streaming
+from zerojax.testing import assert_parity, train_plain
+
+# Bytes of a chunk: the larger leaves of the awkward model take several, the last one shorter.
+CHUNK = 64
+CLIPPED = {
+    **OPTIMIZERS,
+    "clip+adamw": lambda: optax.chain(
+        floats_only(optax.clip_by_global_norm(0.1)), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
+    ),
+}
+WANTED = ("adamw", "adafactor", "lion", "clip+adamw", "muon")
+QUICK = [
+    ("adamw", 3, "device", "disk"),
+    ("adafactor", 3, "host", "disk"),
+]
+
+
+def offload(tmp_path=None, **changes):
+    where = {"optimizer": "host"} if tmp_path is None else {"optimizer": "disk", "path": tmp_path / "state"}
+    return Offload(**{**where, "chunk_bytes": CHUNK, "update": "device", **changes})
+
+
+def zero(tx, stage=3, count=8, *, offload=None, **options):
+    return zero_shard(tx, stage=stage, mesh=mesh_of(count), persist_below=20, offload=offload, **options)
+
+
+@functools.cache
+def plain(name):
+    return train_plain(CLIPPED[name](), awkward_loss, awkward_params(), awkward_batches(3))
+
+
+def chunks(state):
+    """The offloaded leaves of a state."""
+    return [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked) if is_chunked(x)]
+
+
+def logical(state):
+    """The optimizer's state on the host, offloaded or not."""
+    leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+    return [np.asarray(joined(x) if is_chunked(x) else x) for x in leaves]
+
+
+def trained(tx, batches, **options):
+    state, step = tx.create(awkward_params()), tx.train_step(awkward_loss, **options)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "update", "where"),
+    quick_or_slow(fraction(2, WANTED, (1, 2, 3), ("device", "host"), ("host", "disk")), QUICK),
+)
+def test_every_mode_equals_plain_optax(name, stage, update, where, tmp_path):
+    offloaded = offload(tmp_path if where == "disk" else None, update=update)
+    tx = zero(CLIPPED[name](), stage, offload=offloaded)
+    assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_numbers_of_devices(count):
+    tx = zero(CLIPPED["adamw"](), 3, count, offload=offload())
+    assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
+
+
+@pytest.mark.parametrize("name", sorted(set(CLIPPED) - set(WANTED)))
+@pytest.mark.slow
+def test_every_optimizer_equals_plain_optax(name):
+    tx = zero(CLIPPED[name](), 2, offload=offload())
+    assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_microbatches_and_master_weights_equal_those_without(stage, update):
+    """The state of stage 2, whose master weights are in the optimizer's state too, is the reference."""
+    batches, options = awkward_batches(3, 48), {"precision": Precision.bf16()}
+    without, _ = trained(zero(floats_only(optax.adamw(1e-2)), 2, **options), batches, accumulate=2)
+    offloaded, _ = trained(
+        zero(floats_only(optax.adamw(1e-2)), stage, offload=offload(update=update), **options), batches, accumulate=2
+    )
+    assert jax.tree.structure(without.opt_state) != jax.tree.structure(offloaded.opt_state)
+    for a, b, leaf in zip(logical(without), logical(offloaded), offloaded.plan.state, strict=True):
+        # three steps of 1e-2 in weights that the loss sees in bfloat16: roundings there move Adam by parts of a step
+        np.testing.assert_allclose(a.ravel()[: leaf.size], b.ravel()[: leaf.size], atol=2e-3, err_msg=leaf.path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "update"),
+    [
+        pytest.param("host", "device", marks=pytest.mark.slow),
+        pytest.param("host", "host", marks=pytest.mark.slow),
+        ("disk", "device"),
+    ],
+)
+def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
+    tx = zero(
+        floats_only(optax.adamw(1e-2)),
+        3,
+        offload=offload(tmp_path if where == "disk" else None, update=update),
+        precision=Precision.fp16(loss_scale=2.0**10),
+    )
+    step, state = tx.train_step(awkward_loss), tx.create(awkward_params())
+    good, other = awkward_batches(2)
+    state, _ = step(state, good)
+    contents = lambda state: jax.tree.leaves((logical(state), jax.device_get(tx.unshard(state.params))))
+    before = contents(state)
+    state, metrics = step(state, jax.tree.map(lambda x: x * jnp.inf, other))
+    assert bool(metrics["skipped"])
+    for a, b in zip(jax.tree.leaves(before), contents(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    state, metrics = step(state, other)
+    assert not bool(metrics["skipped"])
+    assert int(state.step) == 2
+
+
+@pytest.mark.slow
+def test_the_state_of_the_hand_written_loop_is_the_same():
+    """`init` and `update`, optax's own pair, within another program."""
+    batches = awkward_batches(2)
+    tx, streamed = zero(optax.adamw(1e-2), 3, offload=offload()), zero(optax.adamw(1e-2), 3, offload=offload())
+    params = tx.shard(awkward_params())
+    state, gradient = tx.init(params), tx.value_and_grad(awkward_loss)
+
+    @jax.jit
+    def update(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches:
+        params, state = update(params, state, gradient(params, batch)[1])
+    reference, _ = trained(streamed, batches)
+    assert jax.tree.structure(state) == jax.tree.structure(reference.opt_state)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device", "pinned_host"}
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(reference.opt_state), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)  # other programs round otherwise
+
+
+# What is where
+
+
+@pytest.mark.parametrize("where", ["host", pytest.param("disk", marks=pytest.mark.slow)])
+def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path):
+    before = {id(x) for x in jax.live_arrays()}
+    tx = zero(optax.adamw(1e-2), 3, offload=offload(tmp_path if where == "disk" else None))
+    params = tx.shard(awkward_params())
+
+    def largest(state):
+        """Bytes a device of the largest array there that is not a parameter."""
+        mine = {id(x) for x in jax.tree.leaves((params, state.params))}
+        found = [x for x in jax.live_arrays() if id(x) not in before | mine and x.sharding.memory_kind == "device"]
+        return max(x.addressable_shards[0].data.nbytes for x in found)
+
+    state = tx.create(params)
+    assert len(chunks(state)) == 8  # four large leaves, two moments
+    assert largest(state) <= CHUNK
+    step, batch = tx.train_step(awkward_loss), awkward_batches(1)[0]
+    mine = jax.tree.leaves(batch)
+    before |= {id(x) for x in mine}
+    state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    before |= {id(x) for x in jax.live_arrays() if x.ndim and x.shape[0] == 24}  # the batch, placed
+    assert largest(state) <= CHUNK
+    # on disk a node has the version of its files, a scalar, and nothing else
+    assert {x.sharding.memory_kind for node in chunks(state) for x in node.chunks if x.ndim} <= {"pinned_host"}
+    assert {x.ndim == 0 for node in chunks(state) for x in node.chunks} == {where == "disk"}
+
+
+def layers(depth):
+    """A model of equal layers."""
+    keys = jax.random.split(jax.random.key(0), depth)
+    return [{"w": jax.random.normal(key, (64, 64)) / 8} for key in keys]
+
+
+@pytest.mark.slow
+def test_memory_of_the_update_does_not_grow_with_depth():
+    """The same few programs update 4, 24 and 96 layers, and none has more than a few chunks of temporary memory."""
+    found = {}
+    for depth in (4, 24, 96):
+        tx = zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 3, offload=offload(chunk_bytes=512))
+        state = tx.create(jax.eval_shape(functools.partial(layers, depth)))
+        step = tx.train_step(lambda params, batch: batch.mean())
+        programs = [lowered.compile() for lowered in step.lower_update(state)]
+        sizes = [(m.argument_size_in_bytes, m.temp_size_in_bytes) for m in (p.memory_analysis() for p in programs)]
+        found[depth] = sizes
+        chunks, leaf = 4 * 512, 64 * 64 * 4 // 8
+        # gradient and parameter of one layer's shard, and chunks of two moments
+        assert all(arguments <= 2 * leaf + chunks and temp <= 4 * chunks for arguments, temp in sizes)
+    assert found[4] == found[24] == found[96]
+
+
+def test_memory_of_the_update_of_stacked_layers_is_a_few_chunks():
+    """One array of all layers, too, is updated chunk by chunk."""
+    temps = {}
+    for depth in (4, 96):
+        tx = zero(optax.adamw(1e-3), 3, offload=offload(chunk_bytes=2048))
+        state = tx.create({"w": jax.ShapeDtypeStruct((depth, 64, 64), jnp.float32)})
+        (program,) = tx.train_step(lambda params, batch: batch.mean()).lower_update(state)
+        memory = program.compile().memory_analysis()
+        temps[depth] = memory.temp_size_in_bytes
+        assert memory.alias_size_in_bytes >= depth * 64 * 64 * 4 // 8  # the parameter is written in place
+    assert temps[96] <= temps[4] + 2048
+
+
+def test_few_chunks_are_in_flight(monkeypatch):
+    from zerojax.streaming import stores
+
+    open_ones, most = set(), []
+
+    class Counted(stores.HostStateStore):
+        def fetch(self, group, chunk, kind):
+            open_ones.add((id(group), chunk))
+            most.append(len(open_ones))
+            return super().fetch(group, chunk, kind)
+
+        def write(self, group, chunk, arrays):
+            return (id(group), chunk), super().write(group, chunk, arrays)
+
+        def complete(self, ticket):
+            open_ones.discard(ticket[0])
+            super().complete(ticket[1])
+
+    tx = zero(optax.adamw(1e-2), 3, offload=offload())
+    state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
+    monkeypatch.setattr("zerojax.train.step.store_for", lambda config, plan, nodes: Counted(config, plan, nodes))
+    step(state, awkward_batches(1)[0])
+    assert not open_ones
+    assert len(most) >= 9
+    assert 2 <= max(most) <= 6  # one updated, two fetched, three written
+
+
+def test_chunks_of_one_device_are_updated_on_several_cores(monkeypatch):
+    """Every update of a chunk waits until another one has begun: one after the other they would never end."""
+    monkeypatch.setattr(streaming, "cores", lambda: 2)
+    params = {"a": jnp.arange(32.0), "b": jnp.arange(32.0)}  # two chunks each
+    loss = lambda params, batch: sum(jnp.sum(x**2) for x in params.values()) * jnp.mean(batch)
+    tx = zero(optax.adam(0.1), count=1, offload=offload(update="host"))
+    step, batches = tx.train_step(loss), [jnp.ones(8)] * 2
+    meeting, compiled, met = threading.Barrier(2, timeout=60), streaming.StreamedUpdate.compiled, []
+
+    def meets(self, key, *args):
+        run = compiled(self, key, *args)
+
+        def together(*args):
+            met.append(meeting.wait())
+            return run(*args)
+
+        return together
+
+    monkeypatch.setattr(streaming.StreamedUpdate, "compiled", meets)
+    state = tx.create(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+    assert sorted(met) == [0, 0, 0, 0, 1, 1, 1, 1]
+    plain, _ = train_plain(optax.adam(0.1), loss, params, batches)
+    chex.assert_trees_all_close(state.params, plain, rtol=2e-6)  # other programs round otherwise
+
+
+def test_what_is_shared_is_computed_once():
+    """The norm of all gradients, the count and the schedule are in the resident program, not in the groups."""
+    tx = zero(CLIPPED["clip+adamw"](), 3, offload=offload())
+    plan = tx.create(jax.eval_shape(awkward_params)).plan
+    partition = partitioned_update(tx.config, plan)
+    sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
+    assert sums(partition.first.equations[0]) > 0
+    assert all(sums(part) == 0 for group in partition.groups for part in group.equations.values())
+    assert len(partition.groups) == 4
+
+
+def test_old_chunks_are_freed_when_new_chunks_are_written():
+    tx = zero(optax.adam(1e-2), 3, offload=offload())
+    state = tx.create(awkward_params())
+    old = [x for node in chunks(state) for x in node.chunks]
+    tx.train_step(awkward_loss)(state, awkward_batches(1)[0])
+    assert all(x.is_deleted() for x in old)
+
+
+def test_a_gradient_is_freed_after_its_last_group(monkeypatch):
+    update, left = streaming.UpdateQueue.update, []
+
+    def recorded(queue):
+        done = update(queue)
+        left.append(dict(queue._inputs.grads))
+        return done
+
+    monkeypatch.setattr(streaming.UpdateQueue, "update", recorded)
+    trained(zero(optax.adam(1e-2), 3, offload=offload()), awkward_batches(1))
+    assert left == [{}]
+
+
+def test_plan_and_report_say_where_each_groups_state_waits(tmp_path):
+    for where, path in (("in host memory", None), ("on disk", tmp_path)):
+        state = zero(optax.adam(1e-2), 3, offload=offload(path)).create(awkward_params())
+        on_device, *others = state.plan.groups.splitlines()
+        assert "one group with" in on_device
+        assert on_device.endswith("leaves of the state on the device")
+        assert all(f"2 leaves of the state {where}" in line for line in others)
+        assert state.plan.groups in str(state.plan)
+        assert state.plan.groups in str(report(state))
+    assert zero(optax.adam(1e-2), 3).create(awkward_params()).plan.groups == ""
+
+
+def test_parameters_that_need_each_others_state_are_one_group():
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads, state, params=None):
+        del params
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
+        norm = optax.tree.norm(state)  # of momenta, which are offloaded
+        return jax.tree.map(lambda m: -0.01 * m / (1 + norm), state), state
+
+    coupled = optax.GradientTransformation(init, update)
+    params = {k: v for k, v in awkward_params().items() if k not in ("count", "empty")}
+    loss = lambda p, b: awkward_loss({**p, "count": jnp.arange(4), "empty": jnp.zeros((0, 4))}, b)
+    tx = zero(coupled, 3, offload=offload())
+    plan = tx.create(jax.eval_shape(lambda: params)).plan
+    (group,) = partitioned_update(tx.config, plan).groups
+    assert group.chunking is None
+    assert len(group.params) == 6
+    assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_a_fraction_stays_on_the_device(fraction):
+    tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction=fraction))
+    state = tx.create(awkward_params())
+    offloaded, large = sum(node.leaf.local_bytes for node in chunks(state)), 0
+    for leaf in state.plan.state:
+        large += leaf.local_bytes if leaf.kind == "sharded" else 0
+    assert offloaded >= fraction * large
+    biggest = max(leaf.local_bytes for leaf in state.plan.state if leaf.kind == "sharded")
+    assert offloaded <= fraction * large + 2 * biggest * (0 < fraction < 1)
+    if 0 < fraction < 1:
+        assert 0 < len(chunks(state)) < 8
+        assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
+
+
+def test_a_budget_decides_the_fraction():
+    parameters = sum(x.nbytes for x in jax.tree.leaves(awkward_params()))
+
+    def created(budget):
+        tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction="auto", budget=budget))
+        state = tx.create(awkward_params())
+        grads = sum(part.local_bytes for part in state.plan.grads)
+        return state, sum(report(state).bytes[part] for part in ("params", "opt_state")) + grads
+
+    roomy, _ = created(10**9)
+    assert not chunks(roomy)
+    some, bytes_there = created(parameters + 1200)
+    assert 0 < len(chunks(some)) < 8
+    assert bytes_there <= parameters + 1200
+    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes per device"):
+        created(parameters)
+
+
+def test_patterns_and_predicates_choose_leaves():
+    for where in (("layer/*",), lambda path, leaf: path == "layer/w"):
+        state = zero(optax.adamw(1e-2), 2, offload=offload(where=where)).create(jax.eval_shape(awkward_params))
+        assert {node.leaf.path for node in chunks(state)} == {"[0].mu['layer']['w']", "[0].nu['layer']['w']"}
+
+
+def test_the_report_says_what_is_where_and_how_it_is_updated(tmp_path):
+    for where, offloaded in {"host": offload(update="auto"), "disk": offload(tmp_path)}.items():
+        state = zero(optax.adamw(1e-2), 2, offload=offloaded).create(awkward_params())
+        found = report(state)
+        there = {"host": found.host, "disk": found.disk}
+        assert there.pop(where) == {"opt_state": sum(node.leaf.local_bytes for node in chunks(state))}
+        assert not any(there.values())
+        assert [row.place for row in found.rows if row.path == "[0].mu['layer']['w']"] == [where]
+        said = r"update on the (device|host): measured: .* GB/s" if where == "host" else "as Offload"
+        assert re.search(said, str(found))
+
+
+def test_the_faster_way_is_chosen():
+    slow_link = measure.choose(measure.Speed(link=1e9, host=30e9), 8.0)
+    assert slow_link.update == "host"
+    assert "8.00 ns a parameter" in slow_link.why
+    assert measure.choose(measure.Speed(link=50e9, host=30e9), 8.0).update == "device"
+
+
+def test_chunks_are_equal_and_contiguous():
+    leaf = Leaf("", (10, 24, 6), np.dtype("float32"), ("data",), 8, "sharded", 1)
+    assert chunking_of(leaf, 10**6).extents == (10,)
+    assert chunking_of(leaf, 24 * 3).extents == (1,) * 10  # 3 x 6 local elements of 4 bytes, one index of dim 0 each
+    assert chunking_of(leaf, 5 * 72).extents == (5, 5)
+    assert chunking_of(leaf, 4 * 72).extents == (3, 3, 3, 1)
+    taken = Leaf("", (10, 24), np.dtype("float32"), ("data",), 8, "sharded", 1, others=("model",))
+    assert chunking_of(taken, 30).dim == 1
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Offload(), "offloads nothing"),
+        (lambda: Offload(optimizer="gpu"), r"optimizer=\) is one of None, 'host', 'disk', not 'gpu'"),
+        (lambda: Offload(optimizer="host", update="cpu"), "one of 'auto', 'device', 'host'"),
+        (lambda: Offload(optimizer="disk"), "needs path="),
+        (lambda: Offload(optimizer="host", path="x"), "nothing else takes one"),
+        (lambda: Offload(optimizer="host", fraction=1.5), "from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction="auto"), "needs budget="),
+        (lambda: Offload(optimizer="host", budget=5), "is only for fraction"),
+        (lambda: Offload(optimizer="host", chunk_bytes=0), "at least 1"),
+        (lambda: zero(optax.adamw(1), 0, offload=offload()), "Use offload= at stage 1, 2 or 3"),
+        (lambda: zero(optax.adamw(1), 2, offload=offload(params="host")), "needs stage 3"),
+    ],
+)
+def test_bad_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_wrong_type_is_refused():
+    with pytest.raises(TypeError, match=r"zerojax\.Offload"):
+        zero(optax.adamw(1), 3, offload="host")
+    with pytest.raises(TypeError, match="shell patterns"):
+        Offload(optimizer="host", where=(1,))
+
+
+def test_a_disk_state_cannot_be_made_or_updated_in_a_program(tmp_path):
+    tx = zero(optax.adamw(1e-2), 3, offload=offload(tmp_path))
+    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
+        jax.jit(tx.init)(awkward_params())
+    state = tx.create(awkward_params())
+    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
+        tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt_state, state.params)
+
+
+def test_a_state_offloaded_otherwise_is_refused():
+    state = zero(optax.adamw(1e-2), 3).create(awkward_params())
+    tx = zero(optax.adamw(1e-2), 3, offload=offload())
+    with pytest.raises(ValueError, match=r"on the device, and this transformation has it offloaded in \d+ chunks"):
+        tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt_state, state.params)
+
+
+def test_too_little_host_memory_is_said_before_it_is_filled(monkeypatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match=r"needs [\d.]+ k?B of host memory .* 1 kB is free"):
+        zero(optax.adamw(1e-2), 3, offload=offload()).create(awkward_params())
+
+
+def test_the_cap_on_pinned_memory_is_named(monkeypatch):
+    class Gpu:
+        platform, process_index = "gpu", 0
+
+    class FakeMesh:
+        devices = np.array([Gpu()] * 4)
+
+    monkeypatch.setattr(host, "available_bytes", lambda: 10**12)
+    with pytest.raises(MemoryError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=88"):
+        host.check_host_memory(FakeMesh(), 20 * 10**9, "The state")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "100")
+    host.check_host_memory(FakeMesh(), 20 * 10**9, "The state")
+
+
+def test_memory_of_the_host_is_read_with_the_limit_of_a_container(tmp_path):
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   50 kB\n")
+    assert host.available_bytes(str(meminfo), str(cgroup)) == 50 << 10
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text("30000\n")
+    (cgroup / "memory.current").write_text("10000\n")
+    assert host.available_bytes(str(meminfo), str(cgroup)) == 20000
+    assert host.available_bytes(str(tmp_path / "none"), str(tmp_path / "none")) is None
+
+
+def test_a_backend_without_host_memory_is_refused():
+    class Memory:
+        kind = "device"
+
+    class Device:
+        platform = "toy"
+
+        def addressable_memories(self):
+            return [Memory()]
+
+    class FakeMesh:
+        devices = np.array([Device()])
+
+    with pytest.raises(ValueError, match=r"toy backend has no host memory .* has device, .* pinned_host"):
+        host.host_kind(FakeMesh())
+
+
+def test_a_node_says_its_shape_and_type():
+    state = zero(optax.adamw(1e-2), 3, offload=offload()).create(jax.eval_shape(awkward_params))
+    node = chunks(state)[0]
+    assert isinstance(node, Chunked)
+    assert (node.shape, node.dtype) == (node.leaf.storage_shape, np.float32)
