@@ -258,6 +258,12 @@ def test_nvme(tmp_path):
     trained(found)
 
 
+def test_parameters_on_nvme(tmp_path):
+    kept = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 1000, "buffer_count": 5, "buffer_size": 1e8}
+    found = from_deepspeed({"optimizer": ADAMW, "zero_optimization": {"stage": 3, "offload_param": kept}})
+    assert found.options["offload"] == Offload(params="disk", optimizer="disk", path=str(tmp_path), host_bytes=4000)
+
+
 def test_each_key_is_accounted_for():
     found = from_deepspeed({"optimizer": {"type": "Adam"}, "wall_clock_breakdown": True, "aio": {"block_size": 1}})
     text = str(found)
@@ -288,7 +294,6 @@ def test_each_key_is_accounted_for():
         ({"optimizer": ADAMW, "scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps"),
         ({"optimizer": ADAMW, "amp": {"enabled": True}}, "amp=.* has no counterpart here: Apex"),
         ({"optimizer": ADAMW, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "gradients of earlier steps"),
-        ({"optimizer": ADAMW, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "device or in host memory"),
         ({"optimizer": ADAMW, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both decide kind of Precision"),
         (
             {
@@ -346,6 +351,25 @@ def test_gradients_are_reduced_in_the_type_of_either_key(name, dtype):
         ({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}}, "in two ways. Give one"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "above the initial scale"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "Give nvme_path"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "Give nvme_path"),
+        (
+            {
+                "zero_optimization": {
+                    "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                    "offload_optimizer": {"device": "cpu"},
+                }
+            },
+            'Give "nvme" for both',
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
+                }
+            },
+            "one folder for both",
+        ),
     ],
 )
 def test_contradictions_are_refused(config, message):

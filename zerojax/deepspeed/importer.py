@@ -237,12 +237,32 @@ def _dynamic_scale(initial: int = 16, growth_interval: int = 1000, hysteresis: i
     return call("DynamicScale", initial=start, growth_interval=growth_interval, hysteresis=hysteresis, floor=floor)
 
 
-def _offload(optimizer: str = "host", path: str | None = None, **others: Any) -> dict[str, Any]:
+def _offload(
+    optimizer: str | None = None,
+    path: str | None = None,
+    params_path: str | None = None,
+    max_in_cpu: int = 0,
+    **others: Any,
+) -> dict[str, Any]:
     """Return the arguments of `Offload`. DeepSpeed ignores a path unless the state is in files."""
+    if others.get("params") == "disk":
+        if optimizer == "host":
+            raise ValueError(
+                'offload_param.device="nvme" keeps the optimizer state on the disk here, too, and '
+                'offload_optimizer.device is "cpu". Give "nvme" for both.'
+            )
+        if params_path and path not in (None, params_path):
+            raise ValueError(
+                f"offload_param.nvme_path is {params_path!r} and offload_optimizer.nvme_path is {path!r}. "
+                f"Offload(path=) is one folder for both. Give the same path."
+            )
+        optimizer, path = "disk", path or params_path
+        others |= {"host_bytes": 4 * max_in_cpu} if max_in_cpu else {}
+    optimizer = optimizer or "host"
     if optimizer != "disk":
         return {"optimizer": optimizer, **others}
     if path is None:
-        raise ValueError('offload_optimizer.device="nvme" needs a folder for its files. Give nvme_path.')
+        raise ValueError("State on NVMe needs a folder for its files. Give nvme_path.")
     return {"optimizer": optimizer, "path": path, **others}
 
 

@@ -84,6 +84,8 @@ LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, whate
 ELEMENTS = "zero_shard(persist_below=), in elements"
 FROZEN = 'Wire(gather="int8"), which takes frozen weights too'
 HOST_OR_DISK = 'Offload(optimizer="host" or "disk")'
+PARAMS_PLACE = 'Offload(params="host" or "disk"), and with "disk" optimizer="disk"'
+IN_MEMORY = 'Offload(host_bytes=) with params="disk", 4 bytes per element'
 COUNT = integer(1, null=True)
 SCALE = number(0, 2.0**127)
 FLOOR = number(0, 2.0**127, above=True)
@@ -91,9 +93,6 @@ ARGUMENTS = dataclasses.replace(BLOCK, what="an object of arguments")
 TYPE = word("fp32", "fp16", "bf16", null=True)
 TYPES = {"fp32": Code("jnp.float32"), "fp16": Code("jnp.float16"), "bf16": Code("jnp.bfloat16")}
 DEVICE = word("none", "cpu", "nvme", null=True)
-PARAMS = dataclasses.replace(
-    word("none", "cpu", null=True), what='"none" or "cpu": they are on the device or in host memory'
-)
 
 ZERO = {
     "stage": argument("zero_shard.stage", integer(0, 3)),
@@ -108,7 +107,9 @@ ZERO = {
     ),
     "cpu_offload": argument("Offload.optimizer", TRUTH_OR_NULL, {True: "host"}),
     "cpu_offload_param": argument("Offload.params", TRUTH_OR_NULL, {True: "host"}),
-    "offload_param.device": argument("Offload.params", PARAMS, {"cpu": "host"}),
+    "offload_param.device": argument("Offload.params", DEVICE, {"cpu": "host", "nvme": "disk"}, PARAMS_PLACE),
+    "offload_param.nvme_path": argument("Offload.params_path", TEXT, how="Offload(path=)"),
+    "offload_param.max_in_cpu": argument("Offload.max_in_cpu", integer(0), how=IN_MEMORY),
     "offload_optimizer.device": argument("Offload.optimizer", DEVICE, {"cpu": "host", "nvme": "disk"}, HOST_OR_DISK),
     "offload_optimizer.nvme_path": argument("Offload.path", TEXT),
     "offload_optimizer.ratio": argument("Offload.fraction", number(0, 1)),
@@ -143,7 +144,6 @@ torch_autocast*: types are chosen leaf by leaf: Precision(keep=)
 """
 NOT_THERE = """
 tensor_parallel* expert_parallel*: the model says how it is divided: examples/parallel.py
-zero.offload_param.nvme_path: parameters are on the device or in host memory
 """
 NOT_NEEDED = f"""
 zero.reduce_bucket_size zero.use_multi_rank_bucket_allreduce zero.allgather_bucket_size: {BUCKETS}
@@ -171,7 +171,6 @@ zero.override_module_apply: modules are not changed
 zero.log_trace_cache_warnings: the order of uses is that of the traced loss
 zero.enable_sanity_checks: zerojax.check holds a step against its contract
 zero.save_muon_momentum_buffer_in_memory: optimizer state is on the device unless it is offloaded
-zero.offload_param.max_in_cpu: all sharded parameters are in host memory, or none is
 zero.offload_optimizer.pipeline_read: chunks are read while others are updated
 zero.offload_optimizer.pipeline_write: chunks are written while others are updated
 zero.offload_optimizer.fast_init: state is made group by group where it stays

@@ -25,6 +25,8 @@ class StageEstimate:
             number of parameters, whose layers are unknown.
         host: Bytes offloaded to host memory.
         disk: Bytes offloaded to disk.
+        read: Bytes that a step reads from disk, at most.
+        written: Bytes that a step writes to disk.
         sent: Bytes that a device sends in a step. It receives as many.
         across: The part of `sent` in groups of devices of several hosts. None where hosts are not known.
         backward: Gradients during the backward pass. At stages 0 to 2 they are full until they are reduced. With
@@ -49,6 +51,8 @@ class StageEstimate:
     backward: int
     update: int
     activations: int | None = None
+    read: int = 0
+    written: int = 0
 
     @property
     def resident(self) -> int:
@@ -112,8 +116,8 @@ class Estimate:
     def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
         """Return the least time, in seconds, of a step's offloaded update, streamed through the device.
 
-        Offloaded state comes in and goes out once, both at the same time: `bytes / link`. State on disk is read and
-        written: `2 x bytes / disk`. The slower of the two decides.
+        Offloaded state comes in and goes out once, both at the same time: `bytes / link`. Bytes on disk are read and
+        written: `(read + written) / disk`, parameters and gradients included. The slower of the two decides.
 
         Args:
             stage: ZeRO stage.
@@ -122,7 +126,19 @@ class Estimate:
         """
         row = self[stage]
         seconds = (row.host + row.disk) / link
-        return max(seconds, 2 * row.disk / disk) if disk else seconds
+        return max(seconds, (row.read + row.written) / disk) if disk else seconds
+
+    def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
+        """Return the bandwidth at which the disk no longer bounds a step.
+
+        Args:
+            stage: ZeRO stage.
+            seconds: The time of the step without its disk: the larger of compute and link.
+
+        Returns:
+            Bytes per second, per device, reading and writing together.
+        """
+        return (self[stage].read + self[stage].written) / seconds
 
     def __str__(self) -> str:
         """Return a table with stages in rows and parts in columns."""
@@ -130,7 +146,8 @@ class Estimate:
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
         errors = ["errors"] if any(row.errors for row in self.rows) else []
-        columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, "sent", *hosts]
+        traffic = ["read", "written"] if any(row.read for row in self.rows) else []
+        columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         for row in self.rows:

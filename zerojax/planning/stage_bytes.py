@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,23 +39,67 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     masters = sum(leaf.local_bytes for leaf in on_device if leaf.path.startswith(".master"))
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     host_params = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
+    kept = disk_bytes(config, plan, accumulate)
     sent = sent_bytes(config, layout, accumulate)
     return StageEstimate(
         config.stage,
         config.data.workers,
-        params=sum(leaf.local_bytes for leaf in layout.params) - host_params,
-        grads=sum(dataclasses.replace(grad, dtype=leaf.dtype).local_bytes for grad, leaf in grads),
+        params=sum(leaf.local_bytes for leaf in layout.params) - host_params - kept.params,
+        grads=sum(
+            dataclasses.replace(grad, dtype=leaf.dtype).local_bytes
+            for grad, leaf in grads
+            if not (config.params_on_disk and leaf.kind == "sharded")
+        ),
         master=masters,
         opt_state=sum(leaf.local_bytes for leaf in on_device) - masters,
         errors=sum(leaf.local_bytes for _, leaf in plan.errors),
         gathered=gathered_bytes(config, layout) if gathered is None else gathered,
         host=host_params + (0 if on_disk else chunked),
-        disk=chunked if on_disk else 0,
+        disk=(chunked if on_disk else 0) + kept.params + kept.grads,
         sent=sum(sent.values()),
         across=sum(count for axes, count in sent.items() if HOST in axes) if HOST in config.data.batch else None,
         backward=backward_bytes(config, plan, accumulate),
-        update=(1 if config.offload else 2) * sum(grad.local_bytes for grad in plan.grads),
+        update=(1 if config.offload else 2) * sum(plan.grads[k].local_bytes for k in grads_on_device(config, plan)),
+        read=kept.read + (chunked if on_disk else 0),
+        written=kept.written + (chunked if on_disk else 0),
     )
+
+
+class DiskBytes(NamedTuple):
+    """Parameters and gradients on disk, in bytes per device.
+
+    Attributes:
+        params: Parameters.
+        grads: Gradients.
+        read: Bytes that a step reads of both, at most: the last block of the forward pass is read once, and a parameter
+            whose gradient reads none is not read in the backward pass.
+        written: Bytes that a step writes.
+    """
+
+    params: int = 0
+    grads: int = 0
+    read: int = 0
+    written: int = 0
+
+
+def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:
+    """Return the parameters and gradients that are on disk with `accumulate` microbatches per step."""
+    if not config.params_on_disk:
+        return DiskBytes()
+    layout, inexact = plan.layout, jnp.inexact
+    params = sum(leaf.local_bytes for leaf in layout.params if leaf.kind == "sharded")
+    of_trained = [(k, layout.params[i]) for k, i in enumerate(layout.trained)]
+    trained = [(k, leaf) for k, leaf in of_trained if leaf.kind == "sharded" and jnp.issubdtype(leaf.dtype, inexact)]
+    updated = sum(leaf.local_bytes for _, leaf in trained)
+    grads = sum(math.prod(plan.grads[k].local_shape) * max(4, plan.grads[k].dtype.itemsize) for k, _ in trained)
+    read = 2 * accumulate * params + (accumulate - 1) * grads + updated + grads
+    return DiskBytes(params, grads, read, accumulate * grads + updated)
+
+
+def grads_on_device(config: Config, plan: ShardingPlan) -> list[int]:
+    """Return the trained parameters whose gradients are on the device, by index."""
+    leaves = enumerate(plan.trained.params)
+    return [k for k, leaf in leaves if not (config.params_on_disk and leaf.kind == "sharded")]
 
 
 def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
@@ -65,7 +109,8 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
     the compute type, until the pass ends. Stages 0 and 1 accumulate full gradients, and stages 2 and 3 shards.
     """
     total = 0
-    for grad, leaf, dtype in zip(plan.grads, plan.trained.params, plan.trained.compute, strict=True):
+    for k in grads_on_device(config, plan):
+        grad, leaf, dtype = plan.grads[k], plan.trained.params[k], plan.trained.compute[k]
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         itemsize = np.dtype(dtype).itemsize
