@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     kept = Offload(**chosen)
     for options, match in (
         ({"stage": 2}, "needs stage 3"),
-        ({"view": "device"}, "Take the global view"),
+        ({"view": "device"}, "Use the global view"),
         ({"overwrite": lambda path, _: "w" in path}, "overwrite"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -8,9 +8,11 @@ import pytest
 from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
 from matrix_optimizers import shampoo
 
+import zerojax
 from zerojax import Offload, Precision
 from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.layout.chunked import is_chunked
+from zerojax.staged.state import files_of
 
 ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
 
@@ -35,10 +37,10 @@ def assert_close(found, wanted, atol=ATOL):
         np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=0, atol=atol * scale, err_msg=name)
 
 
-def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATOL, host_bytes=None, **options):
+def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATOL, chunk_bytes=512, **options):
     """As in memory, where `beside` says how parameters and state are kept."""
     config = {name: options.pop(name) for name in ("precision", "trainable") if name in options}
-    disk = on_disk(path, tx and tx(), devices, host_bytes=host_bytes, **config)
+    disk = on_disk(path, tx and tx(), devices, chunk_bytes=chunk_bytes, **config)
     memory = sharded(tx and tx(), devices, offload=beside, **config)
     have, found = trained(disk, loss, **options)
     want, wanted = trained(memory, loss, **options)
@@ -355,3 +357,56 @@ ODD = {
 def test_odd_losses_train_the_same(tmp_path, name):
     """Parameters that a loss does not use have gradients of zeros, and still decay."""
     assert_trains_the_same(tmp_path, ODD[name], devices=3 if name == "sharded_over_layers" else 8, params=odd_params)
+
+
+def test_a_loop_whose_layers_are_not_in_files_of_their_own_trains_the_same(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("zerojax.layout.chunked.MOST_ROWS", 1)
+    assert_trains_the_same(tmp_path, LOSSES["remat_loop"], chunk_bytes=1 << 20)
+    assert "does not read params['layers']['w'] layer by layer" in caplog.text
+
+
+def moved(step, state, seeds):
+    """The state after some steps, and what each step read and wrote of parameters and gradients."""
+    files, found = files_of(state.params), []
+    for seed in seeds:
+        before = files.moved
+        state, _ = step(state, batch_of(seed))
+        files.flush()
+        found.append(tuple(b - a for a, b in zip(before, files.moved, strict=True)))
+    return state, found
+
+
+def test_a_step_moves_what_the_formula_says(tmp_path):
+    """With one chunk per leaf and layer. The last segment keeps its parameter for the backward pass."""
+    tx = on_disk(tmp_path / "a", devices=2, chunk_bytes=1 << 20)
+    state = tx.create(model_params())
+    _, found = moved(tx.train_step(LOSSES["loop"]), state, range(2))
+    layer, embed, uneven = 4096, 4096, 4096  # a block of the disk each
+    total = 3 * layer + embed + uneven
+    # Forward: lookup, layers, head, `uneven`. Backward: `uneven` was kept, and the lookup's gradient reads nothing.
+    passes = embed + 3 * layer + embed + uneven + embed + 3 * layer
+    assert found[0] == found[1]
+    assert found[0][1] == 2 * total
+    assert found[0][0] == passes + 2 * total
+
+
+def test_host_memory_takes_the_place_of_files(tmp_path):
+    """First for parameters, which are read most; with enough of it nothing moves, and the numbers are the same."""
+    states, counts = [], []
+    for name, host_bytes in (("none", None), ("some", "100 kB"), ("all", "8 MB")):
+        tx = on_disk(tmp_path / name, devices=2, host_bytes=host_bytes)
+        state, found = moved(tx.train_step(LOSSES["loop"]), tx.create(model_params()), range(2))
+        files = files_of(state.params)
+        assert host_bytes is None or files.host_bytes <= tx.config.offload.host_bytes
+        states.append(jax.device_get(tx.unshard(state.params)))
+        counts.append(found[-1][0])
+    assert counts[0] > counts[1] > counts[2] == 0
+    for state in states[1:]:
+        assert_close(state, states[0], atol=0)
+
+
+def test_the_report_says_what_is_on_disk(tmp_path):
+    tx = on_disk(tmp_path, devices=2)
+    report = zerojax.report(tx.create(model_params()))
+    assert report.disk["params"] > 0
+    assert "in files" in str(report)

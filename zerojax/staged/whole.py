@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zerojax.comm.mesh import constrain
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
 from zerojax.gather.segments import Program, Segment
+from zerojax.layout.chunked import MOST_ROWS
 from zerojax.staged.sources import Source
 
 if TYPE_CHECKING:
@@ -52,7 +53,11 @@ class WholeStage:
     def reason(self) -> str:
         """Say which parameters are read before the loop, and why."""
         paths = ", ".join(sorted({source.of.leaf.path for source in self.sources}))
-        return f"params{paths}: a loop does not read this layer by layer, so it is read before the loop"
+        return (
+            f"A loop does not read params{paths} layer by layer, so their shards are read before the loop and stay on "
+            f"the devices while it runs. Scan over a stack of at most {MOST_ROWS} layers, or use accumulate= of "
+            f"train_step for microbatches."
+        )
 
     @property
     def inputs(self) -> list:

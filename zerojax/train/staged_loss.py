@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from zerojax.train.view import View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
+
+log = logging.getLogger("zerojax.train")
 
 # Of the loss's arguments after the parameters, the batch has rows.
 OF_ROWS = (1,)
@@ -103,12 +106,9 @@ class StagedLoss:
         active = [i in trained for i in range(len(full))]
         options = Options(view.comm, prefetch=0, reshard_after_forward=True)
         staged = StagedProgram(found.program, self.disk, active, options, view.config.mesh)
+        for reason in staged.gathered_before:
+            log.warning(reason)
         return Traced(staged, found.consts, found.structure)
-
-    @property
-    def all_traced(self) -> list[Traced]:
-        """Return the stages for every kind of batch so far."""
-        return list(self._traced.values())
 
     def run(
         self,

@@ -89,11 +89,6 @@ class StagedStep:
         self._round = jax.jit(self._small_values, static_argnums=1)
         self._unshard = jax.jit(self._unsharded)
 
-    @property
-    def read_before(self) -> list[str]:
-        """Say which parameters are read before a loop, and not layer by layer, in the losses that were traced."""
-        return [reason for one in self._loss.all_traced for reason in one.staged.gathered_before]
-
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
         """Do one step. Files that it leaves half written after an error are given up."""
         check_state(self._plan, state.opt_state)
