@@ -17,7 +17,7 @@ ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
     {"version", "compat", "config", "gpus", "units"},
     {"jaxprs", "layout"},
-    {"dims"},
+    {"dims", "budget"},
     {"comm"},
     {"offload"},
     {"placement"},
