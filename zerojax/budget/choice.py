@@ -111,17 +111,13 @@ class _Program:
         """Return the rows `recomputed + saved + offloaded - read >= bound`, and their bounds."""
         from scipy import sparse
 
-        names: dict[int, list[int]] = {}
+        ways = [{i: 1} for i in range(self.equations)]  # in which the results of an equation can be there
         for i, value in enumerate(self.graph.values):
-            names.setdefault(value.equation, []).extend((self.equations + i, self.equations + self.values + i))
-        rows, bounds = [], []
-        for source in self.graph.residuals:
-            rows.append({j: 1 for j in (source, *names.get(source, ()))})
-            bounds.append(1)
-        for reader, eqn in enumerate(self.graph.equations):
-            for source in eqn.reads:
-                rows.append({**{j: 1 for j in (source, *names.get(source, ()))}, reader: -1})
-                bounds.append(0)
+            ways[value.equation] |= {self.equations + i: 1, self.equations + self.values + i: 1}
+        readers = [(source, reader) for reader, eqn in enumerate(self.graph.equations) for source in eqn.reads]
+        rows = [ways[source] for source in self.graph.residuals]
+        rows += [{**ways[source], reader: -1} for source, reader in readers]
+        bounds = [1] * len(self.graph.residuals) + [0] * len(readers)
         entries = [(i, j, x) for i, row in enumerate(rows) for j, x in row.items()]
         i, j, x = zip(*entries, strict=True) if entries else ((), (), ())
         return sparse.csr_array((x, (i, j)), shape=(len(rows), len(self.upper))), np.array(bounds, float)

@@ -10,8 +10,8 @@ from zerojax import compat, jaxprs
 # Equations that move or rename elements.
 _FREE = frozenset(
     "broadcast_in_dim bitcast_convert_type concatenate convert_element_type copy copy_p device_put dynamic_slice "
-    "dynamic_update_slice expand_dims gather iota name optimization_barrier pad reshape rev select_and_gather_add slice "
-    "split squeeze stop_gradient transpose random_wrap random_unwrap random_seed random_clone".split()
+    "dynamic_update_slice expand_dims gather iota name optimization_barrier pad random_clone random_seed random_unwrap "
+    "random_wrap reshape rev slice split squeeze stop_gradient transpose".split()
 )
 # The rounds of Threefry, which makes random bits in 32-bit words.
 _RANDOM_BITS = 100

@@ -29,18 +29,18 @@ def remat(
     """Rematerialise a function within a budget of memory.
 
     Between its forward and its backward pass, a call keeps at most `budget` bytes besides its arguments. Of all choices
-    within the budget, the one that repeats the fewest FLOPs is taken, to 0.1%. A budget of 0 is `jax.checkpoint`. A
-    budget above `fn.choice(...).most_bytes` saves everything that the backward pass reads, and repeats nothing. Values and
-    gradients are those of `fn`.
+    within the budget, `remat` takes the one that repeats the fewest FLOPs, to 0.1%. A budget of 0 is `jax.checkpoint`.
+    From `choice(...).most_bytes` on, everything that the backward pass reads is saved, and nothing is repeated. Values
+    and gradients are those of `fn`.
 
     Args:
-        fn: Any function that `jax.checkpoint` takes, such as one block of a model. It sees arrays, and needs no mesh.
-        budget: Bytes per call that may be saved on the device, over all devices that compute the call: a number, or text
-            such as `"1 GiB"`. In a `jax.lax.scan` each iteration is a call.
+        fn: Any function that `jax.checkpoint` takes, such as one block of a model. It needs no mesh.
+        budget: Bytes per call that may be saved, over all devices that compute the call: a number, or text such as
+            `"1 GiB"`. In a `jax.lax.scan` each iteration is a call.
         named: What happens to values that `fn` names with `jax.ad_checkpoint.checkpoint_name`, by name: `"save"`,
-            `"recompute"`, or `"offload"` to host memory. Values that are saved count towards the budget.
-        offload: Bytes per call that may wait in pinned host memory besides, if they save FLOPs.
-        repeat_collectives: Whether collectives inside of `fn` may be repeated. Otherwise their results are saved.
+            `"recompute"`, or `"offload"` to host memory. Saved values count towards the budget.
+        offload: Bytes per call that may also wait in pinned host memory, where that saves FLOPs.
+        repeat_collectives: Whether collectives inside `fn` may be repeated. Otherwise their results are saved.
         prevent_cse: As for `jax.checkpoint`: False in a `scan`, whose compiled loop needs no barriers.
         static_argnums: Positional arguments that are no arrays, such as flags.
 
