@@ -77,7 +77,7 @@ def vit_block(p, x):
 
 
 def cross_block(p, x):
-    """A decoder's block: attention to itself, to an encoder's memory, which it is given beside, and a feed-forward layer."""
+    """A decoder's block: attention to itself and to the memory of an encoder, and a feed-forward layer."""
     x, memory = jnp.split(x, 2, axis=1)
     h = norm(x)
     x = x + attend(p, h, h, jnp.tril(jnp.ones((x.shape[1],) * 2, bool)))
@@ -117,8 +117,7 @@ MODELS = {
     "encoder-decoder": (cross_block, attention_shapes() | attention_shapes("c") | FEED, True),
     "experts": (
         moe_block,
-        attention_shapes()
-        | {"router": (WIDTH, 8), "expert_up": (8, WIDTH, WIDTH), "expert_down": (8, WIDTH, WIDTH)},
+        attention_shapes() | {"router": (WIDTH, 8), "expert_up": (8, WIDTH, WIDTH), "expert_down": (8, WIDTH, WIDTH)},
         False,
     ),
     "u-net": (

@@ -17,10 +17,10 @@ ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
     {"version", "compat", "config", "gpus", "units"},
     {"jaxprs", "layout"},
-    {"dims", "budget"},
+    {"dims"},
     {"comm"},
     {"offload"},
-    {"placement"},
+    {"placement", "budget"},
     {"gather"},
     {"optim"},
     {"streaming"},

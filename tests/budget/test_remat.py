@@ -193,6 +193,18 @@ def test_names_of_the_user_are_obeyed():
         zerojax.remat(block, budget=200, named={"first": "save", "second": "save"})(params["q"], x)
 
 
+def test_values_may_wait_in_host_memory():
+    args = given()
+    plan = lambda **options: zerojax.remat(attention, **options).choice(*args)
+    fn = zerojax.remat(attention, budget=128, offload=256)
+    choice = fn.choice(*args)
+    assert 0 < choice.offloaded_bytes <= 256
+    assert choice.flops < plan(budget=128).flops
+    assert plan(budget=128, offload=1 << 30).flops <= choice.flops
+    compared(fn, attention, *args)
+    assert "<host>" in str(jax.make_jaxpr(jax.grad(lambda *args: fn(*args).sum()))(*args))
+
+
 def test_collectives_are_not_repeated(mesh):
     def block(w, x):
         return jnp.sin(jax.lax.psum(jnp.tanh(x @ w), "data")) * x

@@ -8,11 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jaxlib
 
 from zerojax import compat, jaxprs
 from zerojax.budget.choice import Choice, Fate, choose
 from zerojax.budget.graph import graph_of, named
 from zerojax.config.checks import check_word
+from zerojax.offload.remat import require_correct_order, require_pinned_host
 from zerojax.units import parse_bytes
 
 
@@ -63,9 +65,14 @@ def remat(
     """
     for name, fate in named.items():
         check_word(f"remat(named={{{name!r}: ...}})", fate, ("save", "recompute", "offload"))
+    host_bytes = parse_bytes("remat(offload=)", offload)
+    if host_bytes or "offload" in named.values():
+        device = jax.local_devices(backend=jax.default_backend())[0]
+        require_pinned_host(device)
+        require_correct_order(device.platform, jaxlib.__version__)
     options = {
         "budget": parse_bytes("remat(budget=)", budget),
-        "host_bytes": parse_bytes("remat(offload=)", offload),
+        "host_bytes": host_bytes,
         "fates": dict(named),
         "repeat_collectives": repeat_collectives,
     }
