@@ -25,12 +25,15 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import contextlib
 import functools
 import itertools
+import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 from jax.sharding import AxisType
+
+HELPERS = pathlib.Path(__file__).parent / "helpers"  # modules that several folders import, and children that they run
 
 
 def pytest_runtest_logreport(report):

@@ -1,0 +1,422 @@
+"""Small leaves are packed: few files, each leaf with a digest, and nothing that a checkpoint of folders has is lost."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import HELPERS, mesh_of
+from small_leaves_child import KEYS, SHAPES
+
+from zerojax import zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, export_checkpoint, packing, saving
+from zerojax.checkpoint.manifest import digest, digest_line, read_manifest
+from zerojax.checkpoint.saving import Save
+from zerojax.checkpoint.state_leaves import state_leaves
+
+NEWEST = "step_00000002"
+TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
+
+
+def filled(tx, shapes, step=0):
+    """A state of which each number tells its step, its leaf and its place; nothing is compiled."""
+    leaves, structure = jax.tree.flatten(tx.create(shapes))
+
+    def fill(k, x):
+        numbers = (np.arange(x.size).reshape(x.shape) + 7 * k + step) % 100
+        return jax.device_put((numbers % 2 if x.dtype == bool else numbers % 8).astype(x.dtype), x.sharding)
+
+    return jax.tree.unflatten(structure, [fill(k, x) for k, x in enumerate(leaves)])
+
+
+def contents(state):
+    """Type and bytes of all leaves in logical shape, by name."""
+    found = {}
+    for name, one in state_leaves(state).items():
+        key = jnp.issubdtype(one.array.dtype, jax.dtypes.prng_key)
+        host = np.asarray(jax.random.key_data(one.array) if key else one.array)
+        if one.leaf.kind == "flat":
+            host = host[: one.leaf.size].reshape(one.leaf.shape)
+        elif one.leaf.dim is not None:
+            host = host.take(range(one.leaf.shape[one.leaf.dim]), axis=one.leaf.dim)
+        found[name] = one.dtype, host.tobytes()
+    return found
+
+
+def keyed():
+    return {"keys": jax.random.split(jax.random.key(4), 3)}
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two")
+    with Checkpointer(directory) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(filled(TX, SHAPES, step), step=step)
+    return directory
+
+
+@pytest.fixture
+def copied(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_many_small_leaves_make_few_files(tmp_path, count):
+    """AdamW has three leaves for each; a large leaf has its folder beside them."""
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((16, 8 + i % 9), "float32") for i in range(count)}
+    shapes["large"] = jax.ShapeDtypeStruct((256, 256), "float32")
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(8), persist_below=64)
+    state = filled(tx, shapes)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=2)
+        checkpoints.wait()
+        files = files_of(tmp_path / NEWEST)
+        assert len(files) <= 60
+        assert files == sorted({*read_manifest(tmp_path / NEWEST).files, "manifest.json", "manifest.sha256"})
+        assert "packed.0.bin" in files
+        assert "arrays/params.large/7.0" in files
+        assert contents(checkpoints.restore(tx.create(shapes)).state) == contents(state)
+
+
+KINDS = {"bits": (5, "int4"), "flags": (9, "bool"), "eighth": (33, "float8_e4m3fn"), "half": (70, "float16")}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(saving, "SMALL_BYTES", 1 << 16 if packed else 0)
+    shapes = SHAPES | {name: jax.ShapeDtypeStruct((size,), dtype) for name, (size, dtype) in KINDS.items()}
+
+    def make(stage, count):
+        trained = {"persist_below": 64, "trainable": lambda path, _: path in SHAPES}
+        return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), **trained)
+
+    state = filled(make(3, 4), shapes).replace(mutable=keyed())
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=2)
+        checkpoints.wait()
+        assert ("packed.0.bin" in files_of(tmp_path / NEWEST)) == packed
+        for stage, count in ((3, 4), (0, 1), (1, 3), (2, 8)):
+            like = make(stage, count).create(shapes, mutable=jax.eval_shape(lambda: state.mutable))
+            assert contents(checkpoints.restore(like).state) == contents(state)
+
+
+def flip(path, offset, size):
+    content = bytearray(path.read_bytes())
+    content[offset + size // 2] ^= 1 << 3
+    path.write_bytes(content)
+
+
+def zero(path, offset, size):
+    content = bytearray(path.read_bytes())
+    content[offset : offset + size] = bytes(size)
+    path.write_bytes(content)
+
+
+DAMAGES = {"flipped bit": flip, "zeros": zero}
+LEAVES = ["params['w']", "params['odd']", "params['b']", "opt_state[0].mu['w']", "step"]
+
+
+def assert_damaged(root, expected):
+    """Verifying and restoring name the leaves, and the step before can be taken."""
+    checkpoints = Checkpointer(root, read_only=True)
+    for look in (checkpoints.verify, lambda: checkpoints.restore(TX.create(SHAPES))):
+        with pytest.raises(DamagedError, match=r"The checkpoint of step 2 in .* is damaged") as caught:
+            look()
+        assert sorted(caught.value.damage)[:5] == sorted(expected)[:5]
+        assert expected[0][0] in str(caught.value)
+    with pytest.warns(UserWarning, match="Taking that of step 1"):
+        restored = checkpoints.restore(TX.create(SHAPES), fallback=True)
+    assert contents(restored.state) == contents(filled(TX, SHAPES, 1))
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_names_the_one_leaf(copied, leaf, damage):
+    (extent,) = [one for one in read_manifest(copied / NEWEST).packed()["packed.0.bin"] if one.leaf == leaf]
+    path = copied / NEWEST / "packed.0.bin"
+    DAMAGES[damage](path, extent.offset, extent.bytes)
+    assert_damaged(copied, [(leaf, "packed.0.bin", "has other contents than were written")])
+    (saved,) = [one for one in read_manifest(copied / NEWEST).leaves if one.name == leaf]
+    with packing.Files(copied / NEWEST) as files, pytest.raises(CheckpointError) as caught:  # after it was verified
+        files.read(saved.name, saved.pieces, saved.storage_dtype)
+    assert str(caught.value) == f"{leaf} in {path} has other contents than were written."
+
+
+def test_a_file_cut_off_lost_or_too_long_names_its_leaves(copied):
+    path, extents = copied / NEWEST / "packed.0.bin", read_manifest(copied / NEWEST).packed()["packed.0.bin"]
+    content, last = path.read_bytes(), extents[-2:]
+    path.write_bytes(content[: last[0].offset + 1])
+    what = f"has {last[0].offset + 1} bytes instead of {len(content)}"
+    assert_damaged(copied, [(one.leaf, "packed.0.bin", what) for one in last])
+    path.write_bytes(content + b"\0")
+    assert_damaged(copied, [("", "packed.0.bin", f"has {len(content) + 1} bytes instead of {len(content)}")])
+    path.unlink()
+    with pytest.raises(DamagedError, match=rf"; and {len(extents) - 5} more") as caught:
+        Checkpointer(copied, read_only=True).verify()
+    assert caught.value.damage == tuple((one.leaf, "packed.0.bin", "is missing") for one in extents)
+
+
+@pytest.mark.parametrize("what", ["lost", "changed"])
+def test_leaves_that_were_not_written_are_not_committed(tmp_path, monkeypatch, what):
+    """Changed before the file is digested: its digest is of the change, that of the leaf is not."""
+    state, done = filled(TX, SHAPES), Save._digest
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.wait()
+
+        def damage(self):
+            path = self._temporary / "packed.0.bin"
+            path.unlink() if what == "lost" else flip(path, 0, 4)
+            done(self)
+
+        monkeypatch.setattr(Save, "_digest", damage)
+        checkpoints.save(state, step=2)
+        says = {"lost": "packed.0.bin: is missing", "changed": "packed.0.bin: has other contents than were written"}
+        with pytest.raises(CheckpointError, match=rf"(?s)Saving step 2 .*step, {says[what]}.*that of step 1"):
+            checkpoints.wait()
+        assert checkpoints.verify() == [1]
+        assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_checkpoint_of_format_1_is_restored(tmp_path, monkeypatch):
+    """It has a folder per leaf, and its manifest no pieces."""
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+    state = filled(TX, SHAPES)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, step=2)
+    body = json.loads((tmp_path / NEWEST / "manifest.json").read_text()) | {"version": 1}
+    for leaf in body["leaves"]:
+        assert leaf.pop("pieces") == []
+    sign(tmp_path / NEWEST, body)
+    checkpoints = Checkpointer(tmp_path, read_only=True)
+    assert checkpoints.verify() == [2]
+    assert contents(checkpoints.restore(TX.create(SHAPES)).state) == contents(state)
+
+
+def test_a_packed_leaf_is_read_with_numpy_and_exported(two_steps, tmp_path):
+    """As docs/checkpoint.md says."""
+    folder, state = two_steps / NEWEST, filled(TX, SHAPES, 2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (leaf,) = [leaf for leaf in manifest["leaves"] if leaf["name"] == "params['w']"]
+    (piece,) = leaf["pieces"]
+    values = np.fromfile(folder / piece["file"], leaf["dtype"], np.prod(piece["shape"]), offset=piece["offset"])
+    assert ("float32", values.tobytes()) == contents(state)["params['w']"]
+    from safetensors.numpy import load_file
+
+    (file,) = export_checkpoint(two_steps, tmp_path / "out")
+    found = {f"params['{name}']": (x.dtype.name, x.tobytes()) for name, x in load_file(file).items()}
+    assert found == {name: text for name, text in contents(state).items() if name.startswith("params")}
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+
+def shard(index, values):
+    return types.SimpleNamespace(index=index, data=values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "boxes"), [([[0, 1], [2, 3]], [1, 1]), ([[0, 2], [1, 3]], [2, 2]), ([[0, 1, 2], [3], []], [1, 1, 0])]
+)
+def test_shards_of_several_processes_are_one_leaf(tmp_path, rows, boxes):
+    """Also where those of a process do not follow one another."""
+    whole, pieces = np.arange(48, dtype=np.int16).reshape(8, 6), []
+    for process, ours in enumerate(rows):
+        shards = [shard((slice(2 * i, 2 * i + 2), slice(None)), whole[2 * i : 2 * i + 2]) for i in ours]
+        blocks = packing.blocks_of("x", shards)
+        assert len(blocks) == boxes[process]
+        pieces += packing.write(tmp_path / packing.packed_file(process), blocks).get("x", [])
+    assert len(files_of(tmp_path)) == sum(map(bool, boxes))
+    with packing.Files(tmp_path) as files:
+        assert np.array_equal(files.read("x", pieces, whole.dtype), whole)
+
+
+def started(source, target, index, count, port):
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    call = [sys.executable, HELPERS / "small_leaves_child.py", source, target, index, count, port]
+    return subprocess.Popen(list(map(str, call)), env=environment, text=True, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
+    """One, then four, then three, then one."""
+    state = filled(TX, SHAPES).replace(mutable=keyed())
+    with Checkpointer(tmp_path / "1") as checkpoints:
+        checkpoints.save(state, step=2)
+    for source, count in (("1", 4), ("4", 3)):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        target = tmp_path / str(count)
+        children = [started(tmp_path / source, target, i, count, port) for i in range(count)]
+        for child in children:
+            error = child.communicate(timeout=180)[1]
+            assert not child.returncode, error[-3000:]
+        files = files_of(target / NEWEST)
+        assert len([name for name in files if name.startswith("packed")]) == count
+        pieces = {leaf.name: len(leaf.pieces) for leaf in read_manifest(target / NEWEST).leaves}
+        assert pieces["params['w']"] == 2 * count  # a process' two shards do not adjoin
+        checkpoints = Checkpointer(target, read_only=True)
+        assert checkpoints.verify() == [2]
+        assert contents(checkpoints.restore(TX.create(SHAPES, mutable=KEYS)).state) == contents(state)
+
+
+# --- strangers ---------------------------------------------------------------------------------------------------
+
+
+def sign(folder, body):
+    text = json.dumps(body).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "manifest.sha256").write_text(digest_line(text))
+
+
+class Forged:
+    """A checkpoint by hand: a leaf in two pieces, one in one, an empty one; to be changed and then signed."""
+
+    def __init__(self, root):
+        self.folder = root / "step_00000001"
+        self.folder.mkdir()
+        w, b = np.ones((4, 2), "f4"), np.ones(3, bool)
+        self.w = self.leaf("w", w, [self.piece(0, (0, 0), w[:2]), self.piece(16, (2, 0), w[2:])])
+        self.b = self.leaf("b", b, [self.piece(32, (0,), b)])
+        self.none = self.leaf("none", np.ones((0, 5), "f4"), [])
+        self.content, self.files = w.tobytes() + b.tobytes(), {}
+        (self.folder / "data.0.json").write_text("null")
+
+    def leaf(self, name, x, pieces):
+        known = {"name": f"params[{name!r}]", "path": ["params", name], "shape": list(x.shape), "dtype": x.dtype.name}
+        return {**known, "kind": "replicated", "folder": "", "key": None, "pieces": pieces}
+
+    def piece(self, offset, start, x):
+        sha256 = hashlib.sha256(x.tobytes()).hexdigest()
+        return {
+            "file": "packed.0.bin",
+            "offset": offset,
+            "start": list(start),
+            "shape": list(x.shape),
+            "sha256": sha256,
+        }
+
+    def sign(self):
+        (self.folder / "packed.0.bin").write_bytes(self.content)
+        files = {name: digest(self.folder / name) for name in ("packed.0.bin", "data.0.json")} | self.files
+        leaves = [self.w, self.b, self.none]
+        sign(self.folder, {"version": 2, "step": 1, "leaves": leaves, "files": files, "made_by": {"processes": 1}})
+
+
+def piece(i, **changes):
+    return lambda it: it.w["pieces"][i].update(changes)
+
+
+def w(**changes):
+    return lambda it: it.w.update(changes)
+
+
+def content(change):
+    return lambda it: setattr(it, "content", change(it.content))
+
+
+def huge(it):
+    """A leaf of 1 GB in one piece, in a file that is said to have so many."""
+    it.w.update(shape=[1 << 28], pieces=[it.w["pieces"][0] | {"start": [0], "shape": [1 << 28]}])
+    it.files["packed.0.bin"] = [(1 << 30) + 3, "0" * 64]
+
+
+def many(it):
+    """As many pieces of one element as it takes to claim more than there is."""
+    it.w["pieces"] = [it.w["pieces"][0] | {"start": [0, 0], "shape": [1, 1], "offset": 4 * i} for i in range(8)]
+
+
+NONE = "manifest.json: is no manifest"
+FORGERIES = {
+    "no pieces": (w(pieces=[]), r"float32\[4, 2\] and has no files"),
+    "pieces that are no list": (w(pieces={}), "the pieces of a leaf are a dict"),
+    "a piece that is none": (w(pieces=[3]), NONE),
+    "a piece of more": (piece(0, more=1), NONE),
+    "a piece without a digest": (lambda it: it.w["pieces"][0].pop("sha256"), NONE),
+    "a folder, too": (w(folder="params.w"), "is packed, and has a folder"),
+    "an empty leaf in pieces": (lambda it: it.none.update(pieces=it.b["pieces"]), "without elements, and has files"),
+    "a file above": (piece(0, file="../packed.0.bin"), "which is no file of packed leaves"),
+    "a file in a folder": (piece(0, file="arrays/packed.0.bin"), "which is no file of packed leaves"),
+    "a device": (piece(0, file="/dev/zero"), "which is no file of packed leaves"),
+    "another name of the file": (piece(0, file="packed.00.bin"), "which is no file of packed leaves"),
+    "the data": (piece(0, file="data.0.json"), "which is no file of packed leaves"),
+    "a number for a file": (piece(0, file=0), "which is no file of packed leaves"),
+    "a file that is not there": (
+        piece(1, file="packed.1.bin", offset=0),
+        "begins at byte 32 of packed.0.bin, not at 16",
+    ),
+    "no file": (
+        lambda it: [x.update(file="packed.1.bin") for x in it.w["pieces"] + it.b["pieces"]],
+        r"w'\], packed.1.bin: is m",
+    ),
+    "a negative offset": (piece(0, offset=-16), "has a piece at -16"),
+    "a bool for an offset": (piece(0, offset=False), "has a piece at False"),
+    "a float for an offset": (piece(0, offset=0.0), "has a piece at 0.0"),
+    "no digest": (piece(0, sha256=None), "None for a digest"),
+    "another digest": (piece(1, sha256="0" * 64), r"params\['w'\], packed.0.bin: has other contents than were written"),
+    "the bytes of another": (
+        lambda it: it.b["pieces"][0].update(offset=16),
+        "begins at byte 16 of packed.0.bin, not at 32",
+    ),
+    "bytes left out": (lambda it: it.b["pieces"][0].update(offset=40), "begins at byte 40 of packed.0.bin, not at 32"),
+    "bytes after the end": (content(lambda x: x[:-1]), "has 34 bytes, and its leaves have 35"),
+    "bytes of none": (content(lambda x: x + b"\0"), "has 36 bytes, and its leaves have 35"),
+    "pieces that overlap": (piece(1, start=[1, 0]), "pieces of another array"),
+    "pieces that overlap within": (many, "pieces of another array"),
+    "one piece twice": (lambda it: it.w["pieces"].append(it.w["pieces"][1] | {"offset": 32}), "overlap, or leave"),
+    "elements left out": (lambda it: (it.w["pieces"].pop(0), it.w["pieces"][0].update(offset=0)), "overlap, or leave"),
+    "another number of dims": (piece(0, start=[0], shape=[4]), "no box of elements"),
+    "more starts than dims": (piece(0, start=[0, 0, 0]), "no box of elements"),
+    "a negative start": (piece(0, start=[-2, 0]), "no box of elements"),
+    "a negative extent": (piece(0, shape=[-2, -2]), "no box of elements"),
+    "no extent": (piece(0, shape=[0, 2]), "no box of elements"),
+    "a bool for an extent": (piece(0, shape=[True, 4]), "no box of elements"),
+    "NaN for a start": (piece(0, start=[float("nan"), 0]), "no box of elements"),
+    "beyond all dims": (piece(0, start=[1 << 70, 0]), "no box of elements"),
+    "far away": (piece(1, start=[1 << 40, 0]), "has more than 1048576 bytes"),
+    "another shape": (w(shape=[4, 3]), "pieces of another array"),
+    "a huge one": (huge, "has more than 1048576 bytes"),
+    "another type": (w(dtype="float16"), r"of packed.0.bin, not at 8"),
+    "keys": (w(dtype="key<fry>", key="fry", shape=[2, 4]), "pieces of another array"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_pack_is_damaged(tmp_path, kind):
+    forge, says = FORGERIES[kind]
+    it = Forged(tmp_path)
+    forge(it)
+    it.sign()
+    for look in (Checkpointer(tmp_path, read_only=True).verify, lambda: export_checkpoint(tmp_path, tmp_path / "out")):
+        with pytest.raises(DamagedError, match=says):
+            look()
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_forged_is_intact_and_a_bool_of_2_is_none(tmp_path):
+    it = Forged(tmp_path)
+    it.sign()
+    assert Checkpointer(tmp_path, read_only=True).verify() == [1]
+    export_checkpoint(tmp_path, tmp_path / "out")
+    it.content = it.content[:-1] + b"\2"
+    it.b["pieces"][0]["sha256"] = hashlib.sha256(it.content[32:]).hexdigest()
+    it.sign()
+    with pytest.raises(CheckpointError, match=r"params\['b'\] in .*packed.0.bin has the bool 2, which is none"):
+        export_checkpoint(tmp_path, tmp_path / "other")

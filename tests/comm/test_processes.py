@@ -1,0 +1,59 @@
+"""Processes that do not do the same are told so, and do not wait for each other for ever."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import HELPERS
+
+pytestmark = pytest.mark.slow
+FLAGS = "--xla_force_host_platform_device_count=2"
+DIFFERS = r"ValueError: The processes do not {} alike\. On process 1, unlike 0: "
+BEGIN, STEP = DIFFERS.format("begin"), DIFFERS.format("step with loss")
+SAID = {
+    "other_stage": rf"{BEGIN}stage is 1, not 3;",
+    "other_width": rf"{BEGIN}params\['w'\] is float32\[4, 24\], sharded, not float32\[4, 16\], sharded",
+    "other_rows": rf"{STEP}\['batch'\] is float32\[4, 4\], not float32\[8, 4\]\.",
+    "other_options": rf"{STEP}options is StepOptions\(accumulate=2.* not StepOptions\(accumulate=1",
+    "own_rows_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
+    "another_step": rf"{STEP}step is 0, not 1",
+    "positions": "$",  # nothing
+    "shared_rows": "ValueError: rows=.process.*along axis 'sequence' share rows and are of several processes",
+    "weights_of_zero": r"ValueError: The weights of a batch",
+    "too_little_memory": r"MemoryError: (On process 0: )?The offloaded optimizer state needs \d+ B of host memory",
+}
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What each process said, by case."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    child = [sys.executable, HELPERS / "processes_child.py"]
+    environment = {**os.environ, "XLA_FLAGS": FLAGS, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([*child, str(i), port], **options) for i in range(2)]
+    found = []
+    for one in children:
+        out, errors = one.communicate(timeout=180)
+        assert one.returncode == 0, errors
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        found.append({line["case"]: line for line in lines})
+    return found
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_both_are_told_what_differs(case, told):
+    for process in told:
+        assert re.match(SAID[case], process[case]["said"], re.S), process[case]["said"]
+
+
+def test_one_that_waits_is_told_for_whom(told):
+    waiting = told[0]["absent"]
+    assert waiting["said"].startswith("TimeoutError: Process 1 of 2 did not answer within 2 s")
+    assert waiting["seconds"] < 4

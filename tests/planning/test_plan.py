@@ -1,0 +1,620 @@
+"""The plan: figures read off a program are the program's, and absent GPUs get the user's own step."""
+
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from command_line import run
+from conftest import mesh_of, quick_or_slow
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zerojax import DynamicScale, Offload, Precision, check, estimate, plan, report, zero_shard
+from zerojax.gpus import topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import KINDS, Topology, installed
+from zerojax.inspect.hlo import read
+from zerojax.inspect.memory import peak_bytes
+from zerojax.inspect.roofline import HIGHEST, kernels
+from zerojax.inspect.timeline import simulate
+from zerojax.planning.largest_batch import largest_that_fits, next_round
+from zerojax.planning.read_plan import STATE_PARTS, StepFacts, read_plan
+
+ROOT = pathlib.Path(__file__).parents[2]
+WIDTH, DEPTH = 256, 3
+MOST = 16  # peaks asked for by a search: each is a compilation
+aot = pytest.mark.skipif(
+    not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
+)
+
+
+def loss(params, batch):
+    for w in params["layers"]:
+        batch = jnp.tanh(batch @ w)
+    return jnp.mean(batch.astype(jnp.float32) ** 2 + params["bias"])
+
+
+def shapes(width=WIDTH):
+    layers = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * DEPTH
+    return {"layers": layers, "bias": jax.ShapeDtypeStruct((width,), jnp.float32)}
+
+
+def rows(count, width=WIDTH):
+    return jax.ShapeDtypeStruct((count, width), jnp.float32)
+
+
+def made(mesh, **options):
+    """A step, and the shapes of its state."""
+    tx = zero_shard(optax.adam(1e-3), mesh=mesh, **options)
+    return tx.train_step(loss), tx.create(shapes())
+
+
+# What is read off a program
+
+
+def counted(text):
+    return {kernel.name: kernel for kernel in kernels(read(text))}
+
+
+HLO = """HloModule m, is_scheduled=true
+
+%fused (p0: f32[24,8,16], p1: s32[], p2: f32[24,4]) -> (f32[8,16], f32[24,4]) {
+  %p0 = f32[24,8,16]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[24,4]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,4]{1,0} constant({...})
+  %whole = f32[24,8,16]{2,1,0} bitcast(%p0)
+  %one = f32[1,8,16]{2,1,0} dynamic-slice(%whole, %p1, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  %flat = f32[8,16]{1,0} bitcast(%one)
+  %put = f32[24,4]{1,0} dynamic-update-slice(%p2, %row, %p1, %zero)
+  ROOT %both = (f32[8,16]{1,0}, f32[24,4]{1,0}) tuple(%flat, %put)
+}
+
+ENTRY %main (a: f32[24,8,16], b: f32[16,32], c: f32[24,4], i: s32[], x: bf16[2,10,10,3], k: bf16[5,5,3,7]) -> f32[8,32] {
+  %a = f32[24,8,16]{2,1,0} parameter(0)
+  %b = f32[16,32]{1,0} parameter(1)
+  %c = f32[24,4]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %x = bf16[2,10,10,3]{3,2,1,0} parameter(4)
+  %k = bf16[5,5,3,7]{3,2,1,0} parameter(5)
+  %slice = (f32[8,16]{1,0}, f32[24,4]{1,0}) fusion(%a, %i, %c), kind=kLoop, calls=%fused
+  %got = f32[8,16]{1,0} get-tuple-element(%slice), index=0
+  %exact = f32[8,32]{1,0} dot(%got, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}
+  %library = (f32[8,32]{1,0}, s8[1024]{0}) custom-call(%got, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %seen = (bf16[2,10,10,7]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=5x5 pad=2_2x2_2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
+  %strange = f32[8,32]{1,0} custom-call(%exact), custom_call_target="mine"
+  ROOT %sum = f32[8,32]{1,0} add(%exact, %strange)
+}
+"""  # noqa: E501
+
+
+def test_products_in_every_form_are_counted():
+    found = counted(HLO)
+    product = 2 * 8 * 16 * 32
+    assert found["exact"].operations == {HIGHEST: product}
+    assert found["library"].operations == {"f32": product}
+    assert found["seen"].operations == {"bf16": 2 * (2 * 10 * 10 * 7) * (5 * 5 * 3)}
+    assert found["slice"].operations == found["sum"].operations == {}
+    assert {name for name, kernel in found.items() if kernel.unknown} == {"strange"}
+
+
+def test_of_a_slice_only_what_is_sliced_is_traffic():
+    found = counted(HLO)
+    assert found["slice"].traffic == 2 * 8 * 16 * 4 + 4 * 4 + 4  # slice in and out, row out, index in
+    assert found["exact"].traffic == 4 * (8 * 16 + 16 * 32 + 8 * 32)
+
+
+ASYNC = """HloModule m, is_scheduled=true
+
+%put (p0: f32[256,16], p1: f32[8,16], p2: s32[]) -> f32[256,16] {
+  %p0 = f32[256,16]{1,0} parameter(0)
+  %p1 = f32[8,16]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %dus = f32[256,16]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
+}
+
+ENTRY %main (a: f32[256,16], b: f32[8,16], i: s32[]) -> (f32[256,16], f32[8,16]) {
+  %a = f32[256,16]{1,0} parameter(0)
+  %b = f32[8,16]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %begun = ((f32[256,16]{1,0}, f32[8,16]{1,0}, s32[]), f32[256,16]{1,0}, u32[]) fusion-start(%a, %b, %i), kind=kLoop, calls=%put
+  %copied = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[]) copy-start(%b)
+  %ended = f32[256,16]{1,0} fusion-done(%begun)
+  %copy = f32[8,16]{1,0} copy-done(%copied)
+  ROOT %both = (f32[256,16]{1,0}, f32[8,16]{1,0}) tuple(%ended, %copy)
+}
+"""  # noqa: E501
+
+
+def test_asynchronous_kernels_count_once():
+    chunk = 8 * 16 * 4
+    assert {name: kernel.traffic for name, kernel in counted(ASYNC).items()} == {
+        "begun": 2 * chunk + 4,  # chunk in and out, index in
+        "copied": 2 * chunk + 4,  # and the context
+    }
+
+
+@aot
+def test_of_the_gradient_of_a_lookup_only_the_rows_are_added():
+    table, ids = jax.ShapeDtypeStruct((50_000, 256), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.int32)
+    found = plan(jax.jit(jax.grad(lambda w, ids: (w[ids] ** 2).sum())), table, ids, topology="h200:1")
+    zeros, row = 50_000 * 256 * 4, 256 * 4
+    assert found.roofline.traffic == zeros + 128 * (3 * row + 4)  # looked up, read and written; the index
+
+
+def test_loops_multiply_products():
+    def looped(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+
+    compiled = jax.jit(looped).lower(jnp.zeros((8, 64)), jnp.zeros((64, 64))).compile()
+    total = sum(k.times * sum(k.operations.values()) for k in kernels(read(compiled)))
+    assert total == 7 * 2 * 8 * 64 * 64
+
+
+def branching(x, w):
+    return jax.lax.cond(x.sum() > 0, lambda: jnp.tanh(x @ w) @ w, lambda: x @ w)
+
+
+def waiting(x, w):
+    return jax.lax.while_loop(lambda x: x.sum() < 4, lambda x: jnp.tanh(x @ w), x)
+
+
+@pytest.mark.parametrize(
+    ("f", "products", "note"), [(branching, 3, "every branch"), (waiting, 1, "counted as one iteration")]
+)
+def test_what_the_program_does_not_fix_is_noted(f, products, note):
+    """On one device, where no collective says so."""
+    compiled = jax.jit(f).lower(jnp.zeros((8, 64)), jnp.zeros((64, 64))).compile()
+    found = read_plan(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    assert sum(found.roofline.operations.values()) == products * 2 * 8 * 64 * 64
+    assert [note in said for said in found.notes] == [True]
+
+
+@pytest.mark.parametrize(("topology", "told"), [("h200:7", False), ("h200:12", True), ("h200:2x6", False)])
+def test_a_host_of_more_than_eight_is_noted(topology, told):
+    compiled = jax.jit(jnp.tanh).lower(jnp.zeros(8)).compile()
+    found = read_plan(compiled, topology, Device.of(Topology.parse(topology)), batch=8)
+    assert [("h200:2x6" in note) for note in found.notes] == [True] * told
+
+
+@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in range(4)], [(0,), (3,)]))
+def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
+    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), persist_below=0)
+    state = tx.create(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes()))
+    compiled = tx.train_step(loss).lower(state, rows(16)).compile()
+    found = read_plan(
+        compiled,
+        "h200:8",
+        Device.of(Topology.parse("h200:8")),
+        StepFacts(parts={**STATE_PARTS, "batch": "batch"}),
+        batch=16,
+    )
+    held = report(state).bytes
+    assert found.memory["parameters"] == held["params"]
+    moments = found.memory["optimizer state"] + found.memory.get("master weights", 0)
+    assert moments == held["opt_state"] + held.get("master", 0)
+    assert found.memory["batch"] == 16 * WIDTH * 4 // 8
+    assert found.peak == sum(found.memory.values()) == peak_bytes(compiled)
+
+
+def test_arguments_may_be_called_like_parts():
+    f = jax.jit(lambda temporary, results: results @ temporary)
+    compiled = f.lower(jnp.ones((64, 64)), jnp.ones((8, 64))).compile()
+    found = read_plan(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    assert found.memory["temporary"] >= 64 * 64 * 4
+    assert found.peak == peak_bytes(compiled)
+
+
+# The figures of GPUs
+
+
+@pytest.mark.parametrize(
+    ("kind", "bf16", "tf32", "float32", "memory", "bandwidth"),
+    [  # the data sheets: dense, in TFLOP/s, GB and TB/s
+        ("a100-80", 312, 156, 19.5, 80, 2.039),
+        ("h100", 989, 494.5, 67, 80, 3.35),
+        ("h200", 989, 494.5, 67, 141, 4.8),
+        ("b200", 2250, 1125, 75, 180, 8),
+    ],
+)
+def test_figures_are_those_of_the_data_sheets(kind, bf16, tf32, float32, memory, bandwidth):
+    device = Device.of(Topology.parse(f"{kind}:8"))
+    assert device.rate("bf16") == device.rate("f16") == pytest.approx(bf16 * 1e12, rel=0.01)
+    assert device.rate("f32") == pytest.approx(tf32 * 1e12, rel=0.01)
+    assert device.rate(HIGHEST) == pytest.approx(float32 * 1e12, rel=0.01)
+    assert device.bandwidth == pytest.approx(bandwidth * 1e12, rel=0.01)
+    assert device.memory == pytest.approx(memory * 1e9, rel=0.08)  # sheets mix GB and GiB
+
+
+def test_a_ring_over_hosts_uses_all_their_adapters():
+    one, eight = (Device.of(Topology.parse(text)) for text in ("h100:8", "h100:64"))
+    assert one.ring_bandwidth(range(8)) == eight.ring_bandwidth(range(8)) == 450e9
+    assert eight.ring_bandwidth(range(64)) == 8 * 50e9
+    assert eight.ring_bandwidth(range(0, 64, 8)) == 50e9  # the same GPU of every host
+    assert Device.of(Topology.parse("h100:8x1")).ring_bandwidth(range(8)) == 50e9
+    assert Device.of(Topology.parse("h100:64"), link=1e9, network=1e9).ring_bandwidth(range(64)) == 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "per_host"),
+    [
+        ("h100:64", 8, 8),
+        ("h200:8x8", 8, 8),
+        ("b200:8", 1, 8),
+        ("a100-80:4", 1, 4),
+        ("h100:16", 2, 8),
+        ("h100:2x4", 2, 4),
+    ],
+)
+def test_hosts_have_eight_gpus(text, hosts, per_host):
+    assert Topology.parse(text) == Topology(text.split(":")[0], hosts, per_host)
+
+
+@pytest.mark.parametrize("text", ["h200:0", "h200:00", "h200:8x0", "h200:0x8", "h200:", "h200:8x", "h200:-8", "H200:8"])
+def test_no_topology_is_without_gpus(text):
+    with pytest.raises(ValueError, match="Unknown topology"):
+        Topology.parse(text)
+
+
+@pytest.mark.parametrize("speed", [{"link": 0.0}, {"network": -1e9}])
+def test_a_link_has_a_speed(speed):
+    with pytest.raises(ValueError, match=r"must be above 0, not"):
+        Device.of(Topology.parse("h200:8"), **speed)
+
+
+# The search
+
+
+@pytest.mark.parametrize("start", [1, 2, 33, 1000])
+@pytest.mark.parametrize("usable", [0, 99, 100, 131, 5000, 10**6, 10**9 + 1])
+@pytest.mark.parametrize(
+    "peak",
+    [lambda n: 100 + n, lambda n: 90 + 10 * n**1.5, lambda n: 100 + n // 64 * 64, lambda n: max(200, 3 * n)],
+    ids=["straight", "bent", "steps", "flat"],
+)
+def test_the_largest_fits_and_the_next_does_not(peak, usable, start):
+    asked = []
+
+    def counting(n):
+        asked.append(n)
+        return peak(n)
+
+    found = largest_that_fits(counting, usable, start=start)
+    assert found == 0 or peak(found) <= usable
+    assert peak(next_round(found)) > usable
+    assert len(asked) == len(set(asked)) <= MOST
+
+
+def test_round_counts_have_five_binary_digits():
+    some = [0]
+    while some[-1] < 200:
+        some.append(next_round(some[-1]))
+    assert some == [*range(33), *range(34, 65, 2), *range(68, 129, 4), *range(136, 201, 8)]
+    assert next_round(33) == 34
+
+
+# Absent GPUs
+
+
+@aot
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_gpu_can_be_compiled_for(kind):
+    found = plan(jax.jit(loss), shapes(), rows(64), topology=f"{kind}:1")
+    assert found.roofline.operations == {"f32": DEPTH * 2 * 64 * WIDTH**2}
+    assert set(found.memory) == {"params", "batch", "temporary", "results"}
+    assert found.sent == 0
+    assert found.fits
+    assert found.notes == ()
+
+
+@aot
+def test_an_unsharded_program_is_noted():
+    found = plan(jax.jit(loss), shapes(), rows(64), topology="h200:8")
+    assert "every device does the same" in found.notes[0]
+
+
+@aot
+@pytest.mark.parametrize(("stage", "accumulate"), quick_or_slow([(0, 1), (1, 2), (2, 2), (3, 1)], [(1, 2), (3, 1)]))
+def test_a_step_is_what_the_formulas_say(stage, accumulate):
+    """A state on two simulated devices is planned for sixteen absent ones."""
+    deep = {"layers": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH}
+    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(2), precision=Precision.bf16(), prefetch=0)
+
+    def blocks(params, batch):
+        for w in params["layers"]:
+            batch = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w.T)(batch, w)
+        return jnp.mean(batch.astype(jnp.float32) ** 2)
+
+    step = tx.train_step(blocks, accumulate=accumulate)
+    found = plan(step, tx.create(deep), rows(64), topology="h100:16")
+    row = estimate(deep, stages=[stage], devices=16, precision=Precision.bf16(), accumulate=accumulate)[stage]
+    assert found.devices == 16
+    assert found.memory["parameters"] == row.params
+    assert found.memory["optimizer state"] + found.memory.get("master weights", 0) == row.opt_state + row.master
+    assert found.sent_formula == row.sent
+    assert found.exposed == pytest.approx((1 - found.hidden) * found.sent, rel=0.02)
+    if stage < 3:  # stage 3 gathers a layer once where it is used last and first
+        assert found.sent == pytest.approx(row.sent, rel=0.02)
+    assert found.roofline.communication == pytest.approx(found.sent / (8 * 50e9), rel=0.02)
+
+
+@aot
+def test_a_fused_collective_is_no_kernel(mesh):
+    """XLA:GPU makes a small all-reduce a fusion with a start and a done."""
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    x = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = plan(jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum())), w, x, topology="h200:8")
+    assert re.search(r"fusion-start\(.*fused_all-reduce", found.text)
+    assert not [name for name in counted(found.text) if name.startswith("fusion")]
+    simulated = simulate(found.text, Device.of(Topology.parse("h200:8")))
+    assert [span.lane for span in simulated.spans if span.kind in ("hidden", "exposed")] == ["other"]
+    assert simulated.seconds == pytest.approx(found.seconds)
+    assert sum(found.waits.values()) == pytest.approx(simulated.seconds - found.roofline.kernels, rel=1e-3)
+    assert f"{found.waiting:.1%}: " in str(found)
+
+
+@aot
+def test_a_step_keeps_its_parts_on_absent_gpus():
+    def noisy(params, mutable, batch, key):
+        noise = jax.random.normal(key, batch.shape)
+        return loss(params, batch + noise), {"mean": mutable["mean"] * 0.9 + batch.mean(0)}
+
+    tx = zero_shard(
+        optax.adam(1e-3),
+        stage=2,
+        mesh=mesh_of(3),  # which does not divide the parameters: they are padded there, and not on absent GPUs
+        precision=Precision(compute=jnp.bfloat16, loss_scale=DynamicScale()),
+        trainable=lambda path, leaf: "bias" not in path,
+        persist_below=0,
+    )
+    arrays = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes())
+    state = tx.create(arrays, mutable={"mean": jnp.zeros((WIDTH,))})
+    step = tx.train_step(noisy, mutable=True)
+    found = plan(step, state, np.zeros((16, WIDTH), np.float32), jax.random.key(0), topology="h200:8")
+    assert found.memory["master weights"] == DEPTH * WIDTH**2 * 4 // 8
+    assert found.memory["optimizer state"] == 2 * DEPTH * WIDTH**2 * 4 // 8 + 4
+    assert found.memory["other state"] >= WIDTH * 4
+    assert not state.step.is_deleted()
+    assert json.loads(json.dumps(found.to_dict()))["peak"] == found.peak
+    assert "master weights" in str(found)
+
+
+@aot
+@pytest.mark.filterwarnings("error")
+def test_types_are_those_that_jit_gives(mesh):
+    """NumPy's own are of 64 bits; a static argument may be a type."""
+    f = jax.jit(lambda state, batch, dtype: (batch @ state["bias"]).astype(dtype), static_argnums=2)
+    found = plan(f, {"bias": np.zeros(WIDTH)}, np.zeros((8, WIDTH)), jnp.bfloat16, topology="h200:1")
+    assert found.memory["batch"] == 8 * WIDTH * 4
+    step, state = made(mesh, stage=2)
+    assert plan(step, state, np.zeros((8, WIDTH))).memory["batch"] == WIDTH * 4
+
+
+@aot
+def test_a_jitted_function_keeps_its_shardings():
+    mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(AxisType.Auto,) * 2)
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "model")))
+    x = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("rows")))
+    f = jax.jit(lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), donate_argnums=0)
+    found = plan(f, w, x, topology="h200:8x2")  # twice the GPUs: twice the rows' axis
+    assert found.memory["w"] == WIDTH * WIDTH * 4 // 4
+    assert found.memory["x"] == 64 * WIDTH * 4 // 4
+    assert found.sent_formula is None
+    assert {c.group_size for c in found.collectives} == {4}
+    with pytest.raises(ValueError, match=r"'model': 4} does not fit 'h200:6'.*'rows' can grow"):
+        plan(f, w, x, topology="h200:6")
+    with pytest.raises(ValueError, match="no axis is known to grow"):
+        plan(f, w, rows(64), topology="h200:16")
+    with pytest.raises(ValueError, match="names devices of its own"):
+        plan(jax.jit(f, in_shardings=(w.sharding, x.sharding)), w, x)
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "axes", "resized"),
+    [
+        (("data",), (2,), ("data",), (8,)),
+        (("rows", "model"), (1, 4), ("rows",), (2, 4)),
+        (("host", "gpu"), (4, 2), ("host", "gpu"), (2, 4)),
+        (("host", "gpu", "model"), (1, 4, 2), ("host", "gpu"), (2, 2, 2)),
+    ],
+)
+def test_data_axes_are_resized_to_hosts_and_gpus(names, sizes, axes, resized, monkeypatch):
+    given = Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
+    monkeypatch.setattr(topology, "absent_mesh", lambda text: mesh_of(8))
+    assert tuple(topology.absent_mesh_like(given, "h100:2x4", axes=axes).shape.values()) == resized
+
+
+@aot
+def test_a_batch_over_two_axes_is_planned_and_checked():
+    mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), persist_below=0)
+    found = plan(tx.train_step(loss), tx.create(shapes()), rows(64), topology="h100:2x8")
+    row = estimate(shapes(), devices=16, stages=(3,), persist_below=0)[3]
+    assert (found.devices, found.memory["parameters"], found.sent_formula) == (16, row.params, row.sent)
+    checked = check(tx, loss, shapes(), rows(64), topology="h100:2x8")
+    assert (checked.devices, checked.reduced_formula) == (16, DEPTH * WIDTH**2 + WIDTH)
+
+
+@aot
+def test_what_cannot_fit_does_not():
+    tx = zero_shard(optax.adam(1e-3), stage=0, mesh=mesh_of(1))
+    huge = {
+        "layers": [jax.ShapeDtypeStruct((10**5, 10**5), jnp.float32)],
+        "bias": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    found = plan(tx.train_step(loss), tx.create(huge), rows(8, 10**5), topology="h100:8")
+    assert not found.fits
+    assert found.peak > 3 * 4 * 10**10
+    assert "does not fit" in str(found)
+
+
+@aot
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_the_next_does_not(mesh):
+    step, state = made(mesh, stage=2)
+    usable = 200 * 2**20
+    found = plan(step, state, rows(64), memory=usable, largest_batch=True)
+    peaks = [
+        plan(step, state, rows(8 * n)).peak for n in (found.largest_batch // 8, next_round(found.largest_batch // 8))
+    ]
+    assert peaks[0] <= usable < peaks[1]
+    assert plan(step, state, rows(8), memory=10**5, largest_batch=True).largest_batch == 0
+
+
+@aot
+def test_offloaded_state_is_noted(mesh, tmp_path):
+    for offload in (Offload(optimizer="host"), Offload(optimizer="disk", path=tmp_path / "state")):
+        found = plan(*made(mesh, stage=3, offload=offload), rows(64))
+        offloaded = {"host": found.host, "disk": found.disk}
+        assert offloaded.pop(offload.optimizer) == 2 * DEPTH * WIDTH**2 * 4 // 8
+        assert sum(offloaded.values()) == 0
+        assert any("does not see memory kinds" in note for note in found.notes)
+    assert not (tmp_path / "state").exists()
+
+
+# What is wrong
+
+
+def test_what_cannot_be_planned_says_why(mesh, monkeypatch):
+    step, state = made(mesh, stage=3)
+    with pytest.raises(ValueError, match=r"Unknown topology 'v100:8'.*a100-80, b200, h100, h200"):
+        plan(step, state, rows(64), topology="v100:8")
+    with pytest.raises(TypeError, match="with its ZeroState, not dict"):
+        plan(step, shapes(), rows(64))
+    with pytest.raises(TypeError, match=r"not function. Give jax.jit"):
+        plan(loss, shapes(), rows(64))
+    other = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec())
+    mixed = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=other)
+    with pytest.raises(ValueError, match="meshes of different axes"):
+        plan(jax.jit(loss), state.params, mixed)
+    monkeypatch.setattr(topology, "installed", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
+        plan(step, state, rows(64))
+
+
+@aot
+def test_the_batch_must_divide(mesh):
+    step, state = made(mesh, stage=3)
+    with pytest.raises(ValueError, match=r"12 rows, and the axis has 8 devices"):
+        plan(step, state, rows(12))
+    f = jax.jit(lambda state, batch: batch[0].sum() + batch[1].sum())
+    with pytest.raises(ValueError, match="different numbers of them"):
+        plan(f, shapes(), [rows(8), rows(16)], largest_batch=True)
+
+
+# The command
+
+
+FILE = """
+import sys
+import jax, jax.numpy as jnp, optax
+from zerojax import zero_shard
+
+ROWS = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+
+def loss(params, batch):
+    print("tracing it")
+    from mates import TWO
+    return jnp.mean((batch @ params) ** TWO)
+
+def make_step():
+    print("making it")
+    tx = zero_shard(optax.adam(1e-3), stage=2)
+    state = tx.create(jax.ShapeDtypeStruct((128, 128), jnp.float32))
+    return tx.train_step(loss), state, jax.ShapeDtypeStruct((ROWS, 128), jnp.float32)
+
+def crossed():
+    step, state, _ = make_step()
+    return step, state, jax.ShapeDtypeStruct((ROWS, 100), jnp.float32)
+
+def nothing():
+    return None
+
+def failing():
+    raise KeyError("absent")
+
+def refusing():
+    raise ValueError("no good")
+
+def ragged():
+    step, state, batch = make_step()
+    return step, state, {"x": batch, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
+
+def leaving():
+    import argparse
+    argparse.ArgumentParser().parse_args()
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "mates.py").write_text("TWO = 2\n")
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@aot
+def test_a_file_is_planned_with_options_of_its_own(file):
+    before = sys.argv
+    outcome = run("plan", file, "--topology", "h100:4", "--json", "--", "32")
+    assert outcome.exit_code == 0, outcome.output
+    found = json.loads(outcome.stdout)
+    assert (found["devices"], found["batch"], found["fits"]) == (4, 32, True)
+    assert sys.argv is before
+    outcome = run("plan", f"{file}:make_step", "--batch", "16", "--png", file.with_suffix(".png"))
+    assert outcome.exit_code == 0, outcome.output
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert outcome.stdout.startswith("h200:8: 8 devices, 16 rows\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{file}", "--topology", "tpu:4"), "the GPUs known are a100-80, b200, h100, h200"),
+        (("{file}:failing", "--png", "nowhere/plan.png"), "there is no folder nowhere. Make it first"),
+        (("nowhere.py",), "There is no file nowhere.py"),
+        (("{file}:absent",), "does not define absent; it defines loss, make_step"),
+        (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),
+        (("{file}:failing",), "failing of {file} fails: KeyError: 'absent'"),
+        (("{file}:refusing",), "refusing of {file} fails: ValueError: no good"),
+        (("{file}:ragged", "--batch", "8"), "have different numbers of rows on dim 0, or none"),
+        (("{file}:leaving", "--", "7"), "cannot be used: mine.py: error: unrecognized arguments: 7"),
+        (("{file}", "--", "many"), "cannot be run: ValueError"),
+        (("{file}", "--batch", "-8"), "at least 1 row"),
+        pytest.param(("{file}:crossed",), "cannot be planned: TypeError: dot_general", marks=aot),
+        pytest.param(("{file}", "--batch", "12"), "12 rows, and the axis has 8 devices", marks=aot),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, message, file):
+    outcome = run("plan", *(x.replace("{file}", str(file)) for x in arguments))
+    assert outcome.exit_code == 2, outcome.output
+    assert message.replace("{file}", str(file)) in outcome.stderr
+    assert outcome.stderr.startswith("zerojax: ")
+    assert outcome.stderr.count("\n") == 1
+    assert outcome.stdout == ""
+
+
+def test_without_the_compiler_plugin_the_command_says_what_to_install(file, monkeypatch):
+    monkeypatch.setattr(topology, "installed", lambda: False)
+    outcome = run("plan", file)
+    assert outcome.exit_code == 2
+    assert 'pip install "zerojax[aot]"' in outcome.stderr
+
+
+@aot
+@pytest.mark.slow
+def test_the_example_moves_what_the_formula_says():
+    command = [sys.executable, "-m", "zerojax", "plan", "examples/train_gpt.py", "--topology", "h200:8", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert found["sent"] == pytest.approx(found["sent_formula"], rel=0.02)
+    assert sum(found["memory"].values()) == found["peak"]
+    assert found["fits"]

@@ -1,0 +1,140 @@
+"""Processes that differ are all told in which way, before one of them trains on."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import HELPERS
+
+WITHIN_S = 60  # of the slowest case; waits of JAX and of collectives are minutes
+LAST = r"On process LAST, unlike 0: "
+PROGRAM = (
+    r"ValueError: The processes do not {} alike: their programs differ at \S*differing_child\.py:\d+\. On process "
+)
+VALUES = r"ValueError: The processes do not {} alike\. On process LAST, unlike 0: the checksum of {} is "
+STEP = r"ValueError: The processes do not step with {} alike\. " + LAST
+BEGIN = r"ValueError: The processes do not begin alike\. " + LAST
+# What both processes are told, by case.
+SAID = {
+    "nothing": "$",
+    "learning_rate": PROGRAM.format("step with loss") + r".*dense<-1\..*dense<-5\.",
+    "learning_rate_at_stage_0": PROGRAM.format("step with loss") + r".*dense<-1\..*dense<-5\.",
+    "learning_rate_in_the_state": VALUES.format("create a state", r"opt_state.hyperparams\['learning_rate'\]"),
+    "schedule": PROGRAM.format("step with loss"),
+    "factor_in_the_loss": PROGRAM.format("step with <lambda>") + r".*dense<2.*dense<1",
+    "function_in_the_loss": PROGRAM.format("step with <lambda>") + ".*cosine.*sine",
+    "data_that_the_loss_closes_over": PROGRAM.format("step with <lambda>"),
+    "static_flag": STEP.format("<lambda>") + r"constant arguments is \[True\], not \[False\]",
+    "key_of_dropout": STEP.format("<lambda>") + r"the checksum of args\[0\] is ",
+    "number_as_argument": STEP.format("<lambda>") + r"the checksum of args\[0\] is ",
+    "initial_key": VALUES.format("initialise parameters", r"args\[0\]"),
+    "initial_key_that_is_closed_over": PROGRAM.format("initialise parameters"),
+    "initial_values": VALUES.format("begin with values", r"params\['w'\]") + r"\w{8}, not \w{8}\. ",
+    "initial_values_of_numpy": VALUES.format("begin with values", r"params\['w'\]") + r"\w{8}, not \w{8}\. ",
+    "shards_that_two_processes_hold": VALUES.format("begin with values", r"params\['w'\]"),
+    "batch_statistics": VALUES.format("begin with values", r"mutable\['mean'\]"),
+    "step_of_save": r"ValueError: The processes do not save alike\. " + LAST + "step is 6, not 5",
+    "interval_of_saves": r"ValueError: The processes do not open .*alike\. " + LAST + "every is 11, not 10",
+    "step_of_restore": r"ValueError: The processes do not restore alike\. " + LAST + "step is 2, not 1",
+    "flag_of_xla": BEGIN + r"XLA_FLAGS is .*--xla_allow_excess_precision=false.*, not ",
+    "option_of_jax": BEGIN + r"jax_default_matmul_precision is 'highest', not None",
+    "version_of_optax": BEGIN + r"optax is \S+\.post1, not ",
+    "evaluation": PROGRAM.format("evaluate <lambda>") + r".*dense<3\.5",
+    "gradient": PROGRAM.format("differentiate <lambda>"),
+    "update": PROGRAM.format("update") + r".*dense<-1\..*dense<-5\.",
+    "loss_that_is_trained_first": r"ValueError: .* Process LAST is about to step with other, and process 0 is about "
+    "to step with loss",
+    "call_that_is_made": r"ValueError: .* Process LAST is about to open .*, and process 0 is about to begin",
+}
+QUICK = ("nothing", "learning_rate", "initial_values", "static_flag", "step_of_save")
+
+
+def run(folder, processes, *cases, within=300):
+    """Return the exit status, the standard output and the errors of each process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    child = [sys.executable, HELPERS / "differing_child.py"]
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    rest = [str(processes), port, folder, *cases]
+    children = [subprocess.Popen([*child, str(i), *rest], **options) for i in range(processes)]
+    try:
+        said = [one.communicate(timeout=within) for one in children]
+    finally:
+        for one in children:
+            one.kill()
+    return [(one.returncode, out, errors) for one, (out, errors) in zip(children, said, strict=True)]
+
+
+def told(folder, processes, cases):
+    """Return what each process said, by case."""
+    found = []
+    for status, out, errors in run(folder, processes, *cases):
+        assert status == 0, errors
+        found.append({line["case"]: line for line in map(json.loads, re.findall(r'^{"case.*', out, re.M))})
+    return found
+
+
+def require_named(process, case, processes):
+    expected = SAID[case].replace("LAST", str(processes - 1))
+    assert re.match(expected, process[case]["said"], re.S), f"{case}: {process[case]['said']}"
+    assert process[case]["seconds"] < WITHIN_S
+
+
+def test_a_pair_is_told_what_differs(tmp_path):
+    for process in told(tmp_path, 2, QUICK):
+        for case in QUICK:
+            require_named(process, case, 2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return told(tmp_path_factory.mktemp("pair"), 2, SAID)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return told(tmp_path_factory.mktemp("four"), 4, [*QUICK, "shards_that_two_processes_hold", "call_that_is_made"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SAID)
+def test_both_are_told_what_differs(case, pair):
+    for process in pair:
+        require_named(process, case, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*QUICK, "shards_that_two_processes_hold", "call_that_is_made"])
+def test_all_four_are_told_what_differs(case, four):
+    for process in four:
+        require_named(process, case, 4)
+
+
+# What one of the processes says that end, by case.
+ENDS = {
+    "one_step_more": "the end of the program on process 0, and step 3 with loss on process 1",
+    "a_save_on_one_process": "save on process 0, and step 1 with loss on process 1",
+    "an_error_in_the_data": "KeyError: 'no such file'",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENDS)
+def test_processes_that_cannot_go_on_say_why_and_end(case, tmp_path):
+    found = run(tmp_path, 2, f"ending:{case}", within=1.5 * WITHIN_S)  # JAX's own limits are 100 and 300 s
+    one, other = (
+        re.fullmatch(r"(.*) on process 0, and (.*) on process 1", ENDS[case]).groups()
+        if " on " in ENDS[case]
+        else ("", "")
+    )
+    either = {ENDS[case], f"{other} on process 1, and {one} on process 0"}
+    for status, _, errors in found:
+        assert status not in (0, None), errors
+        assert any(text in errors for text in either), errors

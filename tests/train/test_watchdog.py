@@ -1,0 +1,170 @@
+"""A step that takes longer than it may ends its process, which says what it waits for."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import HELPERS
+
+from zerojax import zero_shard
+from zerojax.train import watchdog
+from zerojax.train.watchdog import EXIT_STATUS, limit_of
+
+HANGS = """
+import time, jax, jax.numpy as jnp, numpy as np, optax
+from zerojax import zero_shard
+
+def loss(params, batch):
+    jax.debug.callback(lambda x: time.sleep(60 * (x > 1)), batch[0, 0])
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+step, state = tx.train_step(loss, timeout=1), tx.create({"w": jnp.ones((4, 16))})
+for number in range(5):
+    state, metrics = step(state, np.full((8, 4), number, np.float32))
+jax.block_until_ready(state)
+"""
+
+
+def test_a_step_that_hangs_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == EXIT_STATUS, done.stderr
+    assert "zerojax: step 2 did not end within timeout=1 s on process 0 of 1." in done.stderr
+    assert 'File "<string>", line 6 in <lambda>' in done.stderr  # the stacks of all threads
+    assert "zerojax: the first collective of a step is gather of ['w'] <string>:" in done.stderr
+
+
+RECOMPILES = """
+import time, jax, jax.numpy as jnp, numpy as np, optax
+from zerojax import zero_shard
+
+def loss(params, batch, flag):
+    time.sleep(3)  # while it is traced
+    return jnp.mean((batch @ params["w"]) ** 2) * (2 if flag else 1)
+
+tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
+for flag in (False, False, True, True):
+    state, metrics = step(state, np.ones((8, 4), np.float32), flag)
+    jax.block_until_ready(state)
+"""
+STOPPED = """
+import os, signal, subprocess, sys, time, jax, jax.numpy as jnp, numpy as np, optax
+from zerojax import zero_shard
+
+def stop(x):
+    if x == 2:
+        time.sleep(0.3)  # until this step is watched
+        after = f"import os, signal, time; time.sleep(3); os.kill({os.getpid()}, signal.SIGCONT)"
+        subprocess.Popen([sys.executable, "-c", after])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(5):
+            time.sleep(0.1)  # the first may begin before the process is stopped
+
+def loss(params, batch):
+    jax.debug.callback(stop, batch[0, 0])
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
+for number in range(4):
+    state, metrics = step(state, np.full((8, 4), number, np.float32))
+    jax.block_until_ready(state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [RECOMPILES, STOPPED], ids=["compiles for a flag", "is stopped"])
+def test_a_healthy_step_is_left_alone_while_its_process(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_one_whose_peer_is_killed_leaves_to_be_started_again():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    child = [sys.executable, HELPERS / "watchdog_child.py"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([*child, str(i), port, "killed"], **options) for i in range(2)]
+    _, errors = children[0].communicate(timeout=80)  # JAX's shutdown takes 100 s to give up
+    assert children[1].wait(10) == -signal.SIGKILL
+    assert children[0].returncode == EXIT_STATUS, errors
+    assert "process 1 of 2 died or hangs: process 0 ends, to be started again" in errors
+
+
+def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
+    mesh = jax.make_mesh((8,), ("data",))
+    assert limit_of(None, mesh) is None
+    assert limit_of(5, mesh) == 5
+    monkeypatch.setattr(watchdog, "is_of_all", lambda mesh: True)
+    assert limit_of(None, mesh) == watchdog.DEFAULT_S >= 600
+    assert limit_of(float("inf"), mesh) is None
+
+
+@pytest.mark.slow
+def test_it_names_the_process_it_waits_for_and_the_others_end_too():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    child = [sys.executable, HELPERS / "watchdog_child.py"]
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([*child, str(i), port], **options) for i in range(2)]
+    begun = time.monotonic()
+    out, errors = children[0].communicate(timeout=120)
+    assert children[0].returncode == EXIT_STATUS, errors
+    assert "step 3 did not end within timeout=4 s on process 0 of 2" in errors
+    assert "process 1 was last seen in step 2 with <lambda>: process 0 waits for it in a collective" in errors
+    assert "the first collective of a step is gather of ['w']" in errors
+    assert out.splitlines()[-1] == "done 2"
+    _, errors = children[1].communicate(timeout=120)  # ended by jax, whose coordination service is gone
+    assert children[1].returncode not in (0, None), errors
+    said = "zerojax: process 0 of 2 ended, and JAX's coordination service with it, after: step 3 did not end within"
+    assert said in errors
+    assert time.monotonic() - begun < 120
+
+
+def test_steps_in_time_are_left_alone_and_the_thread_ends_with_the_step():
+    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    step, state = (
+        tx.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), timeout=0.5),
+        tx.create({"w": jnp.ones((4, 16))}),
+    )
+    for _ in range(3):
+        state, metrics = step(state, np.ones((8, 4), np.float32))
+        time.sleep(0.3)
+    jax.block_until_ready(metrics)
+    time.sleep(1)  # no step is in progress, so nothing is late
+    (thread,) = [one for one in threading.enumerate() if one.name == "zerojax watchdog"]
+    with pytest.raises(ValueError, match="used up"):
+        step(tx.create({"w": jnp.ones((4, 16))}).replace(step=donated()), np.ones((8, 4), np.float32))
+    del step
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def donated():
+    x = jnp.zeros((), jnp.int32)
+    x.delete()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "message"), [("10", TypeError, "is a number of seconds"), (0, ValueError, "above 0 seconds")]
+)
+def test_what_is_no_time_is_refused(timeout, error, message):
+    with pytest.raises(error, match=message):
+        zero_shard(optax.sgd(1e-2), stage=1).train_step(lambda p, x: 0.0, timeout=timeout)
