@@ -10,7 +10,7 @@ if _TYPE_CHECKING:
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
     from zerojax.gather import block, tiled
-    from zerojax.inspect.collectives import Collective, Collectives, collectives
+    from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
     from zerojax.meter import Log, Throughput
@@ -24,7 +24,7 @@ if _TYPE_CHECKING:
     from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.from_state import value_and_grad_from_state
     from zerojax.train.logical import logical
-    from zerojax.train.shardings import Shardings
+    from zerojax.train.optax_pair import Shardings
     from zerojax.train.state import ZeroState
     from zerojax.zero import ZeroTransformation, zero_shard
 
@@ -35,7 +35,7 @@ _MODULES = {
     "config": "DynamicScale Offload Precision Wire",
     "deepspeed": "from_deepspeed",
     "gather": "block tiled",
-    "inspect.collectives": "Collective Collectives collectives",
+    "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
     "meter": "Log Throughput",
@@ -49,7 +49,7 @@ _MODULES = {
     "train.aux": "Mean Rows Same Sum",
     "train.from_state": "value_and_grad_from_state",
     "train.logical": "logical",
-    "train.shardings": "Shardings",
+    "train.optax_pair": "Shardings",
     "train.state": "ZeroState",
     "zero": "ZeroTransformation zero_shard",
 }
@@ -57,8 +57,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 __all__ = [
     "Collective",
-    "Collectives",
     "Comparison",
+    "CompiledCollectives",
     "DynamicScale",
     "Estimate",
     "Log",

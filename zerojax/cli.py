@@ -1,15 +1,16 @@
 """The command `zerojax`: estimate memory, plan and compare a step, verify and export checkpoints.
 
-JAX is imported when a command needs it, and runs on the CPU.
+JAX is imported only when a command needs it, so that `--help` answers at once. Every command but `doctor` uses the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,25 @@ import typer
 FAILED = 2
 app = typer.Typer(add_completion=False)
 
-Directory = Annotated[Path, typer.Argument(help="Where a Checkpointer saves.", show_default=False)]
-Step = Annotated[int | None, typer.Option(help="Which checkpoint.", show_default="the newest")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+def argument(metavar: str, text: str) -> Any:
+    """Make an argument of a command."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+STEP_FUNCTION = (
+    "FILE.py or FILE.py:NAME. NAME, by default make_step, is a function without arguments that returns (step, state, "
+    "batch, *args). The code of FILE is run."
+)
+Directory = Annotated[Path, argument("DIRECTORY", "The directory of a Checkpointer.")]
+File = Annotated[str, argument("FILE", STEP_FUNCTION)]
+Options = Annotated[list[str] | None, argument("ARGUMENTS", "Arguments of FILE itself, after --.")]
+Stages = Annotated[list[int] | None, typer.Option("--stage", help="A ZeRO stage. May be repeated.", show_default="all")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def print_version(asked: bool) -> None:
-    """Print the version, and end."""
+    """Print the version and exit."""
     if asked:
         from zerojax.version import version
 
@@ -35,26 +48,23 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Estimate memory, plan and compare a step, verify and export checkpoints: ZeRO for JAX."""
+    """Estimate memory, plan and compare a training step, verify and export checkpoints: ZeRO for JAX."""
 
 
 @app.command()
 def verify(
     directory: Directory,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint.", show_default="all")] = None,
+    step: Annotated[int | None, typer.Option(help="The step to verify.", show_default="all")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every file of the checkpoints in DIRECTORY against its digest."""
-
-    def check() -> list[int]:
+    with errors_in_one_line(as_json):
         from zerojax.checkpoint.verifying import verify_steps
 
-        return verify_steps(directory, step)
-
-    intact = run_or_exit(check, as_json=as_json)
+        intact = verify_steps(directory, step)
     text = "\n".join(f"step {number}: intact" for number in intact)
     print_result({"intact": intact} if as_json else text, as_json=as_json)
 
@@ -62,65 +72,75 @@ def verify(
 @app.command()
 def export(
     directory: Directory,
-    out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    step: Step = None,
+    out: Annotated[Path, argument("OUT", "The folder to write.")],
+    step: Annotated[int | None, typer.Option(help="The step to export.", show_default="the newest")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Cast floating parameters, as to bfloat16.", show_default="as they are")
+        str | None,
+        typer.Option(help="A floating type to cast floating parameters to, such as bfloat16.", show_default="as saved"),
     ] = None,
     mapping: Annotated[
         str | None,
-        typer.Option(help="FILE.py:NAME, a dict of names in other libraries; runs FILE.", show_default="as they are"),
+        typer.Option(
+            help="FILE.py:NAME. NAME is a dict from names in the safetensors file to parameters, to write the names "
+            "and shapes of another library. The code of FILE is run.",
+            show_default="the names in the checkpoint",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the parameters of a checkpoint in DIRECTORY to safetensors in OUT."""
-
-    def write() -> list[Path]:
+    """Write the parameters of a checkpoint in DIRECTORY as safetensors to OUT."""
+    with errors_in_one_line(as_json):
         from zerojax import user_code
         from zerojax.checkpoint.export import export_checkpoint
 
         names = None if mapping is None else user_code.load_object(mapping)
-        return export_checkpoint(directory, out, step=step, dtype=dtype, mapping=names)
-
-    written = [str(path) for path in run_or_exit(write, as_json=as_json)]
-    print_result({"written": written} if as_json else "\n".join(written), as_json=as_json)
+        written = export_checkpoint(directory, out, step=step, dtype=dtype, mapping=names)
+    paths = list(map(str, written))
+    print_result({"written": paths} if as_json else "\n".join(paths), as_json=as_json)
 
 
 @app.command()
 def estimate(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A number of parameters, as 7.5e9; or FILE.py:NAME, a function that returns parameters (it is only "
-            "traced), or a Flax module and the inputs of its init. Runs FILE.",
-            show_default=False,
+        argument(
+            "MODEL",
+            "A number of parameters, such as 7.5e9; or FILE.py:NAME. NAME is a function that returns parameters, which "
+            "is only traced, or a Flax module with the inputs of its init. The code of FILE is run.",
         ),
     ],
     devices: Annotated[
         list[str] | None,
-        typer.Option(help="Number of devices, or hosts of GPUs as h100:128x8; may be repeated.", show_default="8"),
+        typer.Option(
+            help="A number of devices; or hosts of GPUs: h100:128x8 is 128 hosts with 8 each. May be repeated.",
+            show_default="8",
+        ),
     ] = None,
-    stage: Annotated[list[int] | None, typer.Option(help="ZeRO stage; may be repeated.", show_default="all")] = None,
-    optimizer: Annotated[str, typer.Option(help="Of optax, by name, or FILE.py:NAME, a transformation.")] = "adamw",
+    stage: Stages = None,
+    optimizer: Annotated[
+        str, typer.Option(help="Name of an optax optimizer, or FILE.py:NAME of a transformation.")
+    ] = "adamw",
     precision: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="bf16 for a number, else as the model is")
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16.", show_default="bf16 for a number, otherwise the model's types"),
     ] = None,
     offload: Annotated[
-        str | None, typer.Option(help="Offload optimizer state to host or disk.", show_default="the device")
+        str | None, typer.Option(help="host or disk: where to keep optimizer state.", show_default="the device")
     ] = None,
-    shard_axis: Annotated[str | None, typer.Option(help="Of hosts: gpu shards within them (HSDP).")] = None,
-    params_axis: Annotated[str | None, typer.Option(help="Of hosts: gpu shards parameters within them.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Also draw it, to this file.", show_default=False)] = None,
+    shard_axis: Annotated[
+        str | None, typer.Option(help="gpu shards everything within each host and replicates it over hosts (HSDP).")
+    ] = None,
+    params_axis: Annotated[str | None, typer.Option(help="gpu shards only parameters within each host.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw the estimate to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate bytes per device and bytes sent per step, for every stage, before anything is built."""
-
-    def compute() -> Any:
+    with errors_in_one_line(as_json):
         from zerojax import user_code
         from zerojax.planning import estimate as estimates
 
         check_png(png)
-        return estimates.estimate(
+        estimated = estimates.estimate(
             user_code.load_model(model),
             tx=user_code.load_transformation(optimizer),
             devices=[int(count) if count.lstrip("-").isdigit() else count for count in devices or ["8"]],
@@ -130,10 +150,7 @@ def estimate(
             shard_axis=shard_axis,
             params_axis=params_axis,
         )
-
-    estimated = run_or_exit(compute, as_json=as_json)
-    if png is not None:
-        run_or_exit(lambda: save_plot("memory", estimated, png), as_json=as_json)
+        save_plot("memory", estimated, png)
     if as_json:
         totals = [{**dataclasses.asdict(row), "total": row.total} for row in estimated.rows]
         print_result({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
@@ -143,33 +160,28 @@ def estimate(
 
 @app.command()
 def plan(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="FILE.py or FILE.py:NAME, a function without arguments that returns (step, state, batch, *args); "
-            "shapes are enough. The name is make_step unless given. Runs FILE.",
-            show_default=False,
-        ),
-    ],
-    options: Annotated[
-        list[str] | None, typer.Argument(help="After --: arguments of the file itself.", show_default=False)
-    ] = None,
-    topology: Annotated[str, typer.Option(help="Absent GPUs: h200:8, h100:64, a100-80:16, b200:8x8.")] = "h200:8",
+    file: File,
+    options: Options = None,
+    topology: Annotated[
+        str, typer.Option(help="The GPUs to compile for: h200:8, h100:64, a100-80:16, or hosts of GPUs, b200:8x8.")
+    ] = "h200:8",
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.", show_default="as in FILE")] = None,
     largest_batch: Annotated[
-        bool, typer.Option("--largest-batch", help="Find the largest that fits; takes some more compilations.")
+        bool, typer.Option("--largest-batch", help="Find the largest batch that fits, by compiling several times.")
     ] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw its timeline, to this file.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the step's timeline to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits."""
-    # XLA warns of every program that does not fit; the plan says so itself.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits.
 
-    def compute() -> Any:
+    State and batch may be shapes.
+    """
+    # XLA warns about every program that does not fit. The plan says so itself.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with errors_in_one_line(as_json):
         from zerojax import user_code
         from zerojax.gpus.topology import Topology
-        from zerojax.planning.plan import plan
+        from zerojax.planning import plan as plans
         from zerojax.planning.shapes import rows_of, with_rows
 
         Topology.parse(topology)  # fails before the file is run
@@ -180,56 +192,37 @@ def plan(
         if batch is not None and rows_of(rows) is None:
             raise ValueError(
                 f"--batch {batch}: the leaves of the batch that {file} gives have different numbers of rows on dim 0, "
-                f"or none. Give every leaf as many."
+                f"or none. Give every leaf as many rows."
             )
         rows = rows if batch is None else with_rows(rows, batch)
         try:
-            with user_code.running(user_code.split_reference(file)[0]):  # tracing runs its code
-                return plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
+            with user_code.running(user_code.split_reference(file)[0]):  # tracing runs the file's code
+                compiled = plans.plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
         except (ValueError, ModuleNotFoundError):
             raise
         except Exception as error:
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
-
-    compiled = run_or_exit(compute, as_json=as_json)
-    if png is not None:
-        run_or_exit(lambda: save_plot("timeline", compiled, png), as_json=as_json)
+        save_plot("timeline", compiled, png)
     print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
 
 
 @app.command()
-def compare(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="FILE.py or FILE.py:NAME, a function without arguments that returns (step, state, batch, *args), "
-            "arrays. The name is make_step unless given. Runs FILE.",
-            show_default=False,
-        ),
-    ],
-    options: Annotated[
-        list[str] | None, typer.Argument(help="After --: arguments of the file itself.", show_default=False)
-    ] = None,
-    stage: Annotated[list[int] | None, typer.Option(help="ZeRO stage; may be repeated.", show_default="all")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Take two steps of FILE on one device and on its mesh; exit status 1 if they differ, or are not finite.
+def compare(file: File, options: Options = None, stage: Stages = None, as_json: AsJson = False) -> None:
+    """Take two steps of FILE on one device and on its mesh, and compare them.
 
-    On the CPU there are 8 simulated devices, unless FILE or XLA_FLAGS makes another number.
+    State and batch must be arrays. On the CPU, 8 devices are simulated, unless FILE or XLA_FLAGS sets another number.
+
+    The exit status is 1 if the results differ or are not finite.
     """
     simulated = "--xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = f"{simulated} {os.environ.get('XLA_FLAGS', '')}".strip()  # the last one counts
-
-    def compute() -> Any:
+    os.environ["XLA_FLAGS"] = f"{simulated} {os.environ.get('XLA_FLAGS', '')}".strip()  # XLA takes the last number
+    with errors_in_one_line(as_json):
         from zerojax import user_code
         from zerojax.planning.compare import compare_step
 
         step, state, batch, *args = user_code.load_program(file, options or ())
-        path, _ = user_code.split_reference(file)
-        with user_code.running(path):  # tracing runs its code
-            return compare_step(step, state, batch, *args, stages=tuple(stage or range(4)))
-
-    comparison = run_or_exit(compute, as_json=as_json)
+        with user_code.running(user_code.split_reference(file)[0]):  # tracing runs the file's code
+            comparison = compare_step(step, state, batch, *args, stages=tuple(stage or range(4)))
     print_result({**dataclasses.asdict(comparison), "ok": comparison.ok} if as_json else comparison, as_json=as_json)
     if not comparison.ok:
         raise typer.Exit(1)
@@ -237,25 +230,26 @@ def compare(
 
 @app.command()
 def deepspeed(
-    config: Annotated[Path, typer.Argument(help="A DeepSpeed configuration, as ds_config.json.", show_default=False)],
+    config: Annotated[Path, argument("CONFIG", "A DeepSpeed configuration, such as ds_config.json.")],
     auto: Annotated[
-        list[str] | None, typer.Option(help='What to take for "auto", as optimizer.params.lr=3e-4; may be repeated.')
+        list[str] | None,
+        typer.Option(
+            help='A value for a key that is "auto", such as optimizer.params.lr=3e-4. May be repeated.',
+        ),
     ] = None,
-    devices: Annotated[int | None, typer.Option(help="Data-parallel workers.", show_default=False)] = None,
+    devices: Annotated[int | None, typer.Option(help="Number of data-parallel workers.", show_default=False)] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Python for an optax transformation, where the file has none.")
+        str | None, typer.Option(help="Python code of an optax transformation, if CONFIG has no optimizer.")
     ] = None,
 ) -> None:
-    """Print the Python that does what a DeepSpeed configuration says, and key by key what became of it."""
-
-    def read() -> Any:
+    """Print the Python program of a DeepSpeed configuration, and say for each key what became of it."""
+    with errors_in_one_line(as_json=False):
         from zerojax import user_code
         from zerojax.deepspeed import from_deepspeed
 
         given = dict(map(user_code.parse_setting, auto or []))
-        return from_deepspeed(config, auto=given, devices=devices, optimizer=optimizer)
-
-    typer.echo(str(run_or_exit(read, as_json=False)))
+        translated = from_deepspeed(config, auto=given, devices=devices, optimizer=optimizer)
+    typer.echo(str(translated))
 
 
 @app.command()
@@ -263,20 +257,19 @@ def doctor(
     path: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, devices, bandwidths, and whether offloading is correct here; exit status 1 if not."""
+    """Check versions, devices, bandwidths, and whether offloading is correct on this machine.
 
-    def check() -> list:
+    The exit status is 1 if a check fails.
+    """
+    findings = []
+    with errors_in_one_line(as_json, on_cpu=False):
         from zerojax.doctor import examine
 
-        findings = []
         for finding in examine(path):
             findings.append(finding)
             if not as_json:
                 verdict = ("ok ", "green") if finding.ok else ("BAD", "bold red")
                 print_result(f"  {finding.name:24s} {finding.result}", verdict)
-        return findings
-
-    findings = run_or_exit(check, as_json=as_json, on_cpu=False)
     if as_json:
         print_result([dataclasses.asdict(finding) for finding in findings], as_json=True)
     if not all(finding.ok for finding in findings):
@@ -284,13 +277,7 @@ def doctor(
 
 
 def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -> None:
-    """Print a result, in colours on a terminal; lines are not wrapped.
-
-    Args:
-        result: To print as its `str`, or as JSON.
-        before: Words to print before it, each with its style.
-        as_json: Whether to print JSON.
-    """
+    """Print a result as JSON, or as its `str`: in colours on a terminal, after words that each have a style."""
     if as_json:
         print(json.dumps(result, indent=2))
         return
@@ -302,42 +289,44 @@ def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -
 
 
 def check_png(png: Path | None) -> None:
-    """Refuse a picture's path before any work is done."""
+    """Raise an error if a picture cannot be written to this path, before any work is done."""
     if png is not None and not png.parent.is_dir():
         raise ValueError(f"--png {png}: there is no folder {png.parent}. Make it first.")
 
 
-def save_plot(name: str, data: Any, png: Path) -> None:
-    """Write a picture of the module `plot` to a file."""
-    from zerojax import plot
+def save_plot(name: str, data: Any, png: Path | None) -> None:
+    """Draw a picture of the module `plot` to a file, if there is one."""
+    if png is not None:
+        from zerojax import plot
 
-    getattr(plot, name)(data).savefig(png, dpi=150)
+        getattr(plot, name)(data).savefig(png, dpi=150)
 
 
-def run_or_exit(command: Callable[[], Any], *, as_json: bool, on_cpu: bool = True) -> Any:
-    """Run a command, on the CPU unless told otherwise; an error is one line, JSON if wanted, and exit status 2."""
+@contextlib.contextmanager
+def errors_in_one_line(as_json: bool, *, on_cpu: bool = True) -> Iterator[None]:
+    """Enter a context in which any error is printed in one line and ends the command with exit status 2."""
     if on_cpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
-        return command()
+        yield
     except Exception as error:
         print_error(" ".join(str(error).split()) or type(error).__name__, as_json=as_json)
         raise typer.Exit(FAILED) from None
 
 
 def print_error(text: str, *, as_json: bool) -> None:
-    """Print an error to standard error and, where JSON is wanted, as `{"error": ...}` to standard output."""
+    """Print an error to standard error and, if JSON is wanted, as `{"error": ...}` to standard output."""
     print(f"zerojax: {text}", file=sys.stderr)
     if as_json:
         print_result({"error": text}, as_json=True)
 
 
 def main() -> None:
-    """Run the command line; wrong usage is one line and exit status 2, too."""
+    """Run the command line. Wrong usage is one line and exit status 2 as well."""
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except Exception as error:
-        message = getattr(error, "format_message", None)  # typer's own errors have it
+        message = getattr(error, "format_message", None)  # only typer's own errors have this method
         if message is None:
             raise
         text = f"{' '.join(message().split()).rstrip('.')}. See zerojax --help."

@@ -1,13 +1,12 @@
-"""What differs between the versions of JAX this library runs on, or is internal to them, and nothing else.
+"""Differences between versions of JAX, and uses of its internals. No other module has either.
 
-Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so that a new
-version of JAX is one file's work:
+Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new version of JAX changes one file:
 
-- a closed jaxpr is a `ClosedJaxpr` holding a `Jaxpr` up to 0.11, one class from 0.12;
-- `scan` counts its constants and carries in two integers up to 0.11, in trees from 0.12;
-- the primitives of `jax.jit` and `jax.checkpoint` have changed their names;
-- `compute_on` is a context up to 0.11, and takes the function from 0.12;
-- where JAX and optax add up the numbers that they take of each leaf of a tree.
+- A closed jaxpr is a `ClosedJaxpr` that holds a `Jaxpr` up to 0.11, and one class from 0.12.
+- `scan` counts its constants and carries in two integers up to 0.11, and in trees from 0.12.
+- The primitives of `jax.jit` and `jax.checkpoint` have changed their names.
+- `compute_on` is a context up to 0.11, and takes the function from 0.12.
+- JAX and optax sum numbers over the leaves of a tree in functions that have moved.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ class LoopEqn:
 
 @functools.cache
 def _jex():
-    """Import `jax.extend.core` late: it brings Pallas along, which is needed only when a jaxpr is read."""
+    """Import `jax.extend.core` when a jaxpr is first read, because it imports Pallas."""
     from jax.extend import core
 
     return core
@@ -84,7 +83,7 @@ def line_of(eqn) -> str:
 
 
 def at_line_of(eqn) -> Any:
-    """Enter a context in which what is traced counts as traced at an equation's line."""
+    """Enter a context in which traced equations get the source line of an equation."""
     from jax._src import source_info_util
 
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -92,7 +91,7 @@ def at_line_of(eqn) -> Any:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a source file is the user's: of no installed package, and not of this one."""
+    """Return whether a source file is the user's: part of no installed package, and not of zerojax."""
     return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
@@ -144,6 +143,14 @@ def inlined_body(eqn):
     return None if body is None else opened(body)[0]
 
 
+def evaluated_body(eqn):
+    """Return the jaxpr that a call, a remat or a custom rule's function evaluates on its operands, or None."""
+    if not eqn.primitive.name.startswith("custom_"):
+        return inlined_body(eqn)
+    bodies = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    return next((opened(body)[0] for body in bodies if is_jaxpr(body)), None)
+
+
 def loop_of(eqn) -> LoopEqn | None:
     """Return the loop that an equation is, or None if it is no loop with a known number of iterations."""
     if eqn.primitive.name != "scan":
@@ -164,19 +171,19 @@ def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
 
 
 def in_force(eqn):
-    """Return an equation as if it were traced on the mesh in force, with everything else as it was traced."""
+    """Return an equation as if it had been traced on the current mesh. Everything else in its context stays."""
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
 def eval_shape(fn: Callable, *args: Any) -> Any:
-    """Evaluate like `jax.eval_shape`, without its cache entry per call, which lives as long as the function."""
+    """Evaluate like `jax.eval_shape`, which would keep a cache entry per call as long as the function lives."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
 
 
 def mesh_of_calls() -> Any:
-    """Return what `jax.jit` would note as its mesh if it traced here, or None."""
+    """Return the mesh that a call of `jax.jit` would record if it were traced here, or None."""
     (call,) = opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns
     return call.params.get("ctx_mesh")
 
@@ -193,9 +200,8 @@ def like(closed, other):
 def evaluate_one(eqn, values: Sequence) -> list:
     """Evaluate one equation on `values`; a dropped result is None.
 
-    It goes through the public `jax.core.eval_jaxpr`, which binds the primitive with its
-    own rules (custom derivatives, effects, the name stack): how `bind` is called moved
-    between 0.10 and 0.12.
+    The public `jax.core.eval_jaxpr` binds the primitive with its own rules (custom derivatives, effects, the name
+    stack). The way to call `bind` itself changed between 0.10 and 0.12.
     """
     operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
     read = [var for var in eqn.outvars if not is_dropped(var)]
@@ -224,17 +230,17 @@ def add_cotangents(a: Any, b: Any) -> Any:
 
 
 def zero_cotangent(shape: Sequence[int], dtype: Any) -> Any:
-    """Make the cotangent that changes none it is added to; for an extended type, as the type says."""
+    """Make a cotangent of zeros. An extended type says what its zero is."""
     from jax._src.ad_util import zeros_like_aval
 
     return zeros_like_aval(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def host_buffer(shape: Sequence[int], dtype) -> Any:
-    """Return an array in host memory that is to be overwritten; for use while tracing.
+    """Return an array in host memory that will be overwritten. Call it while tracing.
 
-    What `jax.lax.scan` itself makes for results in host memory. By public means an array gets there
-    from the device alone, where it would have to be made first.
+    `jax.lax.scan` makes the same array for results in host memory. The public API can only copy an array from the
+    device to the host, so the array would exist on the device first.
     """
     from jax._src.core import MemorySpace
     from jax._src.lax import lax
@@ -243,7 +249,7 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 
 def on_host(fn: Callable) -> Callable:
-    """Return a function on host memory that the host's processor computes, for use under jit."""
+    """Return a function that the host's processor computes on arrays in host memory. Call it under jit."""
     from jax.experimental.compute_on import compute_on
 
     if "out_memory_spaces" in inspect.signature(compute_on).parameters:
@@ -253,14 +259,14 @@ def on_host(fn: Callable) -> Callable:
 
 
 def makes_refs(effects: Any) -> bool:
-    """Return whether effects show that a function makes a `jax.Ref` of its own, which JAX's rules must then remove."""
+    """Return whether effects say that a function makes a `jax.Ref`, which JAX must remove before it evaluates it."""
     from jax._src.core import internal_mutable_array_effect
 
     return internal_mutable_array_effect in effects
 
 
 def is_check(effect: Any) -> bool:
-    """Return whether an effect is that of a `checkify.check`."""
+    """Return whether an effect comes from a `checkify.check`."""
     from jax._src.checkify import ErrorEffect
 
     return isinstance(effect, ErrorEffect)
@@ -286,7 +292,7 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-# Functions that map a sum or a product over a tree and add up the results, to which zeros add nothing.
+# Functions that map a sum or a product over a tree and add the results. Zeros do not change their value.
 SUMS_OVER_TREES = {
     "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
     "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
@@ -294,10 +300,10 @@ SUMS_OVER_TREES = {
 
 
 def is_sum_over_tree() -> bool:
-    """Return whether the node that is being made holds a part of a sum over a tree.
+    """Return whether the pytree node that is being made holds one term of a sum over a tree.
 
-    Asked by a pytree node of its own: it sees the result of a mapped function, and not the function. Without this
-    exception, optax's norms and clipping by global norm could not be taken of padded leaves.
+    A `Padded` node asks this about itself. It sees the result of a mapped function, and not the function. Without this
+    exception, optax could not compute norms of padded leaves, or clip by their global norm.
     """
     frame = sys._getframe(1)
     between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # of the node, then of jax.tree.map

@@ -1,4 +1,4 @@
-"""Batches from any loader, placed ahead of the steps that take them."""
+"""Batches from any loader, placed on the mesh ahead of the steps that take them."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def shard_batches(
     remainder: Literal["drop", "pad"] = "drop",
     accumulate: int = 1,
 ) -> ShardedBatches:
-    """Place each batch of a loader on the mesh, divided over the devices as `tx` says, ahead of its step.
+    """Place each batch of a loader on the mesh, divided over the devices as `tx` requires, ahead of its step.
 
     Args:
-        batches: Trees of anything with `__array__` or DLPack: of NumPy, grain, tf.data or torch.
-        tx: From `zero_shard`.
-        prefetch: How many batches are placed ahead of the one that is returned.
-        rows: What a batch of this process's loader is: `"global"`: all rows, the same on every process;
-            `"process"`: those of this process, in the order of its devices, as many on each process.
-        remainder: What becomes of a batch with fewer rows than the first, such as the last of an epoch:
-            `"drop"`: it is left out; `"pad"`: its last row is repeated. Batches are then pairs `(batch,
-            weight)`, the weight of a row 1.0 or, of padding, 0.0: for a loss with `weighted=True`.
-        accumulate: Microbatches of the step.
+        batches: Trees of anything with `__array__` or DLPack, such as arrays of NumPy, grain, tf.data or torch.
+        tx: The result of `zero_shard`.
+        prefetch: How many batches are placed ahead of the batch that is returned.
+        rows: The rows in a batch of this process's loader. `"global"`: all rows, the same on every process.
+            `"process"`: the rows of this process's devices, in their order, and equally many on each process.
+        remainder: What to do with a batch that has fewer rows than the first one, such as the last of an epoch.
+            `"drop"` leaves it out. `"pad"` repeats its last row, and makes every batch a pair `(batch, weight)` for a
+            loss with `weighted=True`: the weight is 1.0 for a row, and 0.0 for padding.
+        accumulate: Microbatches per step.
 
     Returns:
-        An iterator of trees of arrays. Its `get_state` and `set_state` are those of the loader's own
-        iterator, at the batch returned last: give it to `Checkpointer.save(state, data=...)`.
+        An iterator of trees of arrays. Its `get_state` and `set_state` are those of the loader's iterator, at the batch
+        that was returned last. Give it to `Checkpointer.save(state, data=...)`.
 
     Raises:
-        TypeError: If a count is no integer; from the iterator, if a leaf is no array.
-        ValueError: If an option is unknown; from the iterator, if devices and microbatches do not
-            divide the rows of a batch, `batch_spec` its other dims, or in `"pad"` a batch has more rows than the first.
+        TypeError: If a count is no integer. The iterator raises it if a leaf is no array.
+        ValueError: If an option is unknown. The iterator raises it if devices and microbatches do not divide the rows,
+            if `batch_spec` does not divide the other dims, or if a batch to pad has more rows than the first one.
     """
     if not isinstance(tx, ZeroTransformation):
         raise TypeError(f"shard_batches places batches as the step of tx takes them: give tx, not {type(tx).__name__}.")
@@ -65,24 +65,24 @@ def shard_batches(
 
 
 class ShardedBatches:
-    """Batches of a loader, placed; `shard_batches` makes one."""
+    """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes it."""
 
     def __init__(self, source: Iterator, placement: Placement, prefetch: int):
-        """Wrap a loader's iterator; nothing is read yet."""
+        """Wrap a loader's iterator. Nothing is read yet."""
         self._source, self._placement, self._prefetch = source, placement, prefetch
         self._ahead: collections.deque[tuple[Any, Any]] = collections.deque()
         self._position = self._source_position()
         self._error: Exception | None = None
 
     def __iter__(self) -> ShardedBatches:
-        """Return the object itself: it is read once."""
+        """Return the object itself."""
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch, with the ones after it on their way.
+        """Return the next batch, and begin to place the batches after it.
 
         Raises:
-            Exception: Of the loader, or of a batch that cannot be placed, once all batches before it were returned.
+            Exception: The loader's error, or the error of a batch that cannot be placed, after all batches before it.
         """
         while len(self._ahead) <= self._prefetch and self._error is None:
             try:
@@ -96,30 +96,26 @@ class ShardedBatches:
         return batch
 
     def _read(self) -> None:
-        """Place the next batch that is not left out.
-
-        Raises:
-            StopIteration: If the loader has no more.
-        """
+        """Read one batch of the loader, and place it unless it is left out."""
         batch = self._placement.place(next(self._source))
         if batch is not None:
             self._ahead.append((batch, self._source_position()))
 
     def get_state(self) -> Any:
-        """Return the loader's state after the batch returned last, not after those placed ahead.
+        """Return the loader's state after the batch that was returned last, not after the batches placed ahead.
 
         Raises:
-            TypeError: If its iterator has no `get_state`.
+            TypeError: If the loader's iterator has no `get_state`.
         """
         if not hasattr(self._source, "get_state"):
             raise TypeError(
                 f"A {type(self._source).__name__} has no get_state, so its position cannot be saved. Use an iterator "
-                f"that has, such as grain's, or save the number of batches that were read."
+                f"that has get_state, such as grain's, or save the number of batches that were read."
             )
         return self._position
 
     def set_state(self, state: Any) -> None:
-        """Go on behind the batch after which `get_state` gave this."""
+        """Go on after the batch at which `get_state` returned this state."""
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
         self._error = None
@@ -131,10 +127,10 @@ class ShardedBatches:
 
 
 class Placement:
-    """How batches of this process become arrays on the mesh; the first one says how many rows they have."""
+    """Turns batches of this process into arrays on the mesh. The first batch decides how many rows a batch has."""
 
     def __init__(self, tx: ZeroTransformation, of_process: bool, pads: bool, accumulate: int):
-        """Keep what the caller chose."""
+        """Keep the options of `shard_batches`."""
         self._config, self._pads, self._accumulate = tx.config, pads, accumulate
         self._processes = jax.process_count() if of_process else 1
         if self._processes > 1:
@@ -142,7 +138,7 @@ class Placement:
         self._rows: int | None = None
 
     def place(self, batch: Any) -> Any:
-        """Place a batch on the mesh, padded and with weights if asked; None if it is left out."""
+        """Return a batch on the mesh, padded and with weights if that is wanted, or None if it is left out."""
         arrays = jax.tree_util.tree_map_with_path(as_array, batch)
         if not jax.tree.leaves(arrays):
             raise ValueError(f"A batch has no arrays in it: the loader gave {batch!r:.100}. A step needs rows.")
@@ -174,24 +170,20 @@ class Placement:
 
 
 def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
-    """Refuse a mesh on which a row is on devices of several processes: none of them has rows of its own.
-
-    Raises:
-        ValueError: Naming the axes over which they are.
-    """
+    """Raise an error if devices of several processes share a row, so that no process has rows of its own."""
     others = tuple(name for name in mesh.axis_names if name not in axis)
     dims = [mesh.axis_names.index(name) for name in (*axis, *others)]
     parts = mesh.devices.transpose(dims).reshape(math.prod(mesh.shape[name] for name in axis), -1)
     if any(len({device.process_index for device in part}) > 1 for part in parts):
         raise ValueError(
             f'rows="process" gives each process the rows of its devices, but devices along {in_words(others)} share '
-            f'rows and are of several processes. Give the whole batch on each, rows="global", or build the mesh with '
-            f"{in_words(others)} within processes."
+            f'rows and belong to several processes. Give every process the whole batch with rows="global", or build '
+            f"the mesh so that {in_words(others)} stays within a process."
         )
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """Repeat a batch's last row up to `size` rows (the loss of zeros might be NaN), and return it with weights."""
+    """Repeat a batch's last row up to `size` rows, and return it with weights. The loss of zeros might be NaN."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 
@@ -200,20 +192,20 @@ def as_array(path: tuple, x: Any) -> Any:
     """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type.
 
     Raises:
-        TypeError: If it is none, and has neither `__array__` nor DLPack.
+        TypeError: If the leaf has neither `__array__` nor DLPack, or a type without numbers.
     """
     if isinstance(x, jax.Array):
         return x
     try:
         array = np.asarray(x)
-    except (TypeError, RuntimeError):  # as torch's, for a bfloat16
+    except (TypeError, RuntimeError):  # torch raises these for bfloat16
         array = None
     if array is not None and array.dtype.kind not in NO_NUMBERS:
         return array
     if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__"):
         found = f"has the type {x.dtype}" if isinstance(x, np.ndarray) else f"is a {type(x).__name__}"
         raise TypeError(
-            f"batch{jax.tree_util.keystr(path)} {found}, which JAX has no arrays of. Leave it out of what the step is "
-            f"given, or pass numbers: arrays, or what has DLPack."
+            f"batch{jax.tree_util.keystr(path)} {found}, of which JAX has no arrays. Leave it out of the batch, or "
+            f"give numbers: arrays, or objects with DLPack."
         )
     return jax.dlpack.from_dlpack(x)

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, devices, bandwidths, and whether offloading is correct. `zerojax doctor`."""
+"""The command `zerojax doctor`: check versions, devices and bandwidths, and whether offloading is correct here."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: What was checked.
-        result: What it gave, or the error.
-        ok: Whether it passed.
-    """
+    """The name of a check, its result or error, and whether it passed."""
 
     name: str
     result: str
@@ -44,13 +38,7 @@ class Finding:
 
 
 def examine(path: Path) -> Iterator[Finding]:
-    """Check versions, devices, memory kinds, bandwidths, and whether offloading is correct.
-
-    Takes some seconds, and 256 MiB of disk while it runs.
-
-    Args:
-        path: A folder on the disk to measure.
-    """
+    """Yield the result of each check. This takes some seconds, and 256 MiB in `path`, on the disk to measure."""
     yield Finding("python", platform.python_version())
     yield from (Finding(name, version) for name in PACKAGES if (version := version_of(name)))
     yield from plugins()
@@ -73,7 +61,7 @@ def version_of(package: str) -> str | None:
 
 
 def plugins() -> Iterator[Finding]:
-    """Check the CUDA plugins, which must be of jaxlib's version: another one is ignored or fails late."""
+    """Check that the CUDA plugins have jaxlib's version. JAX ignores a plugin of another version, or fails late."""
     required = version_of("jaxlib")
     for name in PLUGINS:
         if version := version_of(name):
@@ -83,7 +71,7 @@ def plugins() -> Iterator[Finding]:
 
 
 def run_check(name: str, check: Callable[[], str]) -> Finding:
-    """Return the result of a check. An error fails it."""
+    """Return the result of a check. An error in it means that it did not pass."""
     try:
         return Finding(name, check())
     except Exception as error:
@@ -91,7 +79,7 @@ def run_check(name: str, check: Callable[[], str]) -> Finding:
 
 
 def bandwidths() -> str:
-    """Measure bandwidth between host and device, and of host memory."""
+    """Measure the bandwidths of the link between host and device, and of host memory."""
     speed = measure(resolve_mesh(None, ("data",)), ("data",))
     return (
         f"{format_bytes(speed.link)}/s each way per device, {format_bytes(speed.host)}/s of host memory per device "
@@ -100,11 +88,7 @@ def bandwidths() -> str:
 
 
 def host_compute() -> str:
-    """Check whether a program over arrays in host memory gives correct results.
-
-    Raises:
-        ArithmeticError: If it does not.
-    """
+    """Check that a program over arrays in host memory gives correct results."""
     mesh = resolve_mesh(None, ("data",))
     on_host = host_sharding(mesh, jax.sharding.PartitionSpec())
     x = np.arange(1024, dtype=np.float32)
@@ -115,13 +99,13 @@ def host_compute() -> str:
 
 
 def offloaded_activations() -> str:
-    """Check whether this backend and jaxlib can offload activations."""
+    """Check that this backend and jaxlib can offload activations."""
     remat_policy("any_name")
     return "supported here"
 
 
 def disk_bandwidth(path: Path) -> str:
-    """Measure the bandwidth of reading and writing offloaded chunks on disk."""
+    """Measure the bandwidths of writing and reading offloaded chunks on disk."""
     data = np.random.default_rng(0).random(CHUNK_BYTES // 4, np.float32)
     spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), data.dtype),))
     with (

@@ -1,9 +1,10 @@
-"""What Flax NNX needs beyond optax's own interface: modules are sharded and differentiated in place.
+"""Functions for Flax NNX, which shards and differentiates modules in place.
 
-Linen needs nothing: parameters are a dict, `flax.training.train_state.TrainState` takes
-the transformation as it is, and batch statistics pass through `has_aux`.
+Linen needs none of them: its parameters are a dict, `flax.training.train_state.TrainState` takes the transformation
+unchanged, and batch statistics pass through `has_aux`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -31,17 +32,20 @@ def __dir__() -> list[str]:
 def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: Any, wrt: Any = nnx.Param) -> Any:
     """Initialise a module, each parameter in its layout from the start.
 
-    At stage 3 the whole model never exists on one device. Flax's annotations need no mesh context here.
+    At stage 3, no device ever holds the whole model. Flax's sharding annotations need no mesh context here.
 
     Args:
         init: Returns the module, such as `lambda key: Model(rngs=nnx.Rngs(key))`.
-        tx: From `zero_shard`.
+        tx: A transformation of `zero_shard`.
         *args: Arguments of `init`: arrays and PRNG keys.
-        wrt: Filter of the variables that are parameters.
+        wrt: NNX filter of the variables that are parameters.
 
     Returns:
-        The module; its parameters in the types of the master weights, as from `tx.init_params`. To its
-        code one that is padded in storage, a `Padded`, is the logical array.
+        The module. Its parameters have the types of the master weights, as those of `tx.init_params` do. A parameter
+        that is padded in storage is a `Padded`, which the module's code uses as the logical array.
+
+    Examples:
+        >>> model = init_module(lambda key: Model(rngs=nnx.Rngs(key)), tx, jax.random.key(0))
     """
 
     def parts(*args):
@@ -54,13 +58,17 @@ def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: 
 
 
 def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.Param) -> None:
-    """Shard a module's parameters for the stage, in place.
+    """Shard the parameters of a module for the stage, in place.
 
     Args:
-        module: The module; its parameters are logical arrays. To its code they stay that: one that has to be
-            padded in storage becomes a `Padded`, which is indexed and computed with as the logical array.
-        tx: From `zero_shard`.
-        wrt: Filter of the variables that are parameters.
+        module: The module. Its parameters are logical arrays. A parameter that must be padded in storage becomes a
+            `Padded`, which the module's code uses as the logical array.
+        tx: A transformation of `zero_shard`.
+        wrt: NNX filter of the variables that are parameters.
+
+    Examples:
+        >>> model = Model(rngs=nnx.Rngs(0))
+        >>> shard_module(model, tx)
     """
     nnx.update(module, tx.shard(nnx.state(module, wrt)))
 
@@ -75,66 +83,45 @@ def value_and_grad(
     weighted: bool = False,
     accumulate: int = 1,
 ) -> Callable:
-    """Return `nnx.value_and_grad` with explicit collectives, for modules in any stage's layout.
+    """Return the counterpart of `nnx.value_and_grad` for modules in the layout of any stage.
 
     Args:
-        tx: From `zero_shard`.
-        loss_fn: `loss_fn(module, batch, *args)`, on all rows, or in device view on the
-            device's; with `has_aux`, `(loss, aux)`. Modules, `nnx.Rngs` and metrics may be any
-            of its arguments: the batch is the first in which there is none, or if there is no such argument,
-            the keyword arguments that have rows.
+        tx: A transformation of `zero_shard`.
+        loss_fn: `loss_fn(module, batch, *args)`. It sees all rows of the batch, or in device view the rows of its
+            device. Any argument may contain modules, `nnx.Rngs` and metrics. The batch is the first argument without
+            NNX objects. If there is none, the keyword arguments that have rows are the batch.
         argnums: Which arguments are differentiated, as for `nnx.value_and_grad`.
-        wrt: Filter of the variables to differentiate, where `argnums` has no `nnx.DiffState`.
+        wrt: NNX filter of the variables to differentiate, for each of `argnums` that is no `nnx.DiffState`.
         has_aux: Whether `loss_fn` returns `(loss, aux)`.
-        weighted: As for `tx.value_and_grad`.
-        accumulate: As for `tx.value_and_grad`.
+        weighted: Whether the loss is `(total, weight)`, as for `tx.value_and_grad`.
+        accumulate: Microbatches per device, as for `tx.value_and_grad`.
 
     Returns:
-        `f(module, batch, *args) -> (loss, grads)` (`((loss, aux), grads)` with `has_aux`); `grads`
-        is an `nnx.State` for `nnx.Optimizer.update`, or for a sequence `argnums` a tuple of
-        them. Batch statistics, metrics, counts of random streams and all other variables of
-        the arguments are updated as `nnx.value_and_grad` does, by microbatches one after the
-        other. In device view floats among them are averaged over the devices, and random
-        streams are folded with the device's index.
+        `f(module, batch, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `grads` is an
+        `nnx.State` for `nnx.Optimizer.update`, or a tuple of states if `argnums` is a sequence. All other variables of
+        the arguments (batch statistics, metrics, counts of random streams) are updated as by `nnx.value_and_grad`, by
+        one microbatch after the other. In device view, floats among these variables are averaged over the devices, and
+        random streams are folded with the index of the device.
 
     Raises:
-        TypeError: When called, if the loss assigns to a parameter; in device view, if it assigns
-            to a key, or to an integer that is no count of a random stream.
-        ValueError: When called, if every argument has NNX objects in it, so that none is a batch.
+        TypeError: When `f` is called, if the loss assigns to a parameter. In device view also if it assigns to a key,
+            or to an integer other than the count of a random stream.
+        ValueError: When `f` is called, if every argument has NNX objects in it, so that there is no batch.
+
+    Examples:
+        >>> gradient = value_and_grad(tx, lambda model, batch: loss(model(batch["x"]), batch["y"]))
+        >>> value, grads = gradient(model, batch)
+        >>> optimizer.update(model, grads)
     """
     several = isinstance(argnums, Sequence)
     numbers = [
         x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, wrt) for x in (argnums if several else [argnums])
     ]
     filters = {x.argnum: nnx.filterlib.to_predicate(x.filter) for x in numbers}
-    is_trained = lambda path, x: path[0] in filters and filters[path[0]](path[1:], x)
-    in_device_view = tx.config.view == "device"
-    groups = (is_trained, (nnx.Param, nnx.RngKey) if in_device_view else nnx.Param, ...)
-
-    def pure(trained, variables, batch, graph, constants, arrays, **keywords):
-        def call(states):
-            with nnx.merge_context(TAG, inner=True) as context:
-                nodes = context.merge(graph, *states)
-            at = batch_index(nodes)
-            args = [batch if i == at else joined(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
-            returned = loss_fn(*args, **keywords) if at is not None else loss_fn(*args, **batch, **keywords)
-            with nnx.split_context(TAG) as context:
-                after, *states = context.split(nodes, *groups)
-            return returned, after, states
-
-        by_argument = nnx.State(dict(zip(filters, trained if several else [trained], strict=True)))
-        old = [by_argument, constants, variables]
-        returned, after, new = call(old)
-        loss, aux = returned if has_aux else (returned, ())
-        assigned = assigned_paths(lambda states: call(states)[2], old, new)
-        check_assigned(assigned, new[:2])
-        before = dict(nnx.to_flat_state(variables))
-        updated, created = nnx.split_state(new[2], lambda path, _: path in before, ...)
-        if in_device_view:
-            check_integers(assigned, updated)
-        return loss, updated, (aux, Same(after), created)
-
-    differentiate = tx.value_and_grad(pure, has_aux=True, weighted=weighted, mutable=True, accumulate=accumulate)
+    module_loss = ModuleLoss(loss_fn, filters, several, has_aux, tx.config.view == "device")
+    differentiate = tx.value_and_grad(
+        module_loss.pure, has_aux=True, weighted=weighted, mutable=True, accumulate=accumulate
+    )
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def wrapped(*args, **keywords):
@@ -150,7 +137,8 @@ def value_and_grad(
             batch, arrays[at] = arrays[at], None
         with nnx.update_context(TAG):
             with nnx.split_context(TAG) as context:
-                graph, trained, constants, variables = context.split(nodes, *groups)
+                graph, trained, constants, variables = context.split(nodes, *module_loss.groups)
+            # A single state keeps the paths that predicates such as `trainable` get; a tuple would begin them with "0".
             params = tuple(trained[i] for i in filters) if several else trained[next(iter(filters))]
             returned, grads = differentiate(params, variables, batch, graph, constants, arrays, **keywords)
             loss, updated, (aux, graph, created) = returned
@@ -161,17 +149,76 @@ def value_and_grad(
     return wrapped
 
 
+@dataclasses.dataclass(frozen=True)
+class ModuleLoss:
+    """A loss of NNX objects, as a pure function of their variables.
+
+    Attributes:
+        fn: The caller's loss.
+        filters: For each argument that is differentiated, the predicate of its variables that are.
+        several: Whether the differentiated variables are a tuple of states, one per argument, and not one state.
+        has_aux: Whether `fn` returns `(loss, aux)`.
+        in_device_view: Whether each device calls the loss for its own rows.
+    """
+
+    fn: Callable
+    filters: Mapping[int, Callable]
+    several: bool
+    has_aux: bool
+    in_device_view: bool
+
+    @property
+    def groups(self) -> tuple:
+        """Return the filters of three groups of variables: differentiated, constant, and updated by the loss."""
+        is_trained = lambda path, x: path[0] in self.filters and self.filters[path[0]](path[1:], x)
+        return is_trained, (nnx.Param, nnx.RngKey) if self.in_device_view else nnx.Param, ...
+
+    def pure(self, trained, variables, batch, graph, constants, arrays, **keywords):
+        """Call the loss on objects made of these variables, and return what `tx.value_and_grad` expects of a loss.
+
+        Args:
+            trained: The differentiated variables: a state, or a tuple of states.
+            variables: The variables that the loss may update.
+            batch: The rows.
+            graph: The structure of the NNX objects, all arguments together.
+            constants: Parameters that are not differentiated; in device view also keys.
+            arrays: What is no NNX object, per argument; None for the batch.
+            **keywords: Keyword arguments of the loss.
+
+        Returns:
+            `(loss, variables, (aux, graph, created))`: the updated variables, and those that the loss created.
+        """
+
+        def call(states):
+            with nnx.merge_context(TAG, inner=True) as context:
+                nodes = context.merge(graph, *states)
+            at = batch_index(nodes)
+            args = [batch if i == at else joined(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
+            returned = self.fn(*args, **keywords) if at is not None else self.fn(*args, **batch, **keywords)
+            with nnx.split_context(TAG) as context:
+                after, *states = context.split(nodes, *self.groups)
+            return returned, after, states
+
+        by_argument = zip(self.filters, trained if self.several else [trained], strict=True)
+        old = [nnx.State(dict(by_argument)), constants, variables]
+        returned, after, new = call(old)
+        loss, aux = returned if self.has_aux else (returned, ())
+        assigned = assigned_paths(lambda states: call(states)[2], old, new)
+        check_assigned(assigned, new[:2])
+        before = dict(nnx.to_flat_state(variables))
+        updated, created = nnx.split_state(new[2], lambda path, _: path in before, ...)
+        if self.in_device_view:
+            check_integers(assigned, updated)
+        return loss, updated, (aux, Same(after), created)
+
+
 def is_node(x: Any) -> bool:
-    """Return whether NNX updates it in place."""
+    """Return whether a value is an NNX object, which NNX updates in place."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def refuse_nodes(keywords: Mapping) -> None:
-    """Refuse NNX objects among keyword arguments, which `nnx.value_and_grad` does not update either.
-
-    Raises:
-        TypeError: Naming the first.
-    """
+    """Raise a TypeError for NNX objects among keyword arguments, which `nnx.value_and_grad` does not update either."""
     for path, x in jax.tree_util.tree_flatten_with_path(dict(keywords), is_leaf=is_node)[0]:
         if is_node(x):
             raise TypeError(
@@ -181,40 +228,36 @@ def refuse_nodes(keywords: Mapping) -> None:
 
 
 def joined(nodes: Any, arrays: Any) -> Any:
-    """Join an argument's NNX objects and its arrays, each None where the other has something."""
+    """Join the NNX objects and the arrays of one argument. Each tree has None where the other has a leaf."""
     return jax.tree.map(
         lambda node, x: x if node is None else node, nodes, arrays, is_leaf=lambda x: x is None or is_node(x)
     )
 
 
 def batch_index(nodes: Sequence) -> int | None:
-    """Return the position of the batch, the first argument without NNX objects; None if there is none."""
+    """Return the index of the first argument without NNX objects, which is the batch; None if there is none."""
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
 
 
 def check_given(batch: Mapping) -> None:
-    """Refuse a call without a batch, by position or by keyword.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Raise a ValueError if no keyword argument has rows either."""
     if not batch:
         raise ValueError(
             "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are divided "
-            "over the devices as an argument of arrays alone."
+            "over the devices as an argument that contains only arrays."
         )
 
 
 def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:
-    """Return the paths of the variables that a loss gives other values, or creates.
+    """Return the paths of the variables to which a loss assigns another value, and of those that it creates.
 
-    Transforms such as `nnx.jit` and `nnx.remat` write every variable of their arguments back, as new arrays. So where
-    an array is not the old one, the program says whether it is the same value.
+    Transforms such as `nnx.jit` and `nnx.remat` write back every variable of their arguments, as new arrays. So if an
+    array is a new object, the program of the loss decides whether its value is the old one, passed through.
 
     Args:
-        call: From variables before the loss to those after it; a call of it more is traced if need be.
-        old: The variables before.
-        new: The variables after.
+        call: Maps the variables before the loss to the variables after it. It is traced again only if necessary.
+        old: The variables before the loss.
+        new: The variables after the loss.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}
@@ -228,7 +271,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
         return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
-    # For each array after the loss the index of the one before that it is, or None.
+    # For each array after the loss: the index of the array before the loss that it passes on, or None.
     sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
     ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
     unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
@@ -236,11 +279,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
 
 
 def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
-    """Refuse an assignment to what is not updated beside the gradient.
-
-    Raises:
-        TypeError: Naming the first variable.
-    """
+    """Raise a TypeError if the loss assigns to a variable that is not written back: a parameter, or a key."""
     for state in after:
         for path, x in nnx.to_flat_state(state):
             if path in assigned:
@@ -251,23 +290,19 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
 
 
 def check_integers(assigned: Collection, after: nnx.State) -> None:
-    """Refuse an integer that each device changed for its own rows.
-
-    Raises:
-        TypeError: Naming the first variable.
-    """
+    """Raise a TypeError for an integer that each device changed for its own rows: integers have no mean."""
     for path, x in nnx.to_flat_state(after):
         if path not in assigned or isinstance(x, nnx.RngCount):
             continue
         for new in jax.tree.leaves(x):
             if not jnp.issubdtype(new.dtype, jnp.inexact):
                 raise TypeError(
-                    f"In device view the loss function assigns {new.dtype} to {named(path)}, a {type(x).__name__}, of "
-                    f"which every device has its own, and it has no mean. Make it a float, return it as aux marked "
-                    f'with zerojax.Sum, or pass view="global" to zero_shard.'
+                    f"In device view the loss function assigns {new.dtype} to {named(path)}, a {type(x).__name__}. "
+                    f"Every device assigns its own value, and integers have no mean. Make it a float, return it as aux "
+                    f'marked with zerojax.Sum, or pass view="global" to zero_shard.'
                 )
 
 
 def named(path: Sequence) -> str:
-    """Describe a variable: which argument, and where in it."""
+    """Describe a variable by its argument and its path in it."""
     return f"{'.'.join(str(key) for key in path[1:]) or 'itself'} of argument {path[0]}"

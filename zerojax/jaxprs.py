@@ -1,9 +1,10 @@
-"""Evaluate a jaxpr with a rule, and follow what depends on what in it.
+"""Evaluate a jaxpr with a rule, and analyse which values of it depend on which.
 
-Every evaluation in this library is one rule given to `evaluate`.
+Every evaluation of a jaxpr in this library gives a rule to `evaluate`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,13 +13,39 @@ import numpy as np
 
 from zerojax import compat
 
-# Primitives that compute each element of their result from the same element of each operand.
+# Primitives that compute each element of their result from the same element of each operand, or from scalars.
 ELEMENTWISE = frozenset(
-    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
-    "sqrt square sub tanh".split()
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+    mul mulhi ne neg nextafter not one_minus_square or polygamma polynomial population_count pow random_gamma_grad
+    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+    """.split()
 )
 
 Rule = Callable[[Any, list], Sequence | None]
+
+_ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
+    {
+        "add": lambda eqn, a, b: a + b,
+        "broadcast_in_dim": lambda eqn, a: _broadcast(a, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]),
+        "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
+        "ge": lambda eqn, a, b: a >= b,
+        "iota": lambda eqn: _broadcast(
+            np.arange(eqn.params["shape"][eqn.params["dimension"]], dtype=eqn.params["dtype"]),
+            eqn.params["shape"],
+            [eqn.params["dimension"]],
+        ),
+        "lt": lambda eqn, a, b: a < b,
+        "mul": lambda eqn, a, b: a * b,
+        "reshape": lambda eqn, a: a.reshape(eqn.outvars[0].aval.shape),
+        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
+        "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
+        "sub": lambda eqn, a, b: a - b,
+    }
+)
 
 
 def evaluate(
@@ -29,10 +56,9 @@ def evaluate(
     Args:
         jaxpr: An open jaxpr, as `compat.opened` gives it.
         consts: Values of its constants.
-        args: Values of its arguments: arrays, tracers, or whatever `rule` makes sense of.
-        rule: `rule(eqn, values)` gives the results of one equation, or None to have its
-            primitive bound to `values`.
-        literal: What a literal's value becomes; itself by default.
+        args: Values of its arguments: arrays, tracers, or other objects that `rule` understands.
+        rule: `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`.
+        literal: Converts the value of a literal. By default the value is used as it is.
 
     Returns:
         One value for each of the jaxpr's results.
@@ -53,9 +79,34 @@ def evaluate(
 
 
 def as_jax_values(consts: Sequence) -> list:
-    """Return a jaxpr's constants without NumPy arrays, which a user's `custom_vjp` may index with traced values."""
+    """Return a jaxpr's constants with NumPy arrays as JAX arrays, which a `custom_vjp` can index with traced values."""
     is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
+
+
+def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
+    """Compute the result of an equation with NumPy, as an analysis needs the values of indices.
+
+    Args:
+        eqn: The equation.
+        values: The operands as NumPy arrays, None for an operand that is not known.
+
+    Returns:
+        None if an operand is not known, or if the equation is of a kind that indices are not computed with.
+    """
+    compute = _ON_NUMPY.get(eqn.primitive.name)
+    if compute is None or any(value is None for value in values):
+        return None
+    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # no key, and no narrow float
+    return compute(eqn, *values) if is_numpys else None
+
+
+def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
+    """Return a value broadcast to a shape, in which its dims become `dims`."""
+    spread = [1] * len(shape)
+    for dim, size in zip(dims, value.shape, strict=True):
+        spread[dim] = size
+    return np.broadcast_to(value.reshape(spread), shape)
 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
@@ -68,13 +119,19 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     return evaluate(jaxpr, consts, args, rule)
 
 
+def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
+    """Evaluate a `jax.checkpoint` with its policy; `evaluate_body(jaxpr, consts, values)` evaluates its body."""
+    body = lambda *values: evaluate_body(*compat.opened(eqn.params["jaxpr"]), values)
+    return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
+
+
 def variables_in(atoms: Iterable) -> list:
     """Return the variables among operands or results: everything that is not a literal."""
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
 def nbytes(var: Any) -> int:
-    """Return bytes of a variable's value."""
+    """Return the bytes of a variable's value."""
     return var.aval.size * var.aval.dtype.itemsize
 
 
@@ -89,19 +146,17 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 
 
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:
-    """Return what two jaxprs share that compute the same from their arguments, hashable; None if it has effects.
+    """Return a hashable form of a jaxpr, or None if it has effects. Jaxprs with equal signatures compute the same.
 
-    Variables count by their place, constants and functions by identity: jaxprs that are not told apart are the
-    same program, and some that are the same are told apart. Without `functions` these (derivative rules, callbacks)
-    do not count.
+    Variables count by their place. Constants and functions (derivative rules, callbacks) count by identity, so jaxprs
+    that compute the same may have different signatures. Without `functions`, functions do not count.
     """
     number = {var: i for i, var in enumerate([*compat.constvars_of(jaxpr), *jaxpr.invars])}
     avals, eqns = [var.aval for var in number], []
     for eqn in jaxpr.eqns:
         if eqn.effects:
             return None
-        params = tuple((name, _of_param(value, functions)) for name, value in sorted(eqn.params.items()))
-        eqns.append((eqn.primitive, eqn.ctx, params, *(_of_operand(atom, number) for atom in eqn.invars)))
+        eqns.append(_of_equation(eqn, [_of_operand(atom, number) for atom in eqn.invars], functions))
         for var in eqn.outvars:
             number[var] = len(avals)
             avals.append(var.aval)
@@ -110,16 +165,17 @@ def signature(jaxpr: Any, *, functions: bool = True) -> Any:
 
 
 def equation_key(eqn: Any, same: Mapping, *, functions: bool = True) -> Any:
-    """Return what two equations of one jaxpr share that compute the same from the same values, hashable.
+    """Return a hashable form of an equation. Equations of one jaxpr with equal keys compute the same.
 
-    Args:
-        eqn: The equation.
-        same: For variables that are known to have the value of another one, that one.
-        functions: As for `signature`.
+    `same` maps variables to other variables with the same value. `functions` is that of `signature`.
     """
-    params = tuple((name, _of_param(value, functions)) for name, value in sorted(eqn.params.items()))
     operands = [_of_operand(v, {}) if compat.is_literal(v) else same.get(v, v) for v in eqn.invars]
-    return eqn.primitive, eqn.ctx, params, tuple(operands), tuple(v.aval for v in eqn.outvars)
+    return _of_equation(eqn, operands, functions), tuple(v.aval for v in eqn.outvars)
+
+
+def _of_equation(eqn: Any, operands: Sequence, functions: bool) -> tuple:
+    params = tuple((name, _of_param(value, functions)) for name, value in sorted(eqn.params.items()))
+    return eqn.primitive, eqn.ctx, params, *operands
 
 
 def _of_operand(atom: Any, number: dict) -> Any:
@@ -148,7 +204,7 @@ def _of_param(value: Any, functions: bool) -> Any:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
-    """Return the equations that `wanted` depend on, in order, and every variable that these and `wanted` read."""
+    """Return `(equations, variables)`: the equations on which `wanted` depends, in order, and all variables read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
@@ -159,7 +215,7 @@ def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
 
 
 def alive(jaxpr: Any) -> list:
-    """Return the equations that have effects, or that those or the results need, in order."""
+    """Return the equations that have effects, and those on which these or the results depend, in order."""
     effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
     needed, _ = needed_for(jaxpr.eqns, [*jaxpr.outvars, *(atom for eqn in effects for atom in eqn.invars)])
     ids = {*map(id, needed), *map(id, effects)}
@@ -167,25 +223,22 @@ def alive(jaxpr: Any) -> list:
 
 
 def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:
-    """Return variables that depend on `variables`, and these.
+    """Return `variables`, and all variables that depend on them.
 
-    Args:
-        variables: Where to begin.
-        eqns: Equations, in order.
-        results: `results(eqn, reads)` gives the results of one equation that depend on them;
-            `reads` says whether it reads one that does.
+    `results(eqn, reads)` returns the results of an equation that depend on them, where `reads` says whether one of the
+    equation's operands does.
     """
     dependent = set(variables)
     for eqn in eqns:
         reads = any(atom in dependent for atom in variables_in(eqn.invars))
         dependent.update(results(eqn, reads))
-        if reads:  # it may write to any ref it is given
+        if reads:  # The equation may write to any ref among its operands.
             dependent.update(filter(compat.is_ref, eqn.invars))
     return dependent
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """Return for each result the index of the argument that it is, unchanged; None for any other result."""
+    """Return, for each result, the index of the argument that it equals; None for a computed result."""
     given = {var: i for i, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for out, index in zip(eqn.outvars, _operands_passed_on(eqn) or (), strict=False):
@@ -196,7 +249,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
 
 
 def _operands_passed_on(eqn: Any) -> list[int | None] | None:
-    """Return for each result of a call, a loop or a branch the index of the operand that it is; None for the rest."""
+    """Return, for each result of a call, a loop or a branch, the index of the operand that it equals, or None."""
     name = eqn.primitive.name
     if (loop := compat.loop_of(eqn)) is not None:
         found = passed_on(compat.opened(loop.body)[0])
@@ -208,5 +261,5 @@ def _operands_passed_on(eqn: Any) -> list[int | None] | None:
     if name == "cond":
         branches = zip(*(passed_on(compat.opened(branch)[0]) for branch in eqn.params["branches"]), strict=True)
         return [1 + found[0] if found[0] is not None and len({*found}) == 1 else None for found in branches]
-    body = eqn.params.get("call_jaxpr") if name.startswith("custom_") else compat.inlined_body(eqn)
-    return None if body is None else passed_on(compat.opened(body)[0] if name.startswith("custom_") else body)
+    body = compat.evaluated_body(eqn)
+    return None if body is None else passed_on(body)

@@ -1,4 +1,4 @@
-"""Rates of a training loop, and a hook that gives its metrics to TensorBoard, W&B or another writer."""
+"""Rates of a training loop, and a hook that passes its metrics to TensorBoard, W&B or another writer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Throughput:
-    """Tokens and FLOPs a second, and what share of the devices' peak that is.
+    """Measures tokens and FLOPs per second, and the utilization of the devices' peak rate.
 
-    FLOPs are two for each multiplication of a matrix product or convolution; nothing else is counted. There are two
-    conventions. **HFU**, hardware FLOPs utilization, counts what a device computes: the products of the compiled step,
-    those of rematerialisation included. **MFU**, model FLOPs utilization, counts what the model requires, however
-    it is computed: `model_flops` for each token. Remat raises the first and not the second.
+    Each multiplication of a matrix product or convolution counts as two FLOPs. Nothing else is counted. There are two
+    conventions for utilization. **HFU**, hardware FLOPs utilization, counts the products of the compiled step, with the
+    products that remat computes again. **MFU**, model FLOPs utilization, counts `model_flops` per token, however the
+    model is computed. Remat raises HFU, but not MFU.
 
     References:
         Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
@@ -47,26 +47,24 @@ class Throughput:
         """Count the FLOPs of a step.
 
         Args:
-            compiled: The step, as `step.lower(state, batch).compile()` gives it. None: no FLOPs are counted.
-            model_flops: FLOPs that the model requires for a token, forward and backward: 6 for each parameter
-                of a matrix, and those of attention. None: no MFU.
-            peak: FLOP/s of one device; or the name of a GPU, such as `"h200"`, whose dense rate for the type
-                in which most of the step's FLOPs are computed it is. None: no utilization.
-            clock: Gives seconds.
+            compiled: The result of `step.lower(state, batch).compile()`. Without it, no FLOPs are counted.
+            model_flops: FLOPs that the model requires per token, forward and backward: 6 for each element of a matrix,
+                plus the FLOPs of attention. Without it, there is no MFU.
+            peak: FLOP/s of one device; or the name of a GPU, such as `"h200"`, for its dense rate in the type that most
+                of the step's FLOPs use. Without it, there is no utilization.
+            clock: Returns the time in seconds.
 
         Raises:
-            ValueError: If the GPU is unknown, `peak` is not above 0, or what utilization needs is missing.
+            ValueError: If the GPU is unknown, `peak` is not above 0, or `compiled` is missing.
         """
         if compiled is None and (peak is not None or model_flops is not None):
-            raise ValueError(
-                "Utilization is of a program on its devices: give compiled=step.lower(state, batch).compile()"
-            )
+            raise ValueError("Utilization needs the compiled step: give compiled=step.lower(state, batch).compile().")
         by_type = {} if compiled is None else product_flops(kernels(read(compiled)))
         if isinstance(peak, str):
             dtype = max(by_type, key=lambda dtype: by_type[dtype], default="f32")
             peak = Device.of(Topology.parse(f"{peak.lower()}:1")).rate(dtype)
         if peak is not None and not peak > 0:
-            raise ValueError(f"peak is FLOP/s of a device and must be above 0, not {peak}.")
+            raise ValueError(f"peak is {peak}, but a device's FLOP/s must be above 0.")
         self.flops = None if compiled is None else sum(by_type.values())
         self.model_flops, self.peak = model_flops, peak
         shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings)
@@ -74,16 +72,16 @@ class Throughput:
         self._clock, self._last = clock, None
 
     def __call__(self, *, steps: int, tokens: int = 0) -> dict[str, float]:
-        """Return rates since the last call. Wait for the last step's metrics before.
+        """Return the rates since the last call. Before a call, wait for the metrics of the last step.
 
         Args:
-            steps: Done since the last call.
-            tokens: In these steps, over all devices; 0 for a model that has none.
+            steps: Number of steps since the last call.
+            tokens: Tokens in these steps, over all devices; 0 for a model without tokens.
 
         Returns:
-            `step_seconds`; `tokens_per_second`, of all devices; `flops_per_second`, computed by one device; `hfu`
-            and `mfu`, shares of its peak. What was not given is left out. The first call starts the
-            clock and returns nothing, so that what compiles before it does not count.
+            `step_seconds`; `tokens_per_second` of all devices; `flops_per_second` of one device; `hfu` and `mfu`, as
+            shares of its peak. A rate is left out if an option that it needs was not given. The first call starts the
+            clock and returns no rates, so that compilation before it does not count.
         """
         now = self._clock()
         seconds, self._last = now - (now if self._last is None else self._last), now
@@ -102,9 +100,9 @@ class Throughput:
 
 
 class Log:
-    """A hook for a training loop: every so many steps it hands the metrics that are scalars, and rates, to a writer.
+    """A hook for a training loop that passes scalar metrics, and rates, to a writer at every `every`-th step.
 
-    Steps between are not waited for. With several processes the first one writes.
+    The loop does not wait for other steps. With several processes, the first one writes.
 
     Examples:
         >>> log = Log(wandb.log, every=10, throughput=Throughput(step.lower(state, batch).compile()))
@@ -114,13 +112,13 @@ class Log:
     """
 
     def __init__(self, write: Callable[..., Any], *, every: int = 1, throughput: Throughput | None = None):
-        """Say where metrics go.
+        """Choose the writer.
 
         Args:
-            write: Called as `write(values, step=step)`, which is how `wandb.log` is called; `values` has a float
-                for each name. For TensorBoard, and `clu` with its `write_scalars(step, values)`, a lambda.
-            every: Write at steps that this divides.
-            throughput: Whose rates are written beside; it is called here alone.
+            write: A function called as `write(values, step=step)`, such as `wandb.log`. `values` is a dict of floats.
+                Wrap a writer with other arguments, such as `clu`'s `write_scalars(step, values)`, in a lambda.
+            every: Write at steps that this number divides.
+            throughput: Measures the rates to write. Do not call it elsewhere.
 
         Raises:
             TypeError: If `every` is no integer.
@@ -131,16 +129,16 @@ class Log:
         self._steps = self._tokens = 0
 
     def __call__(self, step: int, metrics: Mapping[str, Any], *, tokens: int = 0) -> None:
-        """Take note of a step.
+        """Record a step, and write if it is its turn.
 
         Args:
-            step: Its number.
-            metrics: What it returned. Nested ones are named `"grad_norms/layer/kernel"`; what is no
-                scalar, such as logits, is left out.
-            tokens: In its batch, over all devices.
+            step: The number of the step.
+            metrics: The metrics that the step returned. A nested metric is named `"grad_norms/layer/kernel"`. Arrays
+                that are no scalars, such as logits, are left out.
+            tokens: Tokens in the step's batch, over all devices.
 
         Raises:
-            TypeError: If one is no number, such as a string, naming it.
+            TypeError: If a metric is no number, such as a string, naming it.
         """
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         if step % self.every:
@@ -154,7 +152,7 @@ class Log:
 
 
 def scalars(metrics: PyTree) -> dict[str, float]:
-    """Return the scalars of a tree by path, as floats. Waits for them."""
+    """Wait for the scalars of a tree, and return them as floats by path."""
     leaves = jax.tree_util.tree_leaves_with_path(metrics)
     for path, x in leaves:
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):

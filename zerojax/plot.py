@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib: memory of each stage, which device has which shards, and the timeline of a step."""
+"""Pictures with matplotlib: the memory of each stage, the shards of each device, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ WORK = {
 }
 EXPOSED = ("#cc3311", "exposed: hidden by no product")
 PALE = 0.3
-COLORS_SHOWN = 128  # which makes the PNGs in a notebook a third as large
-SHORTEST = 1 / 800  # of the width: shorter spans are merged with their neighbours
+COLORS_SHOWN = 128  # so few colors make the PNGs in a notebook a third as large
+SHORTEST = 1 / 800  # share of the width; shorter spans are merged with their neighbours
 
 __all__ = ["memory", "shards", "timeline"]
 
@@ -53,14 +53,14 @@ def __dir__() -> list[str]:
 
 
 def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
-    """Draw bytes per device by stage, stacked by part, with offloaded ones hatched.
+    """Draw bytes per device by stage, stacked by part. Offloaded parts are hatched.
 
     Args:
-        estimate: Of one number of devices or of several; the first one is drawn.
+        estimate: The result of `estimate`. If it has several numbers of devices, the first one is drawn.
         capacity: Bytes of a device's memory, drawn as a line.
 
     Returns:
-        A figure that belongs to no window. A notebook shows it; `figure.savefig("memory.png")` writes it.
+        A figure without a window. A notebook shows it; `figure.savefig("memory.png")` writes it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -95,21 +95,20 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
 def shards(state: Any) -> Figure:
     """Draw which device has which shards: one bar per leaf, along its first sharded dim.
 
-    Of many leaves the largest are drawn; scalars are not. What `jax.debug.visualize_array_sharding`
-    shows of one array, this shows of a state.
+    Only the largest leaves are drawn, and no scalars. This is `jax.debug.visualize_array_sharding` for a whole state.
 
     Args:
         state: A `ZeroState`, or any tree of arrays.
 
     Returns:
-        A figure, as `memory` gives it.
+        A figure, as `memory` returns it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
         TypeError: If `state` is None.
     """
     if state is None:
-        raise TypeError("plot.shards draws live jax.Arrays, and None has none.")
+        raise TypeError("plot.shards draws live jax.Arrays, and state is None. Give a state, or a tree of arrays.")
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: is_padded(x) or is_chunked(x))[0]
     every = [leaf for path, x in leaves if (leaf := LeafShards.of(path, x)) is not None and leaf.size > SCALAR]
     largest = sorted(every, key=lambda leaf: -leaf.size)[:MOST_LEAVES]
@@ -126,7 +125,7 @@ def shards(state: Any) -> Figure:
             axes.annotate(text, (0.5, i), ha="center", va="center", fontsize="small")
             continue
         for device, start, stop in leaf.shards:
-            # On several mesh axes some devices have the same range, or differ along another dim: one above the other.
+            # Devices with the same range (replicas, or shards of another dim) are drawn one above the other.
             same_range = [other for other, *extent in leaf.shards if extent == [start, stop]]
             height = 0.7 / len(same_range)
             y = i - 0.35 + height * (same_range.index(device) + 0.5)
@@ -143,22 +142,22 @@ def shards(state: Any) -> Figure:
 
 
 def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
-    """Draw when a compiled step computes and communicates: a lane for kernels, lanes for collectives.
+    """Draw when a compiled step computes and communicates, in one lane for kernels and several for collectives.
 
-    Order and overlap are the program's, durations those at the device's peak rates. Of a loop
-    one iteration is drawn. A collective is a bar until it is complete, then a pale one until its
-    result is taken; it is exposed if no matrix product executes between its start and its done.
+    Order and overlap are those of the program; durations are estimated from the device's peak rates. One iteration of
+    each loop is drawn. A collective is a bar until it is complete, then a pale bar until its result is used. It is
+    exposed if no matrix product runs between its start and its done.
 
     Args:
-        compiled: A plan; or what `jax.jit(f).lower(...).compile()` gives, or its HLO text.
-        topology: The GPUs whose rates to take. Default: the plan's, else `"h200:8"`.
+        compiled: A plan, the result of `jax.jit(f).lower(...).compile()`, or its HLO text.
+        topology: The GPUs whose rates are used. Default: the plan's topology, otherwise `"h200:8"`.
 
     Returns:
-        A figure, as `memory` gives it.
+        A figure, as `memory` returns it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `compiled` is none of these.
+        TypeError: If `compiled` is something else.
         ValueError: If the topology is unknown, or the text is not scheduled HLO.
     """
     topology = str(topology or getattr(compiled, "topology", "h200:8"))
@@ -174,11 +173,7 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
 
 
 def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
-    """Draw the lanes of one program, and its loops above them.
-
-    Returns:
-        Handles for a legend.
-    """
+    """Draw the lanes of one program, and its loops above them. Return handles for a legend."""
     from matplotlib.patches import Patch
 
     unit, scale = ("ms", 1e3) if simulated.seconds >= 1e-3 else ("µs", 1e6)
@@ -211,30 +206,22 @@ def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
 
 
 def color_of(lane: str, kind: str) -> str:
-    """Return the color of a kind of span."""
+    """Return the color of a kind of span in a lane."""
     return WORK.get((lane, kind), EXPOSED)[0]
 
 
 class LeafShards(NamedTuple):
-    """The shards of one leaf.
+    """The shards of one leaf."""
 
-    Attributes:
-        name: Its path.
-        size: Bytes of the global array.
-        shards: `(device, start, stop)` of each shard, as shares of the first sharded dim.
-        is_replicated: Whether each of its devices has all of it.
-        is_offloaded: Whether it is outside the devices' memory.
-    """
-
-    name: str
-    size: int
-    shards: list[tuple[int, float, float]]
-    is_replicated: bool
-    is_offloaded: bool
+    name: str  # the leaf's path
+    size: int  # bytes of the global array
+    shards: list[tuple[int, float, float]]  # device, start and stop of each, as shares of the first sharded dim
+    is_replicated: bool  # every device of the leaf has all of it
+    is_offloaded: bool  # the leaf is outside the devices' memory
 
     @classmethod
     def of(cls, path: tuple, x: Any) -> LeafShards | None:
-        """Read off a leaf's sharding; None for one without elements, or that is no array."""
+        """Read a leaf's sharding. Return None if the leaf is no array, or has no elements."""
         array = x.storage if isinstance(x, Padded) else x
         if not isinstance(array, jax.Array | Chunked) or 0 in array.shape:
             return None
@@ -251,7 +238,7 @@ class LeafShards(NamedTuple):
 
 
 def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
-    """Return a figure outside pyplot: it is in no window, and nothing has to be closed."""
+    """Return a figure outside pyplot, which has no window and need not be closed."""
     figure = notebook_figure()(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -260,7 +247,7 @@ def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
 
 @functools.cache
 def notebook_figure() -> type[Figure]:
-    """Return a class of figures that a notebook shows. Of figures outside pyplot it prints only the type."""
+    """Return a class of figures that a notebook shows. For other figures outside pyplot, it prints only the type."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -276,7 +263,7 @@ def notebook_figure() -> type[Figure]:
 
 
 def device_colors(count: int) -> list:
-    """Return one color per device, distinct for neighbours."""
+    """Return one color per device. The colors of neighbours differ."""
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](0.08 + 0.84 * i / max(count - 1, 1)) for i in range(count)]

@@ -1,7 +1,7 @@
-"""For tests: simulated devices, and a check of any optimizer against plain optax.
+"""For tests: simulated devices, and a comparison of any optimizer with plain optax.
 
-`simulate_devices` must run before JAX makes its first array, so import this module and
-call it at the top of a `conftest.py`.
+`simulate_devices` must run before JAX makes its first array, so import this module and call the function at the top of
+a `conftest.py`.
 """
 
 import os
@@ -25,10 +25,10 @@ def simulate_devices(count: int) -> None:
     """Run on `count` simulated CPU devices.
 
     Args:
-        count: How many devices `jax.devices()` will give; at least 1.
+        count: How many devices `jax.devices()` returns afterwards; at least 1.
 
     Raises:
-        RuntimeError: If JAX has begun already with another number of devices.
+        RuntimeError: If JAX has already begun with another number of devices.
     """
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -36,22 +36,22 @@ def simulate_devices(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     if jax.device_count() != count:
         raise RuntimeError(
-            f"{count} devices were to be simulated, but JAX has begun with {jax.device_count()}. "
-            f"Call simulate_devices before the first array is made, or set XLA_FLAGS={flag}."
+            f"Cannot simulate {count} devices: JAX has already begun with {jax.device_count()}. Call simulate_devices "
+            f"before the first array is made, or set XLA_FLAGS={flag}."
         )
 
 
 def train_plain(tx: optax.GradientTransformation, loss_fn: Callable, params: Any, batches: Sequence[Any]) -> Any:
-    """Train with optax alone, on one device: the reference everything is held against.
+    """Train with optax alone on one device, as the reference for sharded training.
 
     Args:
         tx: The transformation.
         loss_fn: `loss_fn(params, batch)`, a mean over the rows.
         params: Logical parameters. Integers and booleans are not trained.
-        batches: One global batch a step.
+        batches: One global batch per step.
 
     Returns:
-        `(params, losses)` after one step a batch.
+        The parameters after the last step, and the loss of each step.
     """
     config = Config(tx, 0, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]))
     program = StepProgram(config, StepOptions(), Loss(loss_fn))
@@ -73,20 +73,20 @@ def assert_parity(
     atol: float = 2e-6,
     reference: tuple[Any, list[float]] | None = None,
 ) -> None:
-    """Train sharded and train plainly, and compare what comes out.
+    """Train with `tx` and with plain optax, and compare losses and parameters.
 
     Args:
-        tx: From `zero_shard`.
+        tx: The result of `zero_shard`.
         loss_fn: `loss_fn(params, batch)`, a mean over the rows.
         params: Logical parameters.
-        batches: One global batch a step.
-        accumulate: Into how many microbatches each device divides its rows.
-        atol: Largest difference allowed, relative to the largest magnitude of each leaf
-            (or to 1): a few units of float32 rounding, which a sum over devices reorders.
-        reference: What `train_plain` gave, to reuse it.
+        batches: One global batch per step.
+        accumulate: The number of microbatches into which each device divides its rows.
+        atol: Largest allowed difference, relative to the largest magnitude in the leaf or to 1, whichever is larger.
+            The default is a few units of float32 rounding, because devices add in another order.
+        reference: The result of `train_plain`, if it is known already.
 
     Raises:
-        AssertionError: Naming the first leaf that differs, and by how much.
+        AssertionError: If the results differ. Names the first leaf that differs, and by how much.
     """
     expected, losses = reference or train_plain(tx.config.tx, loss_fn, params, batches)
     state, step = tx.create(params), tx.train_step(loss_fn, accumulate=accumulate)

@@ -1,4 +1,4 @@
-"""Bytes and seconds for people: three digits and a unit."""
+"""Bytes and seconds as text: three digits and a unit."""
 
 import math
 import re
@@ -7,13 +7,13 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def byte_unit(count: float) -> tuple[str, float]:
-    """Return the largest decimal unit in which a size, rounded to three digits, is at least 1, and it in bytes."""
+    """Return the largest decimal unit in which a size, rounded to three digits, is at least 1, and the unit's bytes."""
     power = next((i for i in range(len(UNITS)) if count < 999.5 * 1000**i), len(UNITS) - 1)
     return UNITS[power], 1000.0**power
 
 
 def format_bytes(count: float | None) -> str:
-    """Return a size as `1.88 GB`, in units of 1,000; a dash for an unknown one."""
+    """Return a size as `1.88 GB`, in decimal units, or a dash if it is unknown."""
     if count is None:
         return "-"
     unit, size = byte_unit(count)

@@ -21,6 +21,7 @@ from zerojax.config import Offload, Precision
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8
 MAKE_STEP = "make_step"
+PRESETS = ("fp32", "bf16", "fp16")  # of `Precision`
 
 
 class InitError(ValueError):
@@ -28,14 +29,7 @@ class InitError(ValueError):
 
 
 def load_object(text: str) -> Any:
-    """Load an object from a file: `"model.py:make_model"`.
-
-    Args:
-        text: The file, a colon, and a name that the file defines.
-
-    Raises:
-        ValueError: If there is no such file or name, or the file cannot be run.
-    """
+    """Load an object from a file, given as `"model.py:make_model"`: the file, a colon, and a name that it defines."""
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
     path, name = split_reference(text)
@@ -44,17 +38,13 @@ def load_object(text: str) -> Any:
 
 
 def load_from_file(path: Path, name: str) -> Any:
-    """Run a file and return an object that it defines.
-
-    Raises:
-        ValueError: If there is no such file or name, or the file cannot be run.
-    """
+    """Run a file and return the object that it defines by this name. Raise a `ValueError` if that is not possible."""
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(f"zerojax user file {path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file. Give FILE.py or FILE.py:NAME.")
-    # Dataclasses, and so Linen modules, look their module up here; the name shadows no other module.
+    # Dataclasses, and so Linen modules, look up their module here. The name has spaces, so it shadows no other module.
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -71,10 +61,10 @@ def load_from_file(path: Path, name: str) -> Any:
 def running(path: Path) -> Iterator[None]:
     """Enter a context in which a file's code runs: imports from its folder work, and its output is captured.
 
-    What it writes past Python to standard output, as its subprocesses do, goes to standard error.
+    Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output.
 
     Raises:
-        ValueError: If it exits.
+        ValueError: If the code exits.
     """
     errors = io.StringIO()
     sys.path.insert(0, str(path.parent))
@@ -94,17 +84,13 @@ def running(path: Path) -> Iterator[None]:
 
 
 def split_reference(text: str) -> tuple[Path, str]:
-    """Return the file and the name in `"train.py:make_step"`; without a name, `MAKE_STEP`."""
+    """Return the file and the name in `"train.py:make_step"`. The default name is `MAKE_STEP`."""
     match = REFERENCE.fullmatch(text)
     return (Path(match[1]), match[2]) if match else (Path(text), MAKE_STEP)
 
 
 def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
-    """Call a function of the user's.
-
-    Raises:
-        ValueError: If it raises anything.
-    """
+    """Call a function of the user's. Any error becomes a `ValueError` that begins with `what` and `how`."""
     try:
         return make()
     except InitError:
@@ -117,11 +103,11 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
     """Call a function in a file that returns a step, its state, a batch and further arguments.
 
     Args:
-        text: `"train.py"` or `"train.py:make_step"`; the name is `MAKE_STEP` unless given.
-        options: The file's own `sys.argv[1:]`, while it runs.
+        text: `"train.py"` or `"train.py:make_step"`. The default name is `MAKE_STEP`.
+        options: Becomes `sys.argv[1:]` while the file runs.
 
     Raises:
-        ValueError: If there is no such file or name, it fails or exits, or returns something else.
+        ValueError: If there is no such file or name, or the function fails, exits, or returns something else.
     """
     path, name = split_reference(text)
     before = sys.argv
@@ -133,36 +119,34 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
         sys.argv = before
     if not isinstance(made, tuple) or len(made) < 3:
         raise ValueError(
-            f"{name} of {path} gives {type(made).__name__}, not (step, state, batch, *args), the arguments of a "
-            f"step. For plan, shapes are enough for all but the step; compare needs arrays."
+            f"{name} of {path} returns {type(made).__name__}, not (step, state, batch, *args): a step and its "
+            f"arguments. For plan, the arguments may be shapes; compare needs arrays."
         )
     return made
 
 
 def load_model(text: str) -> Any:
-    """Return a number of parameters, a model as it is, or the shapes of the parameters that a function returns.
+    """Return a number of parameters, a model, or the shapes of the parameters that a function returns.
 
-    A function that returns parameters or an nnx module is traced, not run. One that returns
-    a Linen module and the inputs of its `init` is run. A module, or a tree of arrays, is not called.
+    A function that returns parameters or an NNX module is traced, not run. A function that returns a Linen module and
+    the inputs of its `init` is run. A module, or a tree of arrays, is returned as it is.
 
     Args:
         text: `"7.5e9"` or `"model.py:make_model"`.
 
     Raises:
-        ValueError: If it is neither, or the model cannot be traced.
+        ValueError: If the text is neither, or the model cannot be traced.
     """
-    try:
+    with contextlib.suppress(ValueError):
         return float(text)
-    except ValueError:
-        pass
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is no number of parameters, such as 7.5e9, and no FILE.py:NAME.")
     found = load_object(text)
     path, _ = split_reference(text)
     with running(path):
-        if has_init(found) or (isinstance(found, tuple) and found and has_init(found[0])):
+        if is_linen(found):
             return init_shapes(found, text)
-        is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # Equinox modules are callable trees
+        is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but a tree
         nnx = sys.modules.get("flax.nnx")
         if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
             return found
@@ -170,22 +154,21 @@ def load_model(text: str) -> Any:
 
 
 def trace_params(make: Callable[[], Any], text: str) -> Any:
-    """Return the shapes of the parameters that a function without arguments returns, or what it returns instead.
-
-    Args:
-        make: The function.
-        text: Where it is, for errors.
-    """
+    """Return the shapes of the parameters that a function returns. If it returns no arrays, return its result."""
     try:
         return jax.eval_shape(make)
-    except TypeError:  # it returns no tree of arrays
+    except TypeError:  # the function returns no tree of arrays
         made = make()
-        linen = has_init(made) or (isinstance(made, tuple) and made and has_init(made[0]))
-        return init_shapes(made, text) if linen else made
+        return init_shapes(made, text) if is_linen(made) else made
+
+
+def is_linen(made: Any) -> bool:
+    """Return whether an object is a Linen module, or a tuple of a Linen module and the inputs of its `init`."""
+    return has_init(made) or bool(isinstance(made, tuple) and made and has_init(made[0]))
 
 
 def has_init(model: Any) -> bool:
-    """Return whether an object is initialised from a key: a Linen module, or its class."""
+    """Return whether an object has an `init` that takes a key, as a Linen module or its class has."""
     linen = sys.modules.get("flax.linen")
     if isinstance(model, type):
         return linen is not None and issubclass(model, linen.Module)
@@ -196,7 +179,7 @@ def init_shapes(made: Any, text: str) -> Any:
     """Return the shapes of the parameters of a module, or of a tuple of a module and the inputs of its `init`.
 
     Raises:
-        InitError: If `init` fails, as it does without inputs, or for a class.
+        InitError: If `init` fails, for example because it needs inputs, or because the module is a class.
     """
     given = made if isinstance(made, tuple) and not has_init(made) else (made,)
     module: Any = given[0]
@@ -216,14 +199,7 @@ def init_shapes(made: Any, text: str) -> Any:
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:
-    """Load an optimizer of optax by its name, or an object from a file. The rate does not change its state.
-
-    Args:
-        text: `"adamw"` or `"train.py:tx"`.
-
-    Raises:
-        ValueError: If there is no such optimizer.
-    """
+    """Load an optimizer by its name in optax, with any learning rate, or from a file: `"adamw"` or `"train.py:tx"`."""
     if REFERENCE.fullmatch(text):
         given: Any = load_object(text)
         if hasattr(given, "update"):
@@ -239,7 +215,7 @@ def load_transformation(text: str) -> optax.GradientTransformation:
         made = make(1e-3)
         if isinstance(made, optax.GradientTransformation):
             jax.eval_shape(made.init, {"w": jax.ShapeDtypeStruct((2, 2), "float32")})
-    except Exception as error:  # optax.chain takes the rate for a transformation, and finds out in init
+    except Exception as error:  # for optax.chain, the rate is a transformation, and only `init` notices
         raise ValueError(f"optax.{text} is not made of a learning rate alone. Give FILE.py:NAME instead.") from error
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(f"optax.{text} is no optimizer. Give one such as adamw, lion or adafactor, or FILE.py:NAME.")
@@ -247,42 +223,21 @@ def load_transformation(text: str) -> optax.GradientTransformation:
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """Return a preset of `Precision` by its name.
-
-    Args:
-        text: `"fp32"`, `"bf16"` or `"fp16"`; None for none.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
-    presets = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
-    if text is None:
-        return None
-    if text not in presets:
-        raise ValueError(f"Unknown precision {text!r}. Give one of {', '.join(presets)}.")
-    return presets[text]()
+    """Return the preset of `Precision` with this name, or None."""
+    if text is not None and text not in PRESETS:
+        raise ValueError(f"Unknown precision {text!r}. Give one of {', '.join(PRESETS)}.")
+    return None if text is None else getattr(Precision, text)()
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the memory that optimizer state is offloaded to.
-
-    Args:
-        text: `"host"` or `"disk"`; None for the device.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Return the option that offloads optimizer state to `"host"` or `"disk"`, or None."""
     if text is None:
         return None
     return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Return the path and the value of `PATH=VALUE`, such as `optimizer.params.lr=3e-4`; the value is JSON.
-
-    Raises:
-        ValueError: If there is no `=`, or the value is no JSON.
-    """
+    """Return the path and the value of `PATH=VALUE`, such as `optimizer.params.lr=3e-4`. The value is JSON."""
     path, equals, value = text.partition("=")
     try:
         if not equals:
@@ -290,6 +245,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return path, json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{text!r} is no PATH=VALUE with a value of JSON ({error}). Write optimizer.params.lr=3e-4, and a word in "
-            f"double quotes: 'scheduler.type=\"WarmupLR\"'."
+            f"{text!r} is no PATH=VALUE with a value in JSON ({error}). Write a number as optimizer.params.lr=3e-4, "
+            f"and a word in double quotes: 'scheduler.type=\"WarmupLR\"'."
         ) from error

@@ -4,7 +4,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """Return the installed version, or that of the source on the path if no package is installed."""
+    """Return the installed version, or `"0+source"` if no package is installed."""
     try:
         return metadata.version("zerojax")
     except metadata.PackageNotFoundError:

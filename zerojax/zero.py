@@ -1,29 +1,21 @@
-"""`zero_shard`: any optax transformation, sharded. Joins the packages below; has no logic of its own."""
+"""`zero_shard` and its object: joins the rooms below, and has no logic."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
-import jax.core
 import optax
 from jax.sharding import Mesh
 
-from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offload, Precision, Wire, check_count
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import stored_mask
-from zerojax.layout.tree import layout_of
-from zerojax.optim.as_params import as_params
-from zerojax.placement.init_params import init_programs
-from zerojax.placement.place import cast_params, check_host_room, place_params
-from zerojax.placement.storage import in_storage, named_tree
-from zerojax.train.begin import create, initialised
+from zerojax.optim.logical_state import as_params
+from zerojax.train.begin import create, init_params, shard
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
-from zerojax.train.optax_pair import adopt, init, unshard, update
-from zerojax.train.shardings import Shardings, shardings
+from zerojax.train.optax_pair import Shardings, adopt, init, shardings, unshard, update
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
 from zerojax.train.tree_api import value_and_grad
@@ -32,19 +24,18 @@ from zerojax.train.tree_api import value_and_grad
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation whose parameters, gradients and state are sharded for a ZeRO stage.
 
-    It is an `optax.GradientTransformationExtraArgs`: `init` and `update` are optax's own
-    pair, and it works wherever optax's transformations do.
+    It is an `optax.GradientTransformationExtraArgs`, and works wherever optax's transformations do.
     """
 
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
-        """Return the transformation of a configuration. `zero_shard` makes and checks one."""
+        """Return the transformation of a configuration, which `zero_shard` makes and checks."""
         # keywords, as optax's protocols name them; a partial keeps the configuration where rebuilding finds it
         return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
     def config(self) -> Config:
-        """Return the wrapped transformation, stage, mesh and axis."""
+        """Return the configuration: the wrapped transformation, the mesh and all options."""
         return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
@@ -56,58 +47,51 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
         """Initialise parameters, each leaf in its layout from the start.
 
-        At stage 3 the whole model never exists on one device.
+        At stage 3, no device ever holds the whole model.
 
         Args:
-            init_fn: Returns the tree of parameters; any function that jit takes.
-            *args: Its arguments.
+            init_fn: Returns the tree of parameters. `jax.jit` must be able to trace it.
+            *args: Arguments of `init_fn`.
 
         Returns:
-            `init_fn(*args)` in storage: at stage 3 sharded over the axis, a leaf of which no dim divides as a `Padded`.
-            In the types of the master weights, from which `create` and `init` take them, and `shard` narrower copies.
+            `init_fn(*args)` in storage: at stage 3 sharded over the axis, with a `Padded` for each leaf that has to be
+            padded. The types are those of the master weights; `create` and `init` take the parameters so, and `shard`
+            makes narrower copies.
+
+        Examples:
+            >>> params = tx.init_params(model.init, jax.random.key(0), inputs)
         """
-        config, layout = self.config, layout_of(self.config, jax.eval_shape(init_fn, *args))
-        check_host_room(config, layout)
-        arrays = initialised(config, init_programs(config, layout, init_fn, args), args)
-        store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
-        shardings = lambda _: named_tree(config, layout.treedef, layout.params)
-        return on_auto_mesh(config.user_mesh, store, arrays, shardings=shardings)
+        return init_params(self.config, init_fn, args)
 
     def shard(self, params: Any) -> Any:
-        """Put existing parameters into storage.
+        """Copy existing parameters into storage.
 
         Args:
-            params: Logical arrays (NumPy's too), arrays in storage already, or shapes.
+            params: Logical arrays of JAX or NumPy, arrays in storage, or shapes.
 
         Returns:
-            The tree in storage, always a copy: donating it spares the caller's arrays. In
-            the types that `precision` asks for: at stages 0 to 2 that is the one to compute in, so make the
-            optimizer's state from the wider parameters before. Of shapes, shapes with their shardings.
+            A copy in storage. If it is donated, the caller's arrays remain. The types are those that `precision` asks
+            for. At stages 0 to 2, that is the compute type, so make the optimizer state from the wider parameters
+            first. Shapes are returned with their shardings.
         """
-        config, layout = self.config, layout_of(self.config, params)
-
-        def store(params):
-            arrays = place_params(config, layout, params)
-            return in_storage(cast_params(config, layout, arrays, like=layout.params), layout)
-
-        shardings = lambda _: named_tree(config, layout.treedef, layout.params)
-        return on_auto_mesh(config.user_mesh, store, params, shardings=shardings)
+        return shard(self.config, params)
 
     def unshard(self, tree: Any, params: Any = None) -> Any:
-        """Gather parameters, or an optimizer state, into full logical arrays, replicated on every device.
+        """Gather parameters or an optimizer state into logical arrays, replicated on every device.
 
         Args:
-            tree: Parameters (gradients, updates) or the optimizer state in storage; also a part of the state.
-            params: For a state, the parameters or their shapes. Needed where this transformation has planned no such
-                parameters in this process, or several that are stored alike, or `tree` has no node of optax's.
+            tree: Parameters, gradients, updates or the optimizer state, in storage; also a part of the state.
+            params: For a state, the parameters or their shapes. Required in three cases: this transformation has not
+                planned such parameters in this process, it has planned several that are stored alike, or `tree` has no
+                node of optax's.
 
         Returns:
-            The tree as plain JAX and optax have it. A state is that of the transformation `zero_shard` was given, with
-            holes for parameters that are not trained and without master weights: these are
+            The tree as plain JAX and optax have it. A state is that of the transformation which `zero_shard` was given:
+            it has holes for parameters that are not trained, and no master weights. For master weights, call
             `tx.unshard(tx.as_params(opt_state.master, params))`.
 
         Raises:
-            ValueError: If the logical shapes of a state are not known.
+            ValueError: If the logical shapes of a state are not known, or an array was donated or is on another mesh.
         """
         return unshard(self.config, tree, params)
 
@@ -115,47 +99,51 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Place a plain optax state, from a run without zerojax, as `init` places its own.
 
         Args:
-            state: The state of the transformation that `zero_shard` was given: `tx.unshard` undoes this, bit for bit.
-                With frozen parameters, the state of all of them or that of `optax.masked`.
-            params: The parameters it belongs to, in any form. Master weights are taken from them.
+            state: A state of the transformation that `zero_shard` was given; logical arrays. `tx.unshard` undoes this
+                method, bit for bit. With frozen parameters, give the state of all parameters or of `optax.masked`.
+            params: The parameters of the state, in any form. Master weights are taken from them.
 
         Returns:
-            A copy of the state in storage, for `update`. A run begins with it by `tx.create(params, opt_state=state)`.
+            A copy of the state in storage, for `update`. `tx.create(params, opt_state=state)` begins a run with it.
 
         Raises:
-            ValueError: If the state is of other parameters or of another transformation.
-            TypeError: If a leaf has a type that the state's own cannot represent.
+            ValueError: If the state belongs to other parameters or to another transformation.
+            TypeError: If the sharded state's type cannot represent a leaf.
         """
         return adopt(self.config, state, params)
 
     def as_params(self, mirror: Any, params: Any) -> Any:
-        """Convert parts of the optimizer state that mirror the parameters, such as an average, into parameters.
+        """Convert a part of the optimizer state that mirrors the parameters, such as an average, into parameters.
 
         Args:
-            mirror: A tree of the state, in storage; of the structure of the trained parameters.
-            params: The parameters, in any form; taken in place of those that are not trained.
+            mirror: A subtree of the state, in storage, with the structure of the trained parameters.
+            params: The parameters, in any form. Leaves that are not trained are taken from them.
 
         Returns:
-            A tree in storage, in the types of `mirror`: for `eval_step`, `unshard`, `export`, and functions of
+            A tree in storage, in the types of `mirror`. Pass it to `eval_step`, `unshard`, `export`, or to functions of
             it and `params`, such as `optax.contrib.schedule_free_eval_params`.
 
         Raises:
-            ValueError: If `mirror` is of another structure or shape.
+            ValueError: If `mirror` has another structure or shape.
         """
         return as_params(self.config, mirror, params)
 
     def eval_step(self, fn: Callable) -> Callable:
-        """Return a jitted function of full parameters, gathered where they are used: evaluation, generation.
+        """Return a jitted function of full parameters, for evaluation and generation. It gathers them on use.
 
         Args:
-            fn: `fn(params, batch, *args)` sees full logical parameters and, in either view, all of
-                `batch`; it may return anything that jit may.
+            fn: `fn(params, batch, *args)`. It sees logical parameters and, in either view, all rows of `batch`. It may
+                return anything that a jitted function may.
 
         Returns:
-            `step(params, batch, *args, **keywords)`, which returns what `fn` does. `params` are in storage, such as
-            `state.params`, or logical; types are those of training. Rows that the devices cannot
-            divide, such as the last of an epoch, are replicated. Call it in a scan over tokens, and in a
-            loss (a teacher): a scan within `fn` keeps gathered what all of its iterations use.
+            `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
+            storage, such as `state.params`; their types are those of training. Rows that the devices cannot divide,
+            such as the last of an epoch, are replicated. `step` may be called in a loop over tokens, and in a loss (a
+            teacher). A scan within `fn` keeps gathered the parameters that all of its iterations use.
+
+        Examples:
+            >>> accuracy = tx.eval_step(lambda params, batch: jnp.mean(predict(params, batch["x"]) == batch["y"]))
+            >>> accuracy(state.params, batch)
         """
         return eval_step(self.config, fn)
 
@@ -168,32 +156,28 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         mutable: bool = False,
         accumulate: int = 1,
     ) -> Callable:
-        """Return loss and gradient over all devices, with explicit collectives.
+        """Return a function that computes loss and gradient over all devices, like `jax.value_and_grad`.
 
         Args:
-            loss_fn: `loss_fn(params, batch, *args)` sees full logical parameters and all of
-                `batch` (in device view its device's rows), and returns a loss; with
-                `has_aux`, `(loss, aux)`; with `weighted`, `(total, weight)` for the loss.
-            has_aux: Whether `loss_fn` returns `(loss, aux)`. Of microbatches and devices
-                markers say what becomes of a leaf (`Mean`, `Sum`, `Rows`, `Same`).
-            weighted: Whether the loss is `(total, weight)`: the sum of the totals is then
-                divided by the sum of the weights, over all microbatches and devices. A
-                weight is taken for a constant: nothing is differentiated through it. If
-                weights are negative or sum to zero, loss and gradients are NaN.
-            mutable: As for `train_step`: `f(params, mutable, batch, *args)` returns
-                `((loss, mutable), grads)`, with `has_aux` too `((loss, mutable, aux), grads)`.
-            accumulate: Into how many microbatches each device divides its rows. They are
-                differentiated one after the other, so that activations are of one, and their
-                mean is taken; PRNG keys in `*args` are folded with the microbatch's index.
+            loss_fn: `loss_fn(params, batch, *args)`. It sees logical parameters and all rows of `batch` (in device view
+                the rows of its device). It returns the loss, `(loss, aux)` with `has_aux`, or `(total, weight)` in the
+                place of the loss with `weighted`.
+            has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers `Mean`, `Sum`, `Rows` and `Same` say how
+                leaves are combined over microbatches and devices.
+            weighted: Whether the loss is `(total, weight)`. The sum of the totals is then divided by the sum of the
+                weights, over all microbatches and devices. A weight counts as a constant, which is not differentiated.
+                If a weight is negative or the sum is zero, loss and gradients are NaN.
+            mutable: As for `train_step`: `f(params, mutable, batch, *args)` returns `((loss, mutable), grads)`, and
+                with `has_aux` `((loss, mutable, aux), grads)`.
+            accumulate: Microbatches per device. They are differentiated one after the other, so that the activations
+                of only one are in memory, and averaged. PRNG keys in `*args` are folded with the microbatch's index.
 
         Returns:
-            `f(params, batch, *args, **keywords) -> (loss, grads)` (`((loss, aux), grads)` with
-            `has_aux`), as `jax.value_and_grad` gives it. Without a positional batch, the keyword arguments that
-            have rows are the batch: `f(params, x=x, y=y)`; flags, numbers and keys among them are further arguments.
-            `grads` has the structure, the logical shapes and the dtypes of `params`; at stages 2 and 3 it is sharded
-            like `shardings(params).grads`. The gradient of a leaf that is not trained, as integers and booleans are
-            not, is zeros of its size, which `train_step` does without. The loss is not scaled: that is
-            `train_step`'s too.
+            `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
+            positional batch, the keyword arguments that have rows are the batch: `f(params, x=x, y=y)`. `grads` has the
+            structure, logical shapes and types of `params`. At stages 2 and 3 it is sharded like
+            `shardings(params).grads`. The gradient of a leaf that is not trained, such as integers, is zeros of its
+            full size. `train_step` computes no such zeros, and only `train_step` scales the loss.
 
         Raises:
             ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
@@ -202,19 +186,17 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
 
     def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
-        """Begin a run: parameters in storage, a fresh optimizer state, step 0.
+        """Begin a run: return parameters in storage with a fresh optimizer state, at step 0.
 
         Args:
-            params: Logical parameters, parameters in storage, or shapes. They are copied,
-                so that the steps, which donate the state, leave them alone; drop them to
-                have their memory back. Master weights are taken from them before they
-                are cast.
-            mutable: What a loss function given to `train_step` with `mutable=True` updates
-                beside (batch statistics): a tree of arrays, replicated.
-            opt_state: A plain optax state to go on from, as `adopt` takes it. None: a fresh one.
+            params: Logical parameters, parameters in storage, or shapes. They are copied, because each step donates its
+                state; delete them to free their memory. Master weights are taken from them before they are cast.
+            mutable: The initial mutable state (batch statistics), for a loss function with `mutable=True`: a tree of
+                arrays, replicated.
+            opt_state: A plain optax state to continue from, as `adopt` takes it. None: a fresh state.
 
         Returns:
-            The state that `train_step`'s step takes.
+            The state that the step of `train_step` takes.
         """
         return create(self.config, params, mutable, opt_state)
 
@@ -234,31 +216,28 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Return a jitted training step that donates its state.
 
         Args:
-            loss_fn: As for `value_and_grad`; with `mutable`, `loss_fn(params, mutable, batch, *args)` returns
-                `(loss, mutable)`, with `has_aux` too `(loss, mutable, aux)`.
-            accumulate: As for `value_and_grad`. Stages 0 and 1 add up full gradients and
-                reduce once; stages 2 and 3 reduce-scatter each microbatch's and hold 1/N.
-            has_aux: As for `value_and_grad`; aux comes back as `metrics["aux"]`.
-            weighted: As for `value_and_grad`. A step whose weights are negative or sum to
-                zero is skipped, and a later call raises: the first that finds it done.
-            mutable: Whether the loss updates `state.mutable`. Its microbatches do so one after the other. In device
-                view float leaves are then averaged over the devices, each counting the same, and others must be the
-                same on all; there, and with microbatches, PRNG keys, folded in `*args` alone, do not belong in it.
-            skip_nonfinite: Whether a step whose gradient has a norm that is not finite leaves the state as it is, bit
-                for bit. Always so with a loss scale.
-            max_skips: How many steps in a row may be skipped before the next call raises; None is any number. If
-                given, such steps are skipped, and each call waits for the step before.
-            leaf_norms: Whether metrics have `grad_norms`, the norm of each parameter's
-                gradient; `optax.MaskedNode()` for one that is not trained.
-            timeout: Seconds that a step may take, but for compiling. One that takes longer ends the process, with exit
-                status 75, and says which process it waits for. None: 1800 s where several processes train, otherwise
-                any time; `float("inf")`: any time.
+            loss_fn: As for `value_and_grad`. With `mutable`, `loss_fn(params, mutable, batch, *args)` returns
+                `(loss, mutable)`, and with `has_aux` `(loss, mutable, aux)`.
+            accumulate: As for `value_and_grad`. Stages 0 and 1 add up full gradients and reduce them once. Stages 2 and
+                3 reduce-scatter the gradients of each microbatch, and hold 1/N.
+            has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
+            weighted: As for `value_and_grad`. A step with a negative weight or a zero sum is skipped, and the first
+                later call that finds it finished raises an error.
+            mutable: Whether the loss updates `state.mutable`, by one microbatch after the other. In device view, float
+                leaves are then averaged over the devices, with equal weights, and other leaves must be equal on all.
+                PRNG keys do not belong in it in device view or with microbatches: only keys in `*args` are folded.
+            skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
+                A loss scale implies it.
+            max_skips: Number of steps in a row that may be skipped before the next call raises; None for any number.
+                Implies `skip_nonfinite`, and makes each call wait for the previous step.
+            leaf_norms: Whether metrics have `grad_norms`: the norm of each parameter's gradient, and
+                `optax.MaskedNode()` for a parameter that is not trained.
+            timeout: Seconds that a step may take, without compilation. A step that takes longer ends the process with
+                exit status 75, and names the process that it waits for. None: 1800 s with several processes,
+                otherwise no limit. `float("inf")`: no limit.
 
         Returns:
-            `step(state, batch, *args, **keywords) -> (state, metrics)`, with `.trace(...)` and
-            `.lower(...)` as `jax.jit` has them; metrics has `loss`, `grad_norm` (of the unscaled, averaged
-            gradient) and `skipped`, with a loss scale `loss_scale`, the one it used, under
-            `optax.inject_hyperparams` `learning_rate` (without it, optax keeps no rate).
+            `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
 
         Raises:
             TypeError: If `accumulate` or `max_skips` is no integer.
@@ -268,13 +247,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:
-        """Return where parameters, gradients and optimizer state live.
+        """Return the shardings of parameters, gradients and optimizer state.
 
         Args:
-            params: Arrays or shapes; on a mesh of absent devices too.
+            params: Arrays or shapes. The devices of the mesh may be absent.
 
         Returns:
-            Trees of `NamedSharding`; where a leaf is a `Padded`, one for the node.
+            Trees of `NamedSharding`, with one sharding for each `Padded`.
         """
         return shardings(self.config, params)
 
@@ -300,59 +279,55 @@ def zero_shard(
     wire: Wire | None = None,
     matrix_updates: Literal["auto", "owner", "sharded"] = "auto",
 ) -> ZeroTransformation:
-    """Shard an optax transformation, and the training around it, over a mesh axis.
+    """Shard an optax transformation, and the training around it, over mesh axes.
 
     Args:
-        tx: Any optax transformation. Its update sees logical arrays, so it is exact.
+        tx: Any optax transformation. Its update sees logical arrays, so the result is exact.
         stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too. 3: parameters too.
-        mesh: A mesh of real or absent devices, whose axes are Auto or Explicit: arrays come back on it. Default: all
-            devices on one axis. Axes other than `axis` are left to the compiler; inside of the loss all are Auto.
-        axis: The mesh axis, or axes such as `("host", "gpu")`, that rows, and the parts above, are divided over.
-        shard_axis: Which of these the parts above are divided over, such as `"gpu"`; over the others they are
-            replicated (HSDP). None: all.
-        params_axis: Stage 3: which of these parameters alone are divided over, such as `"gpu"`: they are gathered
-            within a host, and their gradients and optimizer state are over all. None: as the others.
-        persist_below: A leaf with fewer elements is not sharded by dim: its parameter is persistent (replicated)
-            at stage 3, its gradient and optimizer state are flat, each device holding 1/N, if the transformation
-            updates it element by element.
-        prefetch: Stage 3: how many uses ahead of a parameter's use its gather may start; 0 disables it. Each holds
-            about one more layer's gathered parameters. A scan gathers one iteration ahead, whatever the number.
-        bucket_bytes: Leaves of a layer are gathered and reduced together up to this many logical bytes.
-        reshard_after_forward: Stage 3: False keeps gathered parameters between the
-            forward and the backward pass: two passes moved instead of three.
-        precision: In which types a step computes, sums and keeps its parameters, such as `Precision.bf16()`. None: as
-            the parameters and the loss function have it. Where there are master weights, chain inside, in `tx`: what
-            is behind it in an `optax.chain` would change updates that cannot reach them.
-        trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, where `path` is like
-            `"params/dense/kernel"` and `leaf` a `jax.ShapeDtypeStruct` of logical shape; or a tree of bools. The
-            others, and integers and booleans always, get no gradient, no optimizer state and no reduce-scatter; at
-            stage 3 they are sharded all the same. `tx` sees holes in their place, as under `optax.masked`.
-        overwrite: Which parameters take their gradient as the new value, given as `trainable` is and whatever that
-            says: where a layer computes statistics in its backward pass. Those whose path, or NNX class, names Flax's
-            collection `_overwrite_with_gradient` do so in any case. Of microbatches, and in device view of devices,
-            the elementwise maximum is taken. They are replicated, keep their type, and no norm counts them; `tx` sees
-            holes in their place.
-        offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`.
-            `train_step` streams it chunk by chunk; `update`, which may be part of another
-            program, brings all of it to the device at once. JAX adds nothing to an array in host memory: with
-            `params="host"`, a loop of your own moves the parameters to `jax.memory.Space.Device` before
-            `optax.apply_updates`, and the result back with `jax.device_put(result, tx.shardings(params).params)`.
-        batch_spec: How the batch is divided: a `PartitionSpec` such as `P("data", "sequence")`, which begins with
-            `axis` and of which a leaf takes as many entries as it has dims; or a tree of them. None: dim 0 alone.
-        view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit`: all is as on one device.
-            `"device"`: the rows of its device, as under `pmap`, and its mean is taken over the devices; it may use
-            collectives over `axis`.
-        wire: What collectives carry in few bits, such as `Wire(gather="int8", reduce="int4")`. None: nothing.
-        matrix_updates: Who computes what an update multiplies matrices for, as Muon's does: `"owner"`, one device
-            each matrix, or a few where there are fewer matrices than devices; `"sharded"`, all devices each product;
-            `"auto"`, what takes less time, counted in FLOPs and bytes. The plan and the report say which.
+        mesh: A mesh of real or absent devices, with Auto or Explicit axes; results are on it. None: all devices on one
+            axis. Axes that `axis` does not name are left to the compiler. Inside the loss, all axes are Auto.
+        axis: The mesh axes that divide the rows of a batch, such as `"data"` or `("host", "gpu")`.
+        shard_axis: The axes of `axis` over which the stage shards, such as `"gpu"`. Over the other axes, everything is
+            replicated (hybrid sharding, HSDP). None: all axes of `axis`.
+        params_axis: Stage 3: the axes of `axis` over which parameters are sharded, such as `"gpu"`, so that they are
+            gathered within a host. Gradients and optimizer state are sharded over all axes. None: as `shard_axis`.
+        persist_below: A leaf with fewer elements is not sharded by dim. Its parameter is persistent (replicated) at
+            stage 3. Its gradient and optimizer state are flat, 1/N per device, if its update is elementwise.
+        prefetch: Stage 3: how many uses ahead of its use a parameter's gather may start; 0 disables prefetch. Each use
+            costs the memory of about one gathered layer. A scan always prefetches one iteration.
+        bucket_bytes: Leaves of a layer share one collective up to this many logical bytes.
+        reshard_after_forward: Stage 3: whether gathered parameters are dropped after the forward pass. False keeps them
+            for the backward pass, and moves the parameters' bytes twice per step and not three times.
+        precision: The types in which a step computes, sums and keeps its parameters, such as `Precision.bf16()`. None:
+            the types of the parameters and of the loss function. With master weights, chain further transformations
+            inside `tx`: one behind it in an `optax.chain` would change updates that cannot reach the master weights.
+        trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, with a path such as
+            `"params/dense/kernel"` and a `jax.ShapeDtypeStruct` of logical shape, or a tree of bools. Other parameters,
+            and integers and booleans always, have no gradient and no optimizer state, but are sharded at stage 3. `tx`
+            sees holes for them, as under `optax.masked`.
+        overwrite: Which parameters take their gradient as the new value, given like `trainable`, which does not matter
+            for them. Parameters whose path, or NNX class, names Flax's collection `_overwrite_with_gradient` always do.
+            The new value is the elementwise maximum over microbatches, and in device view over devices. These
+            parameters are replicated, keep their type, and are left out of norms. `tx` sees holes for them.
+        offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`. `train_step` streams it
+            chunk by chunk; `update` brings all of it to the device at once. With `params="host"`, a hand-written loop
+            moves parameters to `jax.memory.Space.Device` before `optax.apply_updates`, because JAX adds nothing to an
+            array in host memory, and moves the result back: `jax.device_put(result, tx.shardings(params).params)`.
+        batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
+            `P("data", "sequence")`, or a tree of them. A leaf takes as many entries as it has dims. None: only dim 0.
+        view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit` on one device. `"device"`: the
+            rows of its device, as under `pmap`; the loss is averaged over devices, and may use collectives over `axis`.
+        wire: What collectives send in few bits, such as `Wire(gather="int8", reduce="int4")`. None: nothing.
+        matrix_updates: Which devices compute updates that multiply matrices, such as Muon's. `"owner"`: one device per
+            matrix, or a few if there are fewer matrices than devices. `"sharded"`: all devices share each product.
+            `"auto"`: the way with the smaller estimated time. The plan and the report show the choice.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
 
     Raises:
         TypeError: If `tx` is no optax transformation.
-        ValueError: If the stage is unknown, or the mesh lacks the axis or has Manual axes.
+        ValueError: If the stage is unknown, or the mesh lacks an axis or has Manual axes.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.

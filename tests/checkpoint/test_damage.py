@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoints import NEWEST, flip, zero
 from conftest import fraction, mesh_of, mounted, quick_or_slow
 
 from zerojax import zero_shard
@@ -24,7 +25,6 @@ from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
-NEWEST = "step_00000002"
 # A file of each kind: a shard, a flat leaf, a scalar, zarr's metadata and orbax's, the data, the manifest, its digest.
 FILES = {
     "arrays/params.w/1.0": "params['w']",
@@ -46,24 +46,15 @@ def no_leaf_is_packed():
         yield
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1 << 3
-    path.write_bytes(content)
-
-
-def zero(path):
-    content = bytearray(path.read_bytes())
-    start = len(content) // 4
-    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
-    path.write_bytes(content)
+def zero_4kb(path):
+    zero(path, path.stat().st_size // 4, 4096)
 
 
 def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-DAMAGES = {"flipped bit": flip, "4 KB of zeros": zero, "truncated": truncate, "missing": os.unlink}
+DAMAGES = {"flipped bit": flip, "4 KB of zeros": zero_4kb, "truncated": truncate, "missing": os.unlink}
 
 
 def state_of(step):

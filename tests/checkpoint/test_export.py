@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import zerojax
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
+from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import saved_leaves
 from zerojax.checkpoint.state_leaves import StateLeaf
 from zerojax.cli import app
@@ -130,6 +131,23 @@ def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
     with pytest.warns(UserWarning, match="1 tensors of .* are not wanted: w"):
         import_params(tmp_path / "out", {})
     assert not (tmp_path / "no").exists()
+
+
+def test_a_stacked_flat_leaf_of_a_checkpoint_is_exported_part_by_part(tmp_path):
+    stack = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    with Checkpointer(tmp_path / "saved") as checkpoints:  # the master weights are flat, as they are no parameters
+        checkpoints.save(transformation(1, 4, Precision.bf16()).create({"stack": jnp.asarray(stack)}), step=1)
+    (saved,) = [x for x in read_manifest(tmp_path / "saved" / "step_00000001").leaves if x.name == "params['stack']"]
+    assert saved.kind == "flat"
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", mapping={"h.{i}": "stack"})
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert_equal(found, {f"h.{i}": x for i, x in enumerate(stack)})
+
+
+@pytest.mark.parametrize(("limit", "files"), [(24, 1), (23, 2)])
+def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}  # 12 bytes each
+    assert len(export(params, tmp_path / "out", file_bytes=limit)) == files
 
 
 # --- the command line --------------------------------------------------------------------------------------------

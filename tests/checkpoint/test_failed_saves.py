@@ -37,9 +37,11 @@ from zerojax.checkpoint import (
     saving,
     verifying,
 )
-from zerojax.checkpoint.manifest import Manifest, digest, digest_line, read_manifest
+from zerojax.checkpoint.manifest import digest, digest_line, read_manifest, write_manifest
 from zerojax.checkpoint.quiet import QuietLoops, is_of_another, quiet_writes
+from zerojax.checkpoint.records import Manifest
 from zerojax.checkpoint.saving import Save
+from zerojax.checkpoint.state_leaves import state_leaves
 
 TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
 LEFT = ".tmp-step_00000007-0123abcd"
@@ -79,17 +81,15 @@ def rewrite(root, step, **changes):
     folder = root / f"step_{step:08d}"
     manifest = read_manifest(folder)
     assert isinstance(manifest, Manifest)
-    dataclasses.replace(manifest, **changes).write(folder)
+    write_manifest(dataclasses.replace(manifest, **changes), folder)
 
 
 def assert_damaged(root, state, match):
-    """Verifying and restoring name it, and the step before can be taken."""
+    """Verifying and restoring name it."""
     checkpoints = Checkpointer(root, read_only=True)
     for look in (checkpoints.verify, lambda: checkpoints.restore(state)):
         with pytest.raises(DamagedError, match=match):
             look()
-    with pytest.warns(UserWarning, match="Taking that of step 1"):
-        assert checkpoints.restore(state, fallback=True).step == 1
 
 
 # --- interrupts and exits ----------------------------------------------------------------------------------------
@@ -452,32 +452,14 @@ def test_a_disk_too_small_is_one_error(tmp_path, state, monkeypatch, capfd):
     assert not capfd.readouterr().err
 
 
+def test_the_space_that_is_asked_for_is_about_what_leaves_take(saved, state):
+    files = (saved / "step_00000002" / "arrays").glob("*/*")
+    blocks = sum(-(-path.stat().st_size // saving.BLOCK) for path in files)
+    asked = sum(map(saving.disk_bytes, state_leaves(state).values()))
+    assert 1 <= asked / (blocks * saving.BLOCK) < 1.5
+
+
 # --- strangers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["absolute", "above", "link", "pipe"])
-def test_a_file_outside_the_checkpoint_is_not_opened(copied, state, monkeypatch, kind):
-    folder = copied / "step_00000002"
-    (copied / "secret").write_text("mine")
-    name = {"absolute": str(copied / "secret"), "above": "../secret"}.get(kind, "beside")
-    if kind == "link":
-        (folder / name).symlink_to("../secret")
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    rewrite(copied, 2, files={**read_manifest(folder).files, name: (4, "")})
-    assert_damaged(copied, state, "no plain file" if kind == "pipe" else "outside the checkpoint")
-
-
-@pytest.mark.parametrize("key", ["chunks", "extents", "shape", "dtype", "compressor"])
-def test_an_array_that_is_not_what_its_files_are_is_damaged(copied, state, key):
-    """So that a small checkpoint cannot have much memory allocated."""
-    path = copied / "step_00000002" / "arrays" / "params.w" / ".zarray"
-    others = {"chunks": [1 << 40, 4], "shape": [1 << 40, 4], "dtype": "<f8", "compressor": {"id": "zlib", "level": 1}}
-    changed = {"chunks": [8.0, 4]} if key == "extents" else {key: others[key]}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    files = read_manifest(copied / "step_00000002").files
-    rewrite(copied, 2, files={**files, "arrays/params.w/.zarray": digest(path)})
-    assert_damaged(copied, state, r"params\['w'\], arrays/params.w/")
 
 
 def test_a_number_that_is_none_of_its_type_is_named(copied, state):
@@ -488,15 +470,6 @@ def test_a_number_that_is_none_of_its_type_is_named(copied, state):
     rewrite(copied, 2, files={**files, "arrays/scaling.weights_invalid/0": digest(path)})
     with pytest.raises(CheckpointError, match=r"An array in .* cannot be read: .*scaling.weights_invalid"):
         Checkpointer(copied, read_only=True).restore(state)
-
-
-def test_keys_that_are_none_are_named(copied, state):
-    leaves = [
-        dataclasses.replace(one, key="fry", dtype="key<fry>") if one.name == "params['b']" else one
-        for one in read_manifest(copied / "step_00000002").leaves
-    ]
-    rewrite(copied, 2, leaves=tuple(leaves))
-    assert_damaged(copied, state, r"params\['b'\], .*describes another array than key<fry>\[3\]")
 
 
 def test_keys_of_another_implementation_are_named(tmp_path):

@@ -249,7 +249,7 @@ def test_keep_every_and_force(tmp_path):
         assert checkpoints.steps() == [9, 10]
         assert checkpoints.latest() == 10
         assert checkpoints.verify() == [9, 10]
-    with pytest.raises(ValueError, match=r"keep=\) counts and must be at least 1"):
+    with pytest.raises(ValueError, match=r"keep=.*\) is no count. Give an integer of at least 1"):
         Checkpointer(tmp_path, keep=0)
 
 

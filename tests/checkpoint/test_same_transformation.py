@@ -77,10 +77,10 @@ def test_it_is_restored_where_the_caller_says_so(saved):
 @pytest.mark.parametrize(
     ("before", "after", "named"),
     [
-        ("adam", optax.nadam(1e-2), "the same operations, put together otherwise"),
+        ("adam", optax.nadam(1e-2), "the same operations, in another arrangement"),
         ("adam", optax.adam(3e-3), r"saved with mul -0.01; now mul -0.003\."),
         ("adam", optax.adam(1e-2, b2=0.95), r"now .*0.95"),
-        ("decayed", chained(RATE, DECAY), "the same operations, put together otherwise"),
+        ("decayed", chained(RATE, DECAY), "the same operations, in another arrangement"),
     ],
 )
 def test_another_program_is_named(before, after, named, saved):

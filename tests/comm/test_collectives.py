@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
 from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.wire import Encoding
 from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
@@ -115,12 +115,20 @@ def test_hybrid_sharding_reduces_shards_over_the_other_axis():
     assert list(operands_of(jaxpr, "psum")) == [leaf.size // 4]
 
 
+def test_exposed_gradients_are_reduced_from_the_last_leaf_on():
+    leaves = [leaf_of(name, ("gpu",)) for name in ("first dim", "flat")]
+    stacks = [jnp.ones((8, *leaf.shape)) for leaf in leaves]
+    of = lambda exposed: jax.make_jaxpr(reduced(ManualCollectives(AXES), leaves, exposed))(stacks).jaxpr
+    sizes = [math.prod(leaf.storage_shape) for leaf in leaves]
+    assert [list(operands_of(of(exposed), "reduce_scatter")) for exposed in (False, True)] == [sizes, sizes[::-1]]
+
+
 def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_view():
     """Each device along that axis gathers and reduces its own part of them, in one collective."""
     plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
     leaves = [plain, dataclasses.replace(plain, path="['tp']", shape=(6, 8), dim=1, others=("host",))]
     leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
-    comm = GlobalCollectives(mesh(), ManualCollectives(("gpu",)))
+    comm = GlobalCollectives(("gpu",), mesh=mesh())
     arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
     shards = [
         jax.device_put(in_storage(x, leaf), NamedSharding(mesh(), leaf.spec))
@@ -182,11 +190,11 @@ def test_which_leaves_share_a_bucket(leaves, limit, expected):
 
 def test_gradients_are_reduced_in_the_type_of_the_wire():
     leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
-    comm = ManualCollectives(AXES, wire=Encoding(np.dtype(np.float32)))
+    comm = ManualCollectives(AXES, encoding=Encoding(np.dtype(np.float32)))
     stacks = [jnp.full((8, *leaf.shape), 257, leaf.dtype) for leaf in leaves]
     for leaf, x in zip(leaves, jax.jit(reduced(comm, leaves, False))(stacks), strict=True):
         assert x.dtype == (leaf.dtype if leaf.dtype == np.int32 else np.float32)
-        assert comm.wire.decode_grad(x, leaf.dtype).dtype == leaf.dtype
+        assert comm.encoding.decode_grad(x, leaf.dtype).dtype == leaf.dtype
         assert float(x.max()) == 8 * float(stacks[0].max() if x.dtype == np.float32 else 257)
 
 
@@ -216,7 +224,7 @@ def test_a_negative_bucket_size_is_refused():
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)
-    comm = GlobalCollectives(mesh_of(8), ManualCollectives(("data",)))
+    comm = GlobalCollectives(("data",), mesh=mesh_of(8))
     fn = gather_on_use(constructs.TABLE[name], setup.layout, comm=comm)
     value, grads = jax.jit(jax.value_and_grad(fn), compiler_options=QUICK)(stored(params, setup), x)
     expected, plain = jax.jit(jax.value_and_grad(constructs.TABLE[name]))(params, x)

@@ -44,6 +44,33 @@ def with_custom_jvp(model, params, batch):
     return jnp.mean(clipped(3 * product(batch["x"], params["up"], model.model)) ** 2)
 
 
+@jax.custom_jvp
+def times(x, n):
+    return x * n, n + 1
+
+
+@times.defjvp
+def _(primals, tangents):
+    (x, n), (t, _) = primals, tangents
+    out, after = times(x, n)
+    return (out, after), (2 * t * n, jnp.zeros((), jax.dtypes.float0))
+
+
+@jax.custom_vjp
+def over(x, n):
+    return x / n, n + 1
+
+
+over.defvjp(lambda x, n: (over(x, n), n), lambda n, cotangents: (3 * cotangents[0] / n, None))
+
+
+def with_integers_in_rules(model, params, batch):
+    h = product(batch["x"], params["up"], model.model)
+    doubled, three = times(h, jnp.sum(batch["x"] > 9, dtype=jnp.int32) + 2)
+    third, four = over(doubled, three)
+    return jnp.mean(jax.sharding.reshard(third, P("data")) ** 2) * four
+
+
 def with_cond(model, params, batch):
     wide = lambda x: jnp.einsum("bd,df->bf", x, params["up"], **model.to("data", model.model))
     narrow = lambda x: jnp.zeros((ROWS, WIDE), x.dtype, **keyword(model.to("data", model.model))) + 2
@@ -98,6 +125,7 @@ def with_an_auto_axis(model, params, batch):
 TWO, ONE, MIXED = (EXPLICIT, EXPLICIT), (EXPLICIT,), (EXPLICIT, AUTO)
 CONSTRUCTS = {
     with_custom_jvp: TWO,
+    with_integers_in_rules: TWO,
     with_cond: TWO,
     with_loops: ONE,
     with_shard_map: TWO,

@@ -17,7 +17,7 @@ import zerojax.offload
 from zerojax import Offload, Precision, check, collectives, estimate, plan, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.gpus.topology import installed
-from zerojax.inspect.collectives import Collectives
+from zerojax.inspect.collectives import CompiledCollectives
 
 AXES, BELOW = ("host", "gpu"), 50
 OPTIMIZERS = {
@@ -245,7 +245,7 @@ def test_bytes_sent_are_those_of_the_compiled_step(stage, way):
     row = estimate(params, devices="h200:2x4", persist_below=BELOW, **WAYS[way])[stage]
     if stage < 3:  # of the gathers of stage 3 the compiler for CPUs may drop some
         assert moved.moved().sent == pytest.approx(row.sent, abs=200)  # and scalars
-    between = Collectives(c for c in moved if {device // 4 for device in c.group} == {0, 1})
+    between = CompiledCollectives(c for c in moved if {device // 4 for device in c.group} == {0, 1})
     assert between.moved().sent == pytest.approx(row.across, abs=200)
 
 

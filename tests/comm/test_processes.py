@@ -22,7 +22,7 @@ SAID = {
     "own_rows_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
     "another_step": rf"{STEP}step is 0, not 1",
     "positions": "$",  # nothing
-    "shared_rows": "ValueError: rows=.process.*along axis 'sequence' share rows and are of several processes",
+    "shared_rows": "ValueError: rows=.process.*along axis 'sequence' share rows and belong to several processes",
     "weights_of_zero": r"ValueError: The weights of a batch",
     "too_little_memory": r"MemoryError: (On process 0: )?The offloaded optimizer state needs \d+ B of host memory",
 }

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.comm.collectives import LABEL, ManualCollectives
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.quantised import Codec
-from zerojax.comm.wire import Encoding
 from zerojax.config.wire import FORMATS
-from zerojax.layout.leaf import QUANTISED, Leaf
+from zerojax.layout.leaf import Leaf
 from zerojax.train.same_run import run_record
 
 AXES = ("host", "gpu")
@@ -89,7 +89,7 @@ def test_stochastic_rounding_is_right_in_the_mean(fmt, value):
 
 def leaf_of(axes, shape, dim):
     shards = math.prod({"host": 2, "gpu": 4}[axis] for axis in axes)
-    return Leaf("['w']", shape, np.dtype(np.float32), axes, shards, "sharded", dim, wire=QUANTISED)
+    return Leaf("['w']", shape, np.dtype(np.float32), axes, shards, "sharded", dim, is_quantised=True)
 
 
 def numpy_reduced(parts, leaf, codec, over):
@@ -111,8 +111,8 @@ def numpy_reduced(parts, leaf, codec, over):
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
 def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
     leaves = [leaf_of(AXES, shape, dim), leaf_of(AXES, (16, 16), 0)]
-    encoding = Encoding(wire=Wire(reduce="int8", block=BLOCK, over=over))
-    comm = ManualCollectives(AXES, wire=encoding)
+    encoding = Encoding(formats=Wire(reduce="int8", block=BLOCK, over=over))
+    comm = ManualCollectives(AXES, encoding=encoding)
     parts = [jax.random.normal(jax.random.key(i), (8, *leaf.shape)) for i, leaf in enumerate(leaves)]
 
     def local(parts):
@@ -128,7 +128,7 @@ def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
 @pytest.mark.parametrize("axes", quick_or_slow([(AXES,), (("gpu", "host"),), (("gpu",),)], [(AXES,)]))
 def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
     leaves = [leaf_of(axes, (8, 40), 1), leaf_of(axes, (9, 30), 0)]
-    comm = ManualCollectives(AXES, wire=Encoding(wire=Wire(gather="int8", block=BLOCK, over=over)))
+    comm = ManualCollectives(AXES, encoding=Encoding(formats=Wire(gather="int8", block=BLOCK, over=over)))
     arrays = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
     pads = [[(0, n - m) for n, m in zip(leaf.storage_shape, leaf.shape, strict=True)] for leaf in leaves]
     stored = [jnp.pad(x, pad) for x, pad in zip(arrays, pads, strict=True)]
@@ -288,7 +288,7 @@ def test_each_leaf_says_how_it_is_sent():
     assert lines["params['blocks']['up']"].endswith(", quantised")
     assert lines["params['embedding']"].endswith("sent as it is: an embedding by its name")
     assert lines["params['scale']"].endswith("sent as it is: small: 32 elements, under persist_below=64")
-    assert "small: 12 elements a shard, under 8 blocks of 16" in lines["params['blocks']['norm']"]
+    assert "small: 12 elements per shard, under 8 blocks of 16" in lines["params['blocks']['norm']"]
     notes = {row.path: row.note for row in report(state).rows if row.part == "params"}
     assert notes["['blocks']['up']"] == "quantised"
     assert notes["['embedding']"] == "sent as it is: an embedding by its name"
@@ -300,16 +300,16 @@ def test_each_leaf_says_how_it_is_sent():
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (ValueError, "quantises nothing without gather= or reduce=", lambda: Wire()),
+        (ValueError, "quantises nothing. Give gather= or reduce=", lambda: Wire()),
         (ValueError, r"Wire\(gather=\) is one of None, 'int4', 'int8'", lambda: Wire(gather="int2")),
         (ValueError, r"Wire\(rounding=\"stochastic\"\) rounds", lambda: Wire(gather="int8", rounding="stochastic")),
         (ValueError, r"Wire\(block=3\) must be even", lambda: Wire(gather="int8", block=3)),
         (TypeError, r"Wire\(over=\) names mesh axes", lambda: Wire(gather="int8", over=(1,))),
         (TypeError, r"Wire\(where=\) is a function", lambda: Wire(gather="int8", where=[3])),
         (TypeError, r"wire is a zerojax.Wire, such as", lambda: transformation(wire="int8")),
-        (ValueError, "Stage 0 all-reduces gradients: quantised, every partial sum", lambda: transformation(0)),
+        (ValueError, "Stage 0 all-reduces gradients, and with wire= every partial sum", lambda: transformation(0)),
         (ValueError, r"Wire\(gather='int8'\) needs stage 3: stage 2", lambda: transformation(2)),
-        (ValueError, "sums would be rounded once more. Take params_axis=", lambda: transformation(shard_axis="gpu")),
+        (ValueError, "sums would be rounded once more. Use params_axis=", lambda: transformation(shard_axis="gpu")),
         (
             ValueError,
             r"Wire\(over=\) names axis 'model', over which no rows",
@@ -425,12 +425,12 @@ def test_a_checkpoint_has_the_errors(tmp_path):
         checkpoints.save(state, step=8)
         restored = checkpoints.restore(tx.create(jax.eval_shape(params))).state
         jax.tree.map(np.testing.assert_array_equal, restored, state)
-        with pytest.warns(UserWarning, match="has the rounding errors of 2 quantised gradients, which like= has not"):
+        with pytest.warns(UserWarning, match="has the rounding errors of 2 quantised gradients, and like= has none"):
             other = checkpoints.restore(plain.create(params())).state
         assert other.rounding_errors == {}
         turned = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
         groups = transformation(params_axis="gpu", wire=FED_BACK, precision=SCALED, mesh=turned)
-        with pytest.warns(UserWarning, match="what was taken from the gradients of its last step is lost"):
+        with pytest.warns(UserWarning, match="cannot correct the rounding of the last one"):
             other = checkpoints.restore(groups.create(params())).state
         assert not any(np.any(x) for x in jax.tree.leaves(other.rounding_errors))
     with Checkpointer(tmp_path / "exact") as checkpoints:
@@ -444,7 +444,7 @@ def test_a_checkpoint_has_the_errors(tmp_path):
     ("error", "message", "make"),
     [
         (TypeError, r"Wire\(error_feedback=\) is True or False", lambda: Wire(reduce="int4", error_feedback=0.8)),
-        (ValueError, r"is of gradients. Give reduce=", lambda: Wire(gather="int8", error_feedback=True)),
+        (ValueError, r"no gradient is quantised. Give reduce=", lambda: Wire(gather="int8", error_feedback=True)),
         (ValueError, r"at the end of a step, and there is none. Shard", lambda: transformation(wire=FED_BACK)),
         (
             ValueError,

@@ -146,7 +146,7 @@ def test_a_process_gives_its_rows_only_where_it_has_rows_of_its_own():
     )
     check_rows_of_processes(mesh([0, 0, 0, 0, 1, 1, 1, 1]), ("data",))
     check_rows_of_processes(mesh([0, 1] * 4), ("data", "sequence"))
-    with pytest.raises(ValueError, match="devices along axis 'sequence' share rows and are of several processes"):
+    with pytest.raises(ValueError, match="devices along axis 'sequence' share rows and belong to several processes"):
         check_rows_of_processes(mesh([0, 1] * 4), ("data",))
 
 

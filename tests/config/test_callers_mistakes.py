@@ -58,7 +58,7 @@ def tx():
         ({"tokens": jnp.ones((10, 16))}, r"batch\['tokens'\].*'data'.*10 rows.*8 devices.*8 or 16 rows"),
         ({"tokens": jnp.ones((3, 16))}, r"3 rows.*8 devices.*of 8 rows"),
         ({"tokens": jnp.float32(1)}, r"batch\['tokens'\].*scalar.*after the batch"),
-        ({"tokens": [[1.0] * 16] * 8}, r"batch\['tokens'\]\[0\]\[0\].*scalar.*lists as arrays"),
+        ({"tokens": [[1.0] * 16] * 8}, r"batch\['tokens'\]\[0\]\[0\].*scalar.*lists of numbers as arrays"),
         ({"tokens": jnp.ones((0, 16))}, r"batch\['tokens'\] has the shape \[0, 16\], of no rows"),
         ({"other": jnp.ones(8), "tokens": jnp.ones((16, 16))}, r"\['tokens'\] has 16 rows, and batch\['other'\] has 8"),
     ],
@@ -175,7 +175,7 @@ def test_a_report_needs_arrays(tx):
 def test_devices_cannot_be_simulated_too_late(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     jax.devices()
-    with pytest.raises(RuntimeError, match="5 devices were to be simulated, but JAX has begun with 8"):
+    with pytest.raises(RuntimeError, match="Cannot simulate 5 devices: JAX has already begun with 8"):
         simulate_devices(5)
 
 
@@ -323,7 +323,7 @@ def used_up(tx):
 def test_arrays_that_a_step_has_used_up(call, named, mesh, tmp_path):
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
     state = used_up(tx)
-    with pytest.raises(ValueError, match=named + ".*Use what that call returned"):
+    with pytest.raises(ValueError, match=named + ".*Use the result of that call"):
         call(tx, state, tmp_path)
 
 
@@ -352,5 +352,5 @@ def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
 def test_nothing_to_report_or_draw():
     with pytest.raises(TypeError, match="None has none"):
         report(None)
-    with pytest.raises(TypeError, match="None has none"):
+    with pytest.raises(TypeError, match="state is None"):
         plot.shards(None)

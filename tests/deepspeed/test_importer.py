@@ -58,9 +58,9 @@ def test_every_key_has_a_fate():
     for name in [*TOP, *(f"zero_optimization.{name}" for name in ZERO)]:
         assert name in KEYS
     for name in ZENFLOW:
-        assert key_of(f"zero_optimization.zenflow.{name}").fate == "not there"
+        assert key_of(f"zero_optimization.zenflow.{name}").fate == "refused"
     for name, key in KEYS.items():
-        assert key.fate in ("mapped", "not needed", "not there")
+        assert key.fate in ("mapped", "not needed", "not there", "refused")
         assert key.how, name
 
 
@@ -267,7 +267,7 @@ def test_each_key_is_accounted_for():
     assert "optax.clip_by_global_norm(1.0)" in text
     assert text.startswith("import optax\n\nimport zerojax\n\noptimizer = ")
     config = {"optimizer": ADAMW, "scheduler": {"type": "WarmupLR"}}
-    assert "# optimizer.params.lr is not used, as there: the schedule goes to" in str(from_deepspeed(config))
+    assert "# optimizer.params.lr is not used, as in DeepSpeed: the schedule goes to" in str(from_deepspeed(config))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_each_key_is_accounted_for():
         ({"optimizer": ADAMW, "amp": {"enabled": True}}, "amp=.* has no counterpart here: Apex"),
         ({"optimizer": ADAMW, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "gradients of earlier steps"),
         ({"optimizer": ADAMW, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "device or in host memory"),
-        ({"optimizer": ADAMW, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        ({"optimizer": ADAMW, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both decide kind of Precision"),
         (
             {
                 "optimizer": ADAMW,
@@ -318,6 +318,39 @@ def test_disabled_parts_ask_for_nothing():
     config = {"optimizer": ADAMW, "amp": {"enabled": False}, "fp16": {"enabled": False}, "bf16": {"enabled": False}}
     config["zero_optimization"] = {"stage": 3, "offload_param": None, "offload_optimizer": {"device": "none"}}
     assert from_deepspeed(config).options == {"stage": 3}
+    for groups in (-1, 0):
+        config["zero_optimization"] = {"mics_shard_size": groups, "zero_hpz_partition_size": 1, "zeropp_loco_param": {}}
+        assert from_deepspeed(config).options == {"stage": 0}
+
+
+def test_defaults_are_deepspeeds():
+    scale = DynamicScale(initial=2.0**16, growth_interval=1000, hysteresis=2, floor=1.0)
+    found = from_deepspeed({"optimizer": ADAMW, "fp16": {"enabled": True}})
+    assert found.options["precision"] == Precision.fp16(loss_scale=scale)
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}}
+    printed = from_deepspeed({"optimizer": ADAMW, "scheduler": cosine}).source
+    assert "warmup_cosine_lr(0.01, log=True, warmup_steps=1000, total_steps=10, warmup_min_ratio=0.0" in printed
+    assert "cos_min_ratio=0.0001" in printed
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", jnp.float32), ("fp16", jnp.float16), ("bf16", jnp.bfloat16)])
+def test_gradients_are_reduced_in_the_type_of_either_key(name, dtype):
+    for config in ({"communication_data_type": name}, {"data_types": {"grad_accum_dtype": name}}):
+        assert from_deepspeed({"optimizer": ADAMW, **config}).options["precision"] == Precision.fp32(reduce=dtype)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp32"}}, "decide reduce of Precision"),
+        ({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}}, "in two ways. Give one"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "above the initial scale"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "Give nvme_path"),
+    ],
+)
+def test_contradictions_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        from_deepspeed({"optimizer": ADAMW, **config})
 
 
 def test_the_command(tmp_path):

@@ -13,7 +13,7 @@ from conftest import quick_or_slow
 from jax import lax
 
 from zerojax import compat
-from zerojax.dims import NOWHERE, UNKNOWN, Place, at, follow
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, at
 
 ROWS, WIDTH = 6, 5
 
@@ -29,11 +29,11 @@ def float64():
 def states(fn, given, *args, count=ROWS):
     """Where the results of `fn(*args)` hold the rows, as `follow` says."""
     closed = jax.make_jaxpr(fn)(*args)
-    return follow(compat.opened(closed)[0], given, count=count)
+    return Follower(count).results(compat.opened(closed)[0], given)
 
 
 def places(state):
-    return UNKNOWN if state is None else tuple(sorted((place.dim, place.outer) for place in state.of))
+    return UNKNOWN if state is None else tuple(sorted((place.dim, place.outer) for place in state.places))
 
 
 # What a row's function is made of: `(array of any shape but (), key) -> array`. Sizes differ from ROWS throughout.
@@ -227,6 +227,6 @@ def test_the_table(name):
     given = [at(0) if x.shape[0] == ROWS and x.shape != (6, 3, 3) else NOWHERE for x in args]
     (found,) = states(fn, given, *args, count=count)
     if isinstance(wanted, set):
-        assert found.of == wanted
+        assert found.places == wanted
     else:
         assert places(found) == (UNKNOWN if wanted is UNKNOWN else tuple((dim, 1) for dim in wanted))

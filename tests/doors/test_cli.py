@@ -229,7 +229,7 @@ def doctor_speed():
     ("arguments", "said"),
     [
         ("nonsense", "No such command 'nonsense'."),
-        ("estimate", "Missing argument 'model'."),
+        ("estimate", "Missing argument 'MODEL'."),
         ("estimate -7e9", "No such option: -7."),
         ("estimate 7e9 --stage x", "Invalid value for '--stage'"),
     ],

@@ -1,4 +1,4 @@
-"""Flax NNX keeps its meaning: what a loss is given and owns is updated as `nnx.value_and_grad` updates it."""
+"""Flax NNX keeps its meaning: what a loss is given and closes over is updated as `nnx.value_and_grad` updates it."""
 
 import functools
 import itertools

@@ -32,7 +32,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.offload import close
 from zerojax.offload.folder import DiskError
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape
 
 STEPS = 40
 WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".split()

@@ -36,7 +36,7 @@ def moments(state):
     from zerojax.checkpoint.state_leaves import state_leaves
     from zerojax.layout.chunked import is_chunked
     from zerojax.placement.chunking import joined
-    from zerojax.placement.storage_shape import in_logical_shape
+    from zerojax.placement.storage import in_logical_shape
 
     leaves = [leaf for name, leaf in state_leaves(state).items() if name.startswith("opt_state")]
     return [in_logical_shape(joined(x.array) if is_chunked(x.array) else x.array, x.leaf) for x in leaves]

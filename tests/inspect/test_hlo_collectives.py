@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zerojax.inspect.collectives import KINDS, Array, Collective, Collectives, collectives
+from zerojax.inspect.collectives import KINDS, Array, Collective, CompiledCollectives, collectives
 from zerojax.inspect.overlap import overlap
 
 CUT, WHOLE = P("data"), P()
@@ -137,7 +137,7 @@ def test_a_loop_of_unknown_trip_count_is_reported():
 def test_a_collective_says_where_it_comes_from():
     (found,) = collectives(compile_on_cpu(bounded, CUT, CUT, SQUARE))
     assert found.op_name.endswith("/psum")
-    assert re.search(r"test_collectives\.py:\d+ in mixed$", found.frames[0])
+    assert re.search(r"test_hlo_collectives\.py:\d+ in mixed$", found.frames[0])
     assert any(frame.endswith("in bounded") for frame in found.frames[1:])
 
 
@@ -156,7 +156,7 @@ def test_the_table_shows_totals_and_says_what_it_assumes():
     assert table.splitlines()[1].split() == ["all-gather", "f32", "1", "5", "20,480", "0.08", "0.07"]
     assert "counted" not in table
     assert "2 are in a branch of a conditional" in str(collectives(compile_on_cpu(*PROGRAMS["cond"][0])))
-    assert str(Collectives()) == "no collectives"
+    assert str(CompiledCollectives()) == "no collectives"
 
 
 RING = {

@@ -18,6 +18,7 @@ from models import awkward_params
 from zerojax import Padded, report, zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.leaf import Leaf, shard_extent
+from zerojax.layout.opt_state import lay_out_state, params_of_state
 from zerojax.layout.tree import best_dim, lay_out
 
 SHAPES = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
@@ -216,3 +217,14 @@ def test_logical_names_are_axes_by_the_rules_in_force(own):
         layer = nnx.Linear(16, 64, kernel_init=nnx.with_partitioning(init, names, **local), rngs=nnx.Rngs(0))
         shardings = tx.shardings(jax.eval_shape(lambda: nnx.state(layer, nnx.Param))).params
     assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("data", "model")
+
+
+def test_a_history_of_a_parameter_is_sharded_like_the_parameter():
+    """And not on its first dim, which is as long."""
+    layout = lay_out({"w": shape(40, 16), "b": shape(40, 4)}, rules(stage=1, shards=4))
+    state = {"w": shape(40, 40, 16), "b": shape(4), "count": shape(dtype=jnp.int32)}
+    param_of = params_of_state(state, layout)
+    leaves = lay_out_state(state, layout, layout.policy, param_of=param_of, flat=frozenset())
+    assert dict(zip(sorted(state), param_of, strict=True)) == {"b": 0, "count": None, "w": 1}
+    assert [leaf.kind for leaf in leaves] == ["replicated", "replicated", "sharded"]
+    assert leaves[2].dim == layout.grads[1].dim + 1 == 1

@@ -323,7 +323,7 @@ def test_a_step_passes_parameters_on_within_host_memory():
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_other_stages_are_refused(stage):
-    with pytest.raises(ValueError, match=rf"needs stage 3: at stage {stage} the loss needs every parameter in full"):
+    with pytest.raises(ValueError, match=rf"needs stage 3: at stage {stage} each device holds all parameters"):
         zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), offload=BOTH)
 
 

@@ -70,12 +70,22 @@ def per_leaf(fn):
         lambda g: g + jnp.arange(g.size, dtype=g.dtype).reshape(g.shape),
         lambda g: g * g.size,  # the program itself depends on the shape
         lambda g: g * (g / (g * 2)).sum(),  # 0/0 in the padding
+        lambda g: g * (g / 0.0).sum(),
+        lambda g: g * (g**-2).sum(),
+        lambda g: g * jnp.where(g > 1, g, 1.0).sum(),
         lambda g: g * jnp.ones_like(g).sum(),  # a count of elements in disguise
         lambda g: g / jnp.full_like(g, 0.5).sum(),
     ],
 )
 def test_what_is_not_elementwise_is_refused(fn):
     assert flat(per_leaf(fn)) == set()
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda g: g * (g / 2).sum(), lambda g: g * (g**2).sum(), lambda g: g * jnp.where(g > 1, g, 0.0).sum()]
+)
+def test_a_sum_to_which_padding_adds_zero_is_a_scalar(fn):
+    assert flat(per_leaf(fn)) == SMALL
 
 
 def test_leaves_that_see_each_other_are_refused():

@@ -19,7 +19,7 @@ from models import awkward_batches, awkward_loss, awkward_params
 import zerojax.flax
 from zerojax import report, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.optim import as_params
+from zerojax.optim import logical_state
 from zerojax.testing import assert_parity
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
@@ -177,7 +177,7 @@ def test_a_step_waits_for_the_one_before_on_simulated_devices_alone(mesh, monkey
 
 def test_what_reads_parameters_waits_for_the_step_before_on_simulated_devices(mesh, monkeypatch):
     waited = []
-    for module in (eval_step, as_params):
+    for module in (eval_step, logical_state):
         monkeypatch.setattr(module, "wait_if_simulated", lambda mesh, arrays: waited.append(jax.tree.leaves(arrays)))
     tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh, persist_below=10)
     state = tx.create(UNEVEN)

@@ -64,9 +64,9 @@ def test_a_run_leaves_integers_and_booleans_alone(tmp_path, name, stage, options
         state, metrics = step(state, BATCH)
     assert_only_floats_moved(tx.unshard(state.params))
     assert len(jax.tree.leaves(metrics["grad_norms"])) == len(TRAINED)
-    owned = {state.plan.trained.paths[i] for i in state.plan.param_of if i is not None}
+    mirrored = {state.plan.trained.paths[i] for i in state.plan.param_of if i is not None}
     assert set(state.plan.trained.paths) == set(TRAINED)
-    assert owned <= set(TRAINED)
+    assert mirrored <= set(TRAINED)
     assert "not trained: bool has no gradient" in str(state.plan)
     assert "not trained: bool has no gradient" in str(report(state))
     with Checkpointer(tmp_path) as checkpoints:

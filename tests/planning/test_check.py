@@ -211,6 +211,8 @@ def test_a_malformed_topology_is_refused(text):
 
 def test_hosts_come_before_devices():
     assert topology.Topology.parse("h100:4x8") == topology.Topology("h100", 4, 8)
+    assert topology.Topology.parse("h200:64") == topology.Topology("h200", 8, 8)
+    assert topology.Topology.parse("h200:12") == topology.Topology("h200", 1, 12)
 
 
 def test_without_the_compiler_plugin_it_says_what_to_install(mesh, monkeypatch):

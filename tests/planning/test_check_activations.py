@@ -117,7 +117,7 @@ def test_a_sum_over_rows_that_were_lost_is_named(mesh):
     reordered = lambda p, batch: one_layer(p, batch[0][batch[1]])
     batch = BATCH, jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     found = str(check(zero(mesh, 2), reordered, LAYERS[:1], batch))
-    assert "zerojax lost sight of the rows" in found
+    assert "zerojax could not follow the rows" in found
     assert "all-reduced by the compiler" in found
 
 
@@ -130,7 +130,7 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
         return lax.scan(lambda total, one: (total + (one[0][one[1]] ** 2).mean(), None), 0.0, (p, ids.T))[0]
 
     found = check(zero(mesh, 3), apart, dict.fromkeys(names, shape(4096, 8)), rows)
-    gathered = "6 parameters are gathered at the same time, 0.8 MiB; one use, and what is fetched ahead, is 0.2"
+    gathered = "6 parameters are gathered at the same time, 0.8 MiB. One use and its prefetch need 0.2"
     assert found.ok == (found.peak < 0.7 * 2**20), found
     assert found.ok or gathered in str(found)
     assert "at the same time" not in str(check(zero(mesh, 3), stacked, shape(6, 4096, 8), rows))
@@ -167,7 +167,7 @@ def test_an_update_that_joins_elements_of_several_devices_is_named(mesh):
 
 def test_what_check_takes_is_said(mesh):
     tx = zero(mesh, 2)
-    with pytest.raises(TypeError, match=r"checked with its ZeroState, not list.*tx\.create"):
+    with pytest.raises(TypeError, match=r"needs its ZeroState, not list.*tx\.create"):
         check(tx.train_step(row_major), LAYERS, BATCH)
     with pytest.raises(TypeError, match=r"\(tx, loss_fn, params, batch\).*there is no batch"):
         check(tx, row_major, LAYERS)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from zerojax import Precision, compare, zero_shard
 from zerojax.cli import app
+from zerojax.planning.nonfinite import origins
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4, "b": jnp.full(8, 0.1)}
 BATCH = jax.random.normal(jax.random.key(1), (32, 16))
@@ -199,3 +200,10 @@ def test_the_command_line_prints_json(tmp_path):
     found = json.loads(outcome.output)
     assert found["ok"] is True
     assert found["devices"] == 8
+
+
+def test_a_nan_is_found_in_a_loop_that_closes_over_an_array():
+    """The second log makes an inf of 0, and the third a NaN of the inf."""
+    loop = lambda x, w: jax.lax.scan(lambda carry, _: (jnp.log(carry) * w, None), x, length=3)[0]
+    found = origins(loop, x=jnp.ones(2), w=jnp.ones(2))
+    assert [(origin.kind, origin.primitive) for origin in found] == [("inf", "log"), ("nan", "log")]

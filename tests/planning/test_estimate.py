@@ -215,7 +215,7 @@ def test_it_prints_a_table():
         ({}, {}, TypeError, "not dict"),
         (nn.Dense(3), {}, TypeError, r"initialise Dense: .*missing 1 .*'inputs'\n.*estimate\(module, inputs="),
         (nn.Dense, {}, TypeError, "initialise Dense: .*\nGive an instance of the module"),
-        ({"w": jnp.ones(3), "f": jnp.tanh}, {}, TypeError, r"dict\['f'\] is a .*, no array.*equinox\.filter"),
+        ({"w": jnp.ones(3), "f": jnp.tanh}, {}, TypeError, r"dict\['f'\] is a .* and not an array.*equinox\.filter"),
         (1e9, {"devices": 0}, ValueError, "at least 1"),
         (1e9, {"devices": 2.5}, TypeError, "devices counts devices and must be an int"),
         (1e9, {"stages": (4,)}, ValueError, "Unknown ZeRO stage 4"),
@@ -238,3 +238,9 @@ def test_a_stage_that_was_not_asked_for_is_missing():
 def test_options_that_it_does_not_have_are_refused(option):
     with pytest.raises(TypeError, match=f"no option '{next(iter(option))}'"):
         estimate(1e6, devices=2, **option)
+
+
+def test_an_offloaded_update_is_streamed_so_it_needs_gradients_alone():
+    row = lambda **options: estimate({"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, stages=(1,), **options)[1]
+    offloaded, plain = row(offload=Offload(optimizer="host")), row()
+    assert 2 * offloaded.update == plain.update == 2 * 64 * 64 * 4 // 8

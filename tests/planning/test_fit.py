@@ -213,7 +213,7 @@ def test_nothing_is_compiled_for_what_cannot_fit_anyway():
         def cost(self, config, layout, rows):
             raise AssertionError
 
-    with pytest.raises(ValueError, match=r"nearest is stage 3, .* on the host, .* needs .* MB a device, of wh"):
+    with pytest.raises(ValueError, match=r"nearest is stage 3, .* on the host, .* needs .* MB per device, and"):
         searched(5 * MB, {"loss": Never()})
 
 
@@ -307,8 +307,8 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
         ((8, 64, 512), {"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
         ((8, 64, 512), {"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
         ((8, 64, 512), {"devices": "h900:2x8"}, ValueError, "the GPUs known are"),
-        ((8, 64, 512), {"memory": 0}, ValueError, "memory is a GPU's, in bytes, and must be above 0"),
-        ((8, 64, 512), {"host_link": -50e9}, ValueError, "host_link is a GPU's, in bytes per second"),
+        ((8, 64, 512), {"memory": 0}, ValueError, "memory= is in bytes of one GPU and must be above 0"),
+        ((8, 64, 512), {"host_link": -50e9}, ValueError, "host_link= is in bytes per second of one GPU"),
         ((8, 64, 512), {"rows": np.float32(8)}, TypeError, "must be an int"),
         ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
         ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),

@@ -413,7 +413,7 @@ def test_a_jitted_function_keeps_its_shardings():
         plan(f, w, x, topology="h200:6")
     with pytest.raises(ValueError, match="no axis is known to grow"):
         plan(f, w, rows(64), topology="h200:16")
-    with pytest.raises(ValueError, match="names devices of its own"):
+    with pytest.raises(ValueError, match="names devices, in in_shardings"):
         plan(jax.jit(f, in_shardings=(w.sharding, x.sharding)), w, x)
 
 
@@ -487,7 +487,7 @@ def test_what_cannot_be_planned_says_why(mesh, monkeypatch):
     step, state = made(mesh, stage=3)
     with pytest.raises(ValueError, match=r"Unknown topology 'v100:8'.*a100-80, b200, h100, h200"):
         plan(step, state, rows(64), topology="v100:8")
-    with pytest.raises(TypeError, match="with its ZeroState, not dict"):
+    with pytest.raises(TypeError, match="needs its ZeroState, not dict"):
         plan(step, shapes(), rows(64))
     with pytest.raises(TypeError, match=r"not function. Give jax.jit"):
         plan(loss, shapes(), rows(64))
@@ -506,7 +506,7 @@ def test_the_batch_must_divide(mesh):
     with pytest.raises(ValueError, match=r"12 rows, and the axis has 8 devices"):
         plan(step, state, rows(12))
     f = jax.jit(lambda state, batch: batch[0].sum() + batch[1].sum())
-    with pytest.raises(ValueError, match="different numbers of them"):
+    with pytest.raises(ValueError, match="different numbers of rows"):
         plan(f, shapes(), [rows(8), rows(16)], largest_batch=True)
 
 
@@ -583,7 +583,7 @@ def test_a_file_is_planned_with_options_of_its_own(file):
         (("{file}:failing", "--png", "nowhere/plan.png"), "there is no folder nowhere. Make it first"),
         (("nowhere.py",), "There is no file nowhere.py"),
         (("{file}:absent",), "does not define absent; it defines loss, make_step"),
-        (("{file}:nothing",), "gives NoneType, not (step, state, batch, *args)"),
+        (("{file}:nothing",), "returns NoneType, not (step, state, batch, *args)"),
         (("{file}:failing",), "failing of {file} fails: KeyError: 'absent'"),
         (("{file}:refusing",), "refusing of {file} fails: ValueError: no good"),
         (("{file}:ragged", "--batch", "8"), "have different numbers of rows on dim 0, or none"),

@@ -290,9 +290,42 @@ def test_what_is_shared_is_computed_once():
     plan = tx.create(jax.eval_shape(awkward_params)).plan
     partition = partitioned_update(tx.config, plan)
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
-    assert sums(partition.resident) > 0
+    assert sums(partition.first.equations[0]) > 0
     assert all(sums(part) == 0 for group in partition.groups for part in group.equations.values())
     assert len(partition.groups) == 4
+
+
+def test_old_chunks_are_freed_when_new_chunks_are_written():
+    tx = zero(optax.adam(1e-2), 3, offload=offload())
+    state = tx.create(awkward_params())
+    old = [x for node in chunks(state) for x in node.chunks]
+    tx.train_step(awkward_loss)(state, awkward_batches(1)[0])
+    assert all(x.is_deleted() for x in old)
+
+
+def test_a_gradient_is_freed_after_its_last_group(monkeypatch):
+    update, left = streaming.UpdateQueue.update, []
+
+    def recorded(queue):
+        done = update(queue)
+        left.append(dict(queue._inputs.grads))
+        return done
+
+    monkeypatch.setattr(streaming.UpdateQueue, "update", recorded)
+    trained(zero(optax.adam(1e-2), 3, offload=offload()), awkward_batches(1))
+    assert left == [{}]
+
+
+def test_plan_and_report_say_where_each_groups_state_waits(tmp_path):
+    for where, path in (("in host memory", None), ("on disk", tmp_path)):
+        state = zero(optax.adam(1e-2), 3, offload=offload(path)).create(awkward_params())
+        on_device, *others = state.plan.groups.splitlines()
+        assert "one group with" in on_device
+        assert on_device.endswith("leaves of the state on the device")
+        assert all(f"2 leaves of the state {where}" in line for line in others)
+        assert state.plan.groups in str(state.plan)
+        assert state.plan.groups in str(report(state))
+    assert zero(optax.adam(1e-2), 3).create(awkward_params()).plan.groups == ""
 
 
 def test_parameters_that_need_each_others_state_are_one_group():
@@ -346,7 +379,7 @@ def test_a_budget_decides_the_fraction():
     some, bytes_there = created(parameters + 1200)
     assert 0 < len(chunks(some)) < 8
     assert bytes_there <= parameters + 1200
-    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes a device already"):
+    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes per device"):
         created(parameters)
 
 
@@ -391,16 +424,16 @@ def test_chunks_are_equal_and_contiguous():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Offload(), "moves nothing"),
+        (lambda: Offload(), "offloads nothing"),
         (lambda: Offload(optimizer="gpu"), r"optimizer=\) is one of None, 'host', 'disk', not 'gpu'"),
         (lambda: Offload(optimizer="host", update="cpu"), "one of 'auto', 'device', 'host'"),
         (lambda: Offload(optimizer="disk"), "needs path="),
         (lambda: Offload(optimizer="host", path="x"), "nothing else takes one"),
         (lambda: Offload(optimizer="host", fraction=1.5), "from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction="auto"), "needs budget="),
-        (lambda: Offload(optimizer="host", budget=5), "alone"),
+        (lambda: Offload(optimizer="host", budget=5), "is only for fraction"),
         (lambda: Offload(optimizer="host", chunk_bytes=0), "at least 1"),
-        (lambda: zero(optax.adamw(1), 0, offload=offload()), "Offload at stage 1, 2 or 3"),
+        (lambda: zero(optax.adamw(1), 0, offload=offload()), "Use offload= at stage 1, 2 or 3"),
         (lambda: zero(optax.adamw(1), 2, offload=offload(params="host")), "needs stage 3"),
     ],
 )

@@ -53,7 +53,7 @@ def test_what_is_not_marked_is_never_averaged_in_silence(view, accumulate):
         (lambda b: b, r"aux\['it'\] is float32\[\d+, 3\].*zerojax.Rows"),
         (lambda b: jnp.asarray(b.shape[0]), r"aux\['it'\] is int32\[\].*zerojax.Sum"),
         (lambda b: Mean(b > 0), r"aux\['it'\] is bool, which has no mean"),
-        (lambda b: Rows(b.sum()), r"aux\['it'\] is marked with zerojax.Rows, and is a scalar"),
+        (lambda b: Rows(b.sum()), r"aux\['it'\] is marked with zerojax.Rows, but it is a scalar"),
     ]:
         grad = tx.value_and_grad(
             lambda p, b, aux=aux: (jnp.mean(b) * p["w"].sum(), {"it": aux(b)}), has_aux=True, accumulate=accumulate

@@ -14,7 +14,8 @@ from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 
 import zerojax.flax
-from zerojax import Offload, Precision, report, zero_shard
+from zerojax import Offload, Precision, compat, report, zero_shard
+from zerojax.train.overwriting import Kind, dependence
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
@@ -254,3 +255,30 @@ def test_nnx_variables_are_found_by_their_class(stage):
         updates, plain_state = plain_tx.update({k: grads[k] for k in "wv"}, plain_state, {k: plainly[k] for k in "wv"})
         plainly = optax.apply_updates({k: plainly[k] for k in "wv"}, updates) | {"extremes": grads["extremes"]}
     assert_close({k: np.asarray(x) for k, x in tx.unshard(module.pure()).items()}, plainly)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (lambda cotangent, x: 2 * cotangent * x, Kind.LINEAR),
+        (lambda cotangent, x: cotangent / x, Kind.LINEAR),
+        (lambda cotangent, x: x / cotangent, Kind.OTHER),
+        (lambda cotangent, x: cotangent * cotangent, Kind.OTHER),
+        (lambda cotangent, x: cotangent * x - 3 * cotangent, Kind.LINEAR),
+        (lambda cotangent, x: cotangent - x, Kind.OTHER),
+        (lambda cotangent, x: x - cotangent, Kind.OTHER),
+        (lambda cotangent, x: jnp.abs(cotangent), Kind.OTHER),
+        (lambda cotangent, x: jnp.stack([cotangent, -cotangent]), Kind.LINEAR),
+        (lambda cotangent, x: jnp.stack([cotangent, x]), Kind.OTHER),
+        (lambda cotangent, x: jnp.concatenate([jnp.tile(cotangent, 2), jnp.real(cotangent)[None]]), Kind.LINEAR),
+        (lambda cotangent, x: jnp.where(x > 0, cotangent, 0.0), Kind.LINEAR),
+        (lambda cotangent, x: jnp.where(cotangent > 0, x, 0.0), Kind.OTHER),
+        (lambda cotangent, x: jnp.sin(x), Kind.CONSTANT),
+        (lambda cotangent, x: jnp.zeros(()) * 1.0, Kind.ZERO),
+        (lambda cotangent, x: jax.lax.fori_loop(0, 3, lambda _, y: y + cotangent, 0.0), Kind.LINEAR),
+        (lambda cotangent, x: jax.lax.fori_loop(0, 3, lambda _, y: y * cotangent, x), Kind.OTHER),
+    ],
+)
+def test_how_a_value_depends_on_the_cotangent(value, kind):
+    jaxpr, _ = compat.opened(jax.make_jaxpr(value)(1.0, 2.0))
+    assert dependence(jaxpr, [Kind.LINEAR, Kind.CONSTANT]) == [kind]

@@ -88,7 +88,7 @@ def read_under_remat(new_ref):
 @pytest.mark.parametrize(
     ("make", "new_ref", "view", "words"),
     [
-        (stashed_in_an_argument, on_mesh, "global", "keep it for the backward pass.*alone close over"),
+        (stashed_in_an_argument, on_mesh, "global", "keep it for the backward pass.*only its backward rule close over"),
         (read_under_remat, on_mesh, "global", "Under jax.checkpoint, do without"),
         (plumbed, on_mesh, "device", "every device would write a value of its own"),
         (stashed, on_mesh, "device", "every device would write a value of its own"),

@@ -1,7 +1,7 @@
-"""Arrays on disk, through orbax: one folder per leaf, one file per shard, each process its own shards.
+"""Arrays on disk, through orbax: one folder per leaf, one file per shard. Each process writes its own shards.
 
-The folder is an ordinary orbax checkpoint, which stock orbax reads too: zarr without OCDBT, so that
-every file belongs to one leaf. Small leaves are packed instead (`packing.py`); reading takes both.
+The folder is an ordinary orbax checkpoint, which stock orbax can read. It is zarr without OCDBT, so that every file
+belongs to one leaf. Small leaves are packed instead (`packing.py`); the functions that read take both.
 """
 
 from __future__ import annotations
@@ -31,41 +31,35 @@ from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
-# Several hosts share the writing of a replicated array only from this size on: each slice is compiled for.
+# Several hosts share the writing of a replicated array only from this size on, because each slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
-# Arrays are read in groups of about this size, which bounds the host memory in use.
+# Arrays are read in groups of about this size, which limits the host memory in use.
 GROUP_BYTES = 2 << 30
 
 
 class ReadRequest(NamedTuple):
-    """An array to read.
-
-    Attributes:
-        saved: The leaf; of PRNG keys their data are read, and made keys.
-        shape: The shape to read it in: longer dims are trimmed, shorter ones padded with zeros.
-        sharding: The sharding to read it into.
-    """
+    """A leaf to read into a shape and a sharding. Reading trims longer dims, and pads shorter dims with zeros."""
 
     saved: SavedLeaf
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # for PRNG keys, the shape of their data
     sharding: Sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedSource:
-    """An offloaded leaf as one leaf of the tree that orbax writes; `Chunked` is a node with many."""
+    """Makes an offloaded leaf one leaf of the tree that orbax writes. `Chunked` itself is a node with many leaves."""
 
     node: Chunked
 
 
 class ArrayHandler(type_handlers.ArrayHandler):
-    """orbax's handler of arrays, which also writes offloaded leaves.
+    """orbax's handler of arrays, extended to offloaded leaves.
 
-    It writes them one at a time, because device memory may be too small for all of them.
+    Offloaded leaves are written one at a time, because device memory may be too small for all of them.
     """
 
     def __init__(self):
-        """Set up as this package writes; hosts share the writing of what they replicate."""
+        """Choose the options of orbax: several hosts share the writing of arrays that they replicate."""
         super().__init__(
             use_replica_parallel=jax.process_count() > 1,
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
@@ -73,10 +67,8 @@ class ArrayHandler(type_handlers.ArrayHandler):
         )
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Copy the values to host memory and begin to write them; futures that end when all is on disk."""
-        infos = [
-            info.replace(byte_limiter=None) for info in infos
-        ]  # it belongs to one event loop, and each call has one
+        """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
+        infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter belongs to another call's event loop
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
         arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
         futures = list(await super().serialize(*zip(*arrays, strict=True)))
@@ -85,7 +77,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
                 if isinstance(source, ChunkedSource):
                     writing = await super().serialize([joined(source.node)], [info], [arg])
                     futures += writing
-                    if source.node.store is not None:  # on disk: host memory may be too small for all, too
+                    if source.node.store is not None:  # offloaded to disk: host memory may be too small for all
                         wait_for(writing)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -95,17 +87,14 @@ class ArrayHandler(type_handlers.ArrayHandler):
 
 
 def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callable[[], None]:
-    """Begin to write arrays into an empty folder.
+    """Begin to write arrays into an empty folder, and return a function that waits for this process's shards.
 
-    What is written are the present values: they are copied to host memory before this
-    returns (on CPU their buffers are kept alive, so that later donations cannot reuse them).
+    The present values are written: they are copied to host memory before this returns. (On CPU, their buffers are kept
+    alive, so that later donations cannot reuse them.)
 
     Args:
-        directory: The same on all processes.
-        arrays: By folder; none without elements. If there are none, nothing is written.
-
-    Returns:
-        A function that blocks until this process' shards are on disk.
+        directory: The same folder on all processes.
+        arrays: The arrays by the name of their folder. None of them is empty.
     """
     if not arrays:
         return lambda: None
@@ -118,10 +107,9 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
 
 
 def wait_for(futures: Sequence[Any]) -> None:
-    """Block until everything is on disk or has failed: the caller removes the folder, and nothing may be writing there.
+    """Block until every future has ended, then raise the first error.
 
-    Raises:
-        Exception: The first that there was.
+    After an error the caller removes the folder, so no other write may still be under way.
     """
     failures = []
     for future in futures:
@@ -134,11 +122,7 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read leaves of a checkpoint straight into their shardings, one for each request.
-
-    Raises:
-        CheckpointError: If one cannot be read.
-    """
+    """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if one cannot be read."""
     large = iter(read_folders(directory / ARRAYS, [one for one in requests if not one.saved.pieces]))
     with packing.Files(directory) as files:
         arrays = [read_packed(files, one) if one.saved.pieces else next(large) for one in requests]
@@ -146,7 +130,7 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
 
 
 def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
-    """Read a leaf that was packed; each process reads all of it, since it is small."""
+    """Read a packed leaf. It is small, so each process reads all of it."""
     stored = files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype)
     fitted = np.zeros(one.shape, stored.dtype)
     common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))
@@ -155,14 +139,10 @@ def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
 
 
 def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.Array]:
-    """Read leaves that have a folder each.
-
-    Raises:
-        CheckpointError: If one cannot be read; orbax' and tensorstore's own errors are of no type.
-    """
+    """Read leaves that have a folder each. Errors of orbax and TensorStore, which share no type, become one type."""
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
-        infos = [param_info(directory, one.saved.folder) for one in group]
+        infos = [files_of(directory, one.saved.folder) for one in group]
         args = [ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False) for one in group]
         try:
             arrays += run(handler.deserialize(infos, args))
@@ -174,10 +154,10 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
-    """Return the PRNG keys whose data was read."""
+    """Wrap data that was read as PRNG keys."""
     try:
         wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
-        return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put takes no array of several processes
+        return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put refuses an array of several processes
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{one.saved.name} is said to be PRNG keys of {one.saved.key}, and is not: {in_one_line(error)}"
@@ -185,11 +165,7 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
 
 
 def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
-    """Read a slice of one leaf's storage into host memory; the rest is not read unless it is packed.
-
-    Raises:
-        CheckpointError: If it cannot be read; tensorstore's own errors are of no type.
-    """
+    """Read a slice of one leaf's storage into host memory. Of a packed leaf, all pieces are read and verified."""
     if saved.pieces:
         with packing.Files(directory) as files:
             return files.read(saved.name, saved.pieces, saved.storage_dtype)[index]
@@ -202,8 +178,8 @@ def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
 
 
-def param_info(directory: Path, folder: str) -> type_handlers.ParamInfo:
-    """Return orbax's description of an array's files."""
+def files_of(directory: Path, folder: str) -> type_handlers.ParamInfo:
+    """Describe the files of an array to orbax."""
     return type_handlers.ParamInfo(
         name=folder,
         parent_dir=epath.Path(directory),
@@ -215,15 +191,15 @@ def param_info(directory: Path, folder: str) -> type_handlers.ParamInfo:
 
 
 def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
-    """Group consecutive arrays so that each group has about `GROUP_BYTES` on this host.
+    """Group consecutive arrays, so that each group has at most about `GROUP_BYTES` on this host.
 
-    orbax's own limit, `restore_concurrent_gb`, refuses an array that is larger.
+    orbax's own limit, `restore_concurrent_gb`, was rejected because it refuses an array that is larger than the limit.
     """
     groups: list[list[ReadRequest]] = []
     size = 0
     for one in requests:
         local = one.sharding.shard_shape(one.shape) if isinstance(one.sharding, NamedSharding) else one.shape
-        bound = math.prod(local) * 8 * len(one.sharding.addressable_devices)
+        bound = math.prod(local) * 8 * len(one.sharding.addressable_devices)  # counting 8 bytes per element
         if not groups or size + bound > GROUP_BYTES:
             groups.append([])
             size = 0
@@ -238,12 +214,12 @@ def is_key(x: Any) -> bool:
 
 
 def run(coroutine: Coroutine) -> Any:
-    """Run a coroutine to its end in another thread: the caller may be within an event loop, as notebooks are."""
+    """Run a coroutine in another thread and return its result. The caller may be in an event loop, as notebooks are."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, quietly(coroutine)).result()
 
 
 async def quietly(coroutine: Coroutine) -> Any:
-    """Return a coroutine that raises its first error only: other arrays that fail with it are not printed."""
+    """Run a coroutine without logging: its first error is raised, and the errors of other arrays are dropped."""
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     return await coroutine

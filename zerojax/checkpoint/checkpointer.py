@@ -1,4 +1,4 @@
-"""The object that saves and restores a run: asynchronous, verified, atomic, at any stage and number of devices."""
+"""The object that users hold: it saves, restores and verifies the checkpoints of one directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.offload.lock import Lock
+from zerojax.offload.lock import DiskError, Lock, lock
 from zerojax.placement.unusable import problem_of
 from zerojax.train.state import ZeroState
 
@@ -30,15 +30,15 @@ TIMEOUT = 600.0
 class Checkpointer:
     """Saves states into a directory and restores them, at any stage, mesh and number of devices.
 
-    A checkpoint is committed atomically, each of its files has a digest that is verified when it
-    is restored, and the newest `keep` stay. All processes of a run call it alike; calls of
-    several threads are serialized. What is under way when the interpreter exits is finished first.
+    A checkpoint is committed atomically. Each of its files has a digest, which is verified before the checkpoint is
+    restored. All processes of a run make the same calls; calls from several threads run one after the other. At exit,
+    the interpreter waits for a save that is under way.
 
     Attributes:
-        directory: Where the checkpoints are; one run at a time writes there.
-        keep: How many are kept, the newest; None is all.
+        directory: The folder of the checkpoints. One run at a time writes there.
+        keep: How many checkpoints are kept, the newest ones; None keeps all.
         every: `save` does nothing unless this divides the step.
-        timeout: Seconds after which a process that does not answer is given up.
+        timeout: Seconds to wait for a process that does not answer.
     """
 
     def __init__(
@@ -50,22 +50,22 @@ class Checkpointer:
         timeout: float = TIMEOUT,
         read_only: bool = False,
     ):
-        """Open a directory, made if it is not there.
+        """Open a directory, and create it if it does not exist.
 
         Args:
-            directory: On a file system that all processes see; `~` is the user's.
-            keep: How many checkpoints stay, the newest; None is all.
-            every: In steps.
-            timeout: In seconds: how long a process waits for the others while saving.
-            read_only: Whether to restore alone, beside a run that writes.
+            directory: A folder on a file system that all processes see. `~` is the user's home.
+            keep: How many checkpoints to keep, the newest ones; None keeps all.
+            every: Save only steps that this number divides.
+            timeout: Seconds that a process waits for the others.
+            read_only: Only restore and verify, while another run may write to the directory.
 
         Raises:
             CheckpointError: If another run writes there, or the directory cannot be written.
-            ValueError: If a number is out of range, or `directory` is empty.
+            ValueError: If `keep` or `every` is below 1, or `directory` is empty.
         """
         for name, value in (("keep", keep), ("every", every)):
             if not (name == "keep" and value is None) and (isinstance(value, bool) or not value or value < 1):
-                raise ValueError(f"Checkpointer({name}=) counts and must be at least 1, but is {value!r}.")
+                raise ValueError(f"Checkpointer({name}={value!r}) is no count. Give an integer of at least 1.")
         if not os.fspath(directory):
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
@@ -80,49 +80,50 @@ class Checkpointer:
             self._open()
 
     def _open(self) -> None:
-        """Take the lock and remove what killed saves left; on the first process."""
+        """Take the directory's lock on the first process, and remove what killed saves left."""
         self._processes.require_same("open a Checkpointer", {"keep": self.keep, "every": self.every})
         failure = ""
         if self._processes.is_first:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = folders.lock(self.directory)
+                self._lock = lock(self.directory)
                 for name, outcome in folders.clean(self.directory).items():
                     log.warning("%s in %s, which a killed run left, %s.", name, self.directory, outcome)
-            except (OSError, CheckpointError) as error:
+            except OSError as error:
                 failure = f"Checkpoints cannot be written to {self.directory}: {error}"
+            except DiskError as error:  # another run has the lock, or another program wrote `.lock`
+                failure = f"Checkpoints cannot be written to {self.directory}: {error} "
+                failure += "Checkpointer(..., read_only=True) restores beside it."
         try:
-            self._processes.agree("open", failure)
+            self._processes.agree("open a Checkpointer", failure)
         except CheckpointError:
-            self._unlock()  # another process cannot
+            self._unlock()  # another process failed
             raise
         OPEN.add(self)
 
     def save(self, state: ZeroState, data: Any = None, *, step: int | None = None, force: bool = False) -> bool:
-        """Begin to save a state; it is written while training goes on.
+        """Begin to save a state. It is written while training goes on.
 
-        What is saved is the state as it is at this call, even if the next step donates it.
-        This waits for a save that is still under way.
+        The state is saved as it is at this call, even if the next step donates it. If another save is still under
+        way, this call waits for it first.
 
         Args:
             state: The state of the run.
-            data: What else goes with it: a pytree, or anything with `get_state` and
-                `set_state` such as an iterator of grain, or a pytree that contains some. Small:
-                it is kept as JSON, one file a process.
-            step: Its number, an integer of any kind; default `int(state.step)`, which waits for
-                the step. A loop that counts for itself gives its count and does not wait.
-            force: Whether to save though `every` does not divide the step.
+            data: Anything small that belongs to the run: a pytree of plain values and arrays, or of objects with
+                `get_state` and `set_state`, such as iterators of grain. It is kept as JSON, one file per process.
+            step: The number of the step. The default, `int(state.step)`, waits until the step is computed; a loop
+                that counts its own steps gives its count and does not wait.
+            force: Save even if `every` does not divide the step.
 
         Returns:
-            Whether a save was begun. It is not if `every` does not divide the step, or this
-            object has saved that step already.
+            Whether a save was begun. False if `every` does not divide the step, or if this object has already saved
+            that step.
 
         Raises:
-            CheckpointError: If this save cannot begin, or the one before failed: why, and
-                which checkpoint is the newest. The state is unchanged.
-            TypeError: If `state` is no `ZeroState`, `data` cannot be written, or `step` is no int.
-            ValueError: If `step` is negative, or not the same on every process; or if `state` was donated to a step
-                before.
+            CheckpointError: If this save cannot begin, or the save before failed. The message says why, and which
+                checkpoint is the newest. The state is unchanged.
+            TypeError: If `state` is no `ZeroState`, `data` cannot be written, or `step` is no integer.
+            ValueError: If `step` is negative or differs between processes, or if `state` was donated to a step.
         """
         if not isinstance(state, ZeroState):
             raise no_zero_state("save takes", state)
@@ -156,28 +157,25 @@ class Checkpointer:
         fallback: bool = False,
         partial: bool = False,
     ) -> Restored:
-        """Restore a checkpoint into the layout of a state, whatever the one it was saved in.
+        """Restore a checkpoint into the layout of a state, whatever layout it was saved in.
 
         Args:
-            like: A state of the same model and optimizer, at any stage, on any mesh, in any
-                precision: live arrays, or shapes (`tx.create(shapes)`), which take no memory.
-            step: Which one; None is the newest.
-            data: What data is restored into: objects with `set_state` are set, and other
-                nodes used. None gives it back as it was written.
-            fallback: Whether to take the newest intact checkpoint, with a warning, where the
-                one asked for is damaged.
-            partial: Whether to restore what matches and keep the rest of `like` where the
-                two differ.
+            like: A state of the same model and optimizer, at any stage, on any mesh, in any precision. It holds live
+                arrays, or shapes (`tx.create(shapes)`), which take no memory.
+            step: The step to restore; None restores the newest.
+            data: A template for the saved data. Objects with `set_state` are set to what was saved, and the nodes of
+                the template are rebuilt. None returns the data as it was written.
+            fallback: If the checkpoint is damaged, take the newest intact one, with a warning.
+            partial: Where checkpoint and `like` differ, restore the leaves that match and keep the others of `like`.
 
         Returns:
-            The state, the data, the step, and what was not restored.
+            The state, the data, the step, and the names of leaves that were not restored.
 
         Raises:
-            CheckpointError: If there is no checkpoint, or the run that writes there replaced it
-                while it was read.
-            DamagedError: If it is damaged, naming leaf and file, and the newest intact one.
-            TypeError: If `like` is no `ZeroState`, or `step` is no int.
-            ValueError: If it is of another tree, shape, type or optimizer.
+            CheckpointError: If there is no checkpoint, or another run replaced it while it was read.
+            DamagedError: If the checkpoint is damaged. Names leaf and file, and the newest intact step.
+            TypeError: If `like` is no `ZeroState`, or `step` is no integer.
+            ValueError: If the checkpoint is of another tree, shape, type or optimizer.
         """
         with self._mutex:
             self.wait()
@@ -191,11 +189,11 @@ class Checkpointer:
                         self.directory, manifest, like, data=data, partial=partial, processes=self._processes
                     )
 
-            # several processes would have to agree on it, while the others read
+            # Several processes cannot retry: a process that has read everything would not take part again.
             return retried(restored) if self._processes.count == 1 else restored()
 
     def latest(self) -> int | None:
-        """Return the newest step that has a checkpoint, or None if no step has one."""
+        """Return the newest step that has a checkpoint, or None if there is no checkpoint."""
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
@@ -203,27 +201,27 @@ class Checkpointer:
         return folders.steps_in(self.directory)
 
     def verify(self, step: int | None = None) -> list[int]:
-        """Check every file of every checkpoint, or of one.
+        """Check every file of one checkpoint, or of all, against its digest.
 
         Args:
-            step: Which one; None is all.
+            step: The step to check; None checks all.
 
         Returns:
             The steps that were checked, all intact.
 
         Raises:
             CheckpointError: If there is no such checkpoint.
-            DamagedError: Naming leaf and file of the first that is damaged.
+            DamagedError: At the first damaged checkpoint. Names leaf and file.
         """
         with self._mutex:
             self.wait()
             return retried(lambda: verify_steps(self.directory, step))
 
     def wait(self) -> None:
-        """Wait until the save under way is done.
+        """Wait until the save under way is on disk.
 
         Raises:
-            CheckpointError: If it failed.
+            CheckpointError: If the save failed.
         """
         with self._mutex:
             if (save := self._last_save) is None:
@@ -241,19 +239,23 @@ class Checkpointer:
             raise CheckpointError("This Checkpointer is read_only=True. Open one without it to save.")
         if self._lock is not None and not self._lock.held:
             raise CheckpointError(
-                "This Checkpointer belongs to the process that this one was forked from. Save in that process, which "
-                "has the arrays on its devices, too."
+                "This Checkpointer belongs to the process that this one was forked from. Save in that process: it has "
+                "the devices with the arrays."
             )
         if self._lock is None and self._processes.is_first:
             raise CheckpointError("This Checkpointer is closed. Open another to save.")
 
     def _remove_again(self) -> None:
-        """Remove what writes of failed saves brought back since."""
+        """Remove files of failed saves that were written after the failure."""
         while self._failed:
             self._failed.pop().remove_again()
 
     def close(self) -> None:
-        """Wait as `wait` does, and let others write to the directory."""
+        """Wait for the save under way, and let other runs write to the directory.
+
+        Raises:
+            CheckpointError: If the save failed.
+        """
         with self._mutex:
             try:
                 self.wait()
@@ -268,7 +270,7 @@ class Checkpointer:
             self._lock = None
 
     def _after_fork(self) -> None:
-        """Give up in a forked child what stays with the parent: its lock, its saves, and a mutex another thread had."""
+        """Forget the saves in a forked child, and replace the mutex, which another thread of the parent may hold."""
         self._mutex, self._last_save, self._failed = threading.RLock(), None, []
 
     def __enter__(self) -> Checkpointer:
@@ -276,7 +278,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close it; a save that failed does not hide the error that ends the block."""
+        """Close the checkpointer. If an error ends the block, a failed save only warns, so that it hides no error."""
         try:
             self.close()
         except CheckpointError as failure:
@@ -285,43 +287,43 @@ class Checkpointer:
             warnings.warn(str(failure), stacklevel=2)
 
 
-# Those that may have a save under way, and all that there are.
+# Checkpointers that may have a save under way, and all checkpointers.
 OPEN: set[Checkpointer] = set()
 KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class FailedStream:
-    """A stream that cannot be flushed at the interpreter's end, which then ends with status 120.
+    """A stream whose last flush fails, so that the interpreter ends with status 120.
 
-    A save that fails after the program's last line must change the exit status, or a launcher takes the run for a
-    success. Python has no other way to do that so late: `SystemExit` and errors of functions that run at exit are only
-    printed. `os._exit` would set a status, but would leave out the rest of the exit, such as other libraries' files.
+    A save may fail after the program's last line, and a launcher must not take that run for a success. At that point
+    Python prints any error that an exit function raises, `SystemExit` included, and still ends with status 0.
+    `os._exit` would set a status, but it would skip the exit functions of other libraries.
     """
 
     def __init__(self, stream: Any):
-        """Write to another stream."""
+        """Wrap a stream."""
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of the other stream."""
+        """Return the wrapped stream's attribute."""
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush the other stream."""
+        """Flush the wrapped stream, and raise an error if the interpreter is ending."""
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("A save failed.")
 
 
 def after_fork() -> None:
-    """Forget saves in a forked child: their threads do not exist there, and what they write belongs to the parent."""
+    """Forget all saves in a forked child: their threads exist only in the parent."""
     OPEN.clear()
     for one in list(KNOWN):
         one._after_fork()
 
 
 def close_open() -> None:
-    """Finish the saves under way at exit, and report failures, also by the exit status."""
+    """Finish the saves under way at exit. A save that fails is logged and changes the exit status."""
     for one in list(OPEN):
         try:
             one.close()
@@ -330,6 +332,6 @@ def close_open() -> None:
             sys.stderr = FailedStream(sys.stderr)
 
 
-# Not `atexit`, which runs once the interpreter's executors are shut down: saves need them.
+# Not `atexit`: its functions run after Python has shut down the thread pools that saves need.
 threading._register_atexit(close_open)  # pyright: ignore[reportAttributeAccessIssue]
 os.register_at_fork(after_in_child=after_fork)

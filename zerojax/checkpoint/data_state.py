@@ -1,8 +1,8 @@
-"""The data that goes with a state, such as the iterator's position, as JSON.
+"""The data that belongs to a state, such as the iterator's position, as JSON.
 
-Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys are kept as they are. What has
-`get_state` and `set_state`, as grain's iterators have, is asked for its state. Other pytree
-nodes come back through a template.
+Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys come back as they are. An object with `get_state` and
+`set_state`, such as grain's iterators, is asked for its state. Any other pytree node is written as the list of its
+children, and a template rebuilds it.
 """
 
 from __future__ import annotations
@@ -17,35 +17,26 @@ import numpy as np
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.errors import in_one_line
 
-# JAX on the CPU writes past the end of arrays of these types.
+# JAX on the CPU writes past the end of arrays of these types, so a forged file must not make one.
 CORRUPTING = ("int2", "uint2")
 PLAIN = (str, int, float, bool, type(None))
 
 
 class UnreadableError(ValueError):
-    """Text that does not say what was saved."""
+    """Raised for text that `dumps` did not write."""
 
 
 def dumps(data: Any) -> str:
-    """Return `data` as text.
-
-    Raises:
-        TypeError: If a part of it is neither of a known type nor a pytree node.
-    """
+    """Return data as text. Raise a `TypeError` if a part of it is neither of a known type nor a pytree node."""
     return json.dumps(encode(data))
 
 
 def loads(text: str | bytes, template: Any = None) -> Any:
-    """Return what was written.
-
-    Args:
-        text: From `dumps`.
-        template: None, or something like what was written: objects in it that have
-            `set_state` are set to what was saved of them, and its nodes are used.
+    """Return the data that `dumps` wrote, in the nodes of a template. None as template returns plain containers.
 
     Raises:
-        ValueError: If the template is of another structure than what was written.
-        UnreadableError: If the text is none that `dumps` wrote.
+        ValueError: If the template has another structure than the data.
+        UnreadableError: If `dumps` did not write this text.
     """
     try:
         saved = json.loads(text, object_hook=decode)
@@ -55,7 +46,7 @@ def loads(text: str | bytes, template: Any = None) -> Any:
 
 
 def encode(data: Any) -> Any:
-    """Encode as nested lists and dicts of JSON. A value that is neither plain nor a list becomes a dict with a tag."""
+    """Encode data as nested lists and dicts of JSON. A value that is neither plain nor a list becomes a tagged dict."""
     if isinstance(data, PLAIN):
         return data
     if has_state(data):
@@ -93,7 +84,7 @@ def encode_array(x: Any) -> dict:
 
 
 def decode(tagged: dict) -> Any:
-    """Undo `encode` for one dict of JSON whose values are decoded already."""
+    """Undo `encode` for one tagged dict, whose values are decoded already."""
     if "tuple" in tagged:
         return tuple(tagged["tuple"])
     if "dict" in tagged:
@@ -104,20 +95,20 @@ def decode(tagged: dict) -> Any:
         return jax.random.wrap_key_data(tagged["of"], impl=tagged["key"])
     dtype = jax.numpy.dtype(tagged["dtype"])
     if dtype.name in CORRUPTING:
-        raise ValueError(f"an array of {dtype.name}, of which no save writes one")
+        raise ValueError(f"an array of {dtype.name}, which no save writes")
     array = np.frombuffer(base64.b64decode(tagged["array"]), dtype).reshape(tagged["shape"])
     return jax.numpy.array(array) if tagged["as"] == "jax" else array.copy()
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """Put `saved` into the nodes of a template. Objects with a state are set to it."""
+    """Rebuild saved data in the nodes of a template. An object that has `set_state` is set to its saved state."""
     if template is None:
         return saved
     if has_state(template):
         template.set_state(saved)
         return template
     if type(template) in (list, tuple) and type(template) is type(saved) and len(template) != len(saved):
-        return saved  # something that grows, as a list of losses does
+        return saved  # a list that grows during the run, such as one of losses
     if isinstance(template, dict) and isinstance(saved, dict) and template.keys() == saved.keys():
         return {key: fill(x, saved[key]) for key, x in template.items()}
     children, node = jax.tree.flatten(template, is_leaf=lambda x: x is not template)
@@ -126,12 +117,12 @@ def fill(template: Any, saved: Any) -> Any:
     values = list(saved.values()) if isinstance(saved, dict) else saved
     if not isinstance(values, list | tuple) or len(values) != len(children):
         raise ValueError(
-            f"The data that was saved is no {type(template).__name__} of {len(children)}, as the one given is: "
-            f"{str(saved)[:200]}. Give data= of the structure that was saved, or none to have it as it is."
+            f"The data that was saved is no {type(template).__name__} of {len(children)}, as data= is: "
+            f"{str(saved)[:200]}. Give data= the structure that was saved, or leave it out to get plain containers."
         )
     return jax.tree.unflatten(node, [fill(a, b) for a, b in zip(children, values, strict=True)])
 
 
 def has_state(x: Any) -> bool:
-    """Return whether an object gives and takes its state, as grain's iterators do."""
+    """Return whether an object has `get_state` and `set_state`, as grain's iterators have."""
     return callable(getattr(x, "get_state", None)) and callable(getattr(x, "set_state", None))

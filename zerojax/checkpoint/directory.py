@@ -1,10 +1,10 @@
-"""The directory of a checkpointer: a folder a step, committed atomically, and what killed saves leave behind.
+"""The directory of a checkpointer: one folder per step, committed atomically, and the leftovers of killed saves.
 
 step_00000100         a checkpoint, complete and on disk
-step_00000200.aside   one of a later step than the run went back to
-.tmp-step_…-<hex>     one being written, or removed; locked, and written in, by its writer
-.old-step_…           one being replaced
-.lock                 locked by the run that writes
+step_00000200.aside   a checkpoint of a later step, renamed because the run went back to an earlier one
+.tmp-step_…-<hex>     a checkpoint that is being written or removed; its writer locks this folder
+.old-step_…           a checkpoint that is being replaced
+.lock                 a file that the run that writes locks
 """
 
 from __future__ import annotations
@@ -25,24 +25,19 @@ from typing import Any
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
 from zerojax.offload import lock as locks
-from zerojax.offload.lock import LOCK, DiskError, Lock
+from zerojax.offload.lock import LOCK
 
 STEP = re.compile(r"step_(\d{8,4000})", re.ASCII)
 ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
 TEMPORARY, OLD = ".tmp-", ".old-"
 OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}", re.ASCII)
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
-# A folder of another host, whose lock may be invisible, counts as left behind after so many seconds without a write.
+# The lock of another host may be invisible. Its folder counts as left behind after this many seconds without a write.
 IDLE = 3600.0
 
 
 def step_number(step: Any) -> int:
-    """Return a step that the caller gives, as an int.
-
-    Raises:
-        TypeError: If it is no integer of Python, NumPy or JAX.
-        ValueError: If it is negative.
-    """
+    """Return a caller's step as an int. Raise an error if it is no integer, or negative."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -60,35 +55,23 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the steps that have a checkpoint, ascending; none if there is no such folder."""
+    """Return the steps that have a checkpoint, ascending. A directory that does not exist has none."""
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     steps = [(name, int(match[1])) for name in names if (match := STEP.fullmatch(name))]
-    return sorted(step for name, step in steps if name == step_name(step))  # not step_000000001: it is another folder
-
-
-def lock(directory: Path) -> Lock:
-    """Take the right to write into a directory, which ends with the process.
-
-    Raises:
-        CheckpointError: If another run has it, naming its process, or `.lock` is a file of something else.
-    """
-    try:
-        return locks.lock(directory)
-    except DiskError as error:
-        raise CheckpointError(f"{error} Checkpointer(..., read_only=True) restores beside it.") from error
+    return sorted(step for name, step in steps if name == step_name(step))  # step_000000001 is another folder
 
 
 def clean(directory: Path) -> dict[str, str]:
-    """Remove what killed saves left, and put back a checkpoint whose replacement was killed.
+    """Remove the folders of killed saves, and put back a checkpoint whose replacement was killed.
 
-    Only for the run that has the lock. What another writer is at work in stays all the same: the
-    lock file may have been deleted, or not be seen by another host.
+    The caller has the lock. A folder that another writer may be using stays nevertheless, because the lock file may
+    have been deleted, or be invisible to another host.
 
     Returns:
-        The names of what was there, and what became of each.
+        `{name: outcome}` for each folder that a killed save left.
     """
     outcomes = {}
     for entry in sorted(directory.iterdir()):
@@ -105,7 +88,7 @@ def clean(directory: Path) -> dict[str, str]:
             else:
                 remove(entry)
                 if entry.exists():
-                    shutil.rmtree(entry)  # and say why not
+                    shutil.rmtree(entry)  # raises the error that `remove` ignored
                 outcomes[entry.name] = "was removed"
         except OSError as error:
             outcomes[entry.name] = f"cannot be removed ({error.strerror}): it stays"
@@ -113,11 +96,7 @@ def clean(directory: Path) -> dict[str, str]:
 
 
 def require_space(directory: Path, size: int) -> None:
-    """Refuse to begin what the disk has no room for.
-
-    Raises:
-        CheckpointError: Saying how many bytes are needed, and how many there are.
-    """
+    """Raise an error if the disk has less than `size` bytes available."""
     disk = os.statvfs(directory)
     if size > (available := disk.f_bavail * disk.f_frsize):
         raise CheckpointError(
@@ -127,7 +106,10 @@ def require_space(directory: Path, size: int) -> None:
 
 
 def temporary_name(step: int) -> str:
-    """Return a new folder name to write a checkpoint into, since a write of a failed save may come late."""
+    """Return the name of a new folder to write a checkpoint into.
+
+    Every save has a new name, because late writes of a failed save may bring its folder back.
+    """
     return f"{TEMPORARY}{step_name(step)}-{host()}{secrets.token_hex(4)}"
 
 
@@ -137,7 +119,7 @@ def host() -> str:
 
 
 def is_being_written(temporary: Path, writer: str) -> bool:
-    """Return whether its writer may be alive: on this host it has the lock, on another one it wrote recently."""
+    """Return whether a folder's writer may be alive: it has the folder's lock, or wrote recently from another host."""
     try:
         locks.lock_folder(temporary).release()
     except BlockingIOError:
@@ -145,13 +127,14 @@ def is_being_written(temporary: Path, writer: str) -> bool:
     if writer == host():
         return False
     last = max(os.lstat(temporary / name).st_mtime for name in [".", *files_in(temporary)])
-    return last > os.stat(temporary.parent / LOCK).st_mtime - IDLE  # the file system's clock: the lock was just taken
+    now = os.stat(temporary.parent / LOCK).st_mtime  # in the file system's clock: this run has just written its lock
+    return last > now - IDLE
 
 
 def commit(temporary: Path, step: int) -> None:
     """Make a folder, whose files are on disk, the checkpoint of a step.
 
-    A checkpoint that is there is removed. Anything else of that name, which no save wrote, is renamed and stays.
+    An earlier checkpoint of this step is removed. Any other folder of this name is renamed and stays.
     """
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
@@ -164,15 +147,12 @@ def commit(temporary: Path, step: int) -> None:
 
 
 def is_removable(path: Path) -> bool:
-    """Return whether a save wrote this folder of a step, as its manifest tells.
-
-    For a link, only the link is removed.
-    """
+    """Return whether `prune` and `commit` may remove this folder: a link, or a folder with a save's manifest."""
     return path.is_symlink() or any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
 
 
 def discard(path: Path) -> None:
-    """Remove a folder as far as that can be done; of a link the link alone, whatever it leads to."""
+    """Remove a folder, ignoring errors. For a link, remove only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -180,7 +160,7 @@ def discard(path: Path) -> None:
 
 
 def free_aside(directory: Path, step: int) -> str:
-    """Return a name that is not taken, to which a folder of a step is renamed."""
+    """Return a free name to rename the folder of a step to."""
     name, n = f"{step_name(step)}.aside", int(time.time())
     free = name
     while os.path.lexists(directory / free):
@@ -189,13 +169,9 @@ def free_aside(directory: Path, step: int) -> str:
 
 
 def rename_later_steps(directory: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, so that the one now saved is the newest.
+    """Rename the checkpoints of later steps, so that this step is the newest, and return their new names.
 
-    A run that saves a step while later ones are there went back to before them, or could not
-    use them because they are damaged.
-
-    Returns:
-        Their new names.
+    A run saves an earlier step than the newest after it went back, by choice or because the later ones are damaged.
     """
     renamed = []
     for later in steps_in(directory):
@@ -207,10 +183,10 @@ def rename_later_steps(directory: Path, step: int) -> list[str]:
 
 
 def prune(directory: Path, keep: int | None) -> None:
-    """Remove all but the newest checkpoints, and all but the newest that were renamed as later ones.
+    """Remove all but the newest `keep` checkpoints, and all but the newest `keep` that `rename_later_steps` renamed.
 
-    Each is renamed first, so that a kill leaves no incomplete one. A folder without a manifest, which no save wrote,
-    stays: another program may name its folders likewise.
+    Each is renamed before it is removed, so that a kill leaves no incomplete checkpoint. A folder without a manifest
+    stays: another program may use the same names.
     """
     if keep is None:
         return
@@ -223,7 +199,7 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder as far as that can be done, until it stays away: a write still in progress may bring it back."""
+    """Remove a folder, ignoring errors, until it stays away: a write still in progress may bring it back."""
     away = 0
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
@@ -234,13 +210,8 @@ def remove(path: Path) -> None:
 
 
 def files_in(path: Path) -> list[str]:
-    """Return all files below a folder, by path relative to it, sorted."""
+    """Return the relative paths of all files below a folder, sorted."""
     return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
-
-
-def folders_in(path: Path) -> list[Path]:
-    """Return a folder and all folders below it."""
-    return [Path(base) for base, _, _ in os.walk(path)]
 
 
 def sync(paths: Iterable[Path]) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint."""
+"""The errors of checkpoints, and the text of any error in one line."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ MAX_LENGTH = 1000
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or does not exist; the run's state is unchanged."""
+    """A checkpoint could not be written, or does not exist. The run's state is unchanged."""
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was removed or replaced while it was read, by a run that writes beside."""
+    """A run that saves to the same directory removed or replaced the checkpoint while it was read."""
 
 
 class DamagedError(CheckpointError):
-    """Files of a committed checkpoint are not what was written.
+    """Files of a committed checkpoint differ from the files that were written.
 
     Attributes:
-        step: Its step.
-        damage: `(leaf, file, what)` for each damaged file; the leaf is empty where the file
-            belongs to none.
-        intact: The newest other step that was verified; None if none was looked for, or none
-            is intact.
+        step: The checkpoint's step.
+        damage: `(leaf, file, problem)` for each damaged file. The leaf is empty if the file belongs to no leaf.
+        intact: The newest other step that was verified. None if no other was looked for, or none is intact.
     """
 
     def __init__(self, message: str, *, step: int, damage: tuple = (), intact: int | None = None):
-        """Keep the facts beside the message."""
+        """Keep the facts as attributes, in addition to the message."""
         super().__init__(message)
         self.step, self.damage, self.intact = step, damage, intact
 
@@ -38,14 +36,14 @@ class DamagedError(CheckpointError):
 def no_zero_state(wanted: str, found: Any) -> TypeError:
     """Return the error for a value that is not the wanted `ZeroState`."""
     return TypeError(
-        f"{wanted} a ZeroState, as tx.create makes it for tx.train_step, not {type(found).__name__}. The state of a "
-        f"loop of your own, such as a TrainState, is a tree of sharded arrays: orbax.checkpoint.StandardCheckpointer "
-        f"saves it as it is, and restores it for this stage and mesh."
+        f"{wanted} a ZeroState, as tx.create makes it for tx.train_step, not {type(found).__name__}. The state of your "
+        f"own loop, such as a TrainState, is a tree of sharded arrays: orbax.checkpoint.StandardCheckpointer saves it "
+        f"as it is, and restores it for this stage and mesh."
     )
 
 
 def attempt(work: Callable[..., Any], *args: Any) -> str:
-    """Call a function; its error in one line, empty if there was none."""
+    """Call a function, and return its error in one line, or an empty string."""
     try:
         work(*args)
     except Exception as error:
@@ -55,6 +53,6 @@ def attempt(work: Callable[..., Any], *args: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's type and text."""
+    """Return an error's type and text; a `CheckpointError` is known by its text alone."""
     text = " ".join(str(error).split())[:MAX_LENGTH]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

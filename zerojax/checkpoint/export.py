@@ -1,4 +1,7 @@
-"""Export: parameters as safetensors, in logical shape and a chosen type, without the optimizer."""
+"""Export: write parameters as safetensors, in logical shape and a chosen type, without the optimizer.
+
+A state, a tree of parameters and a checkpoint all become a list of `Source`, one per leaf, and share everything after.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from, unchanged
+from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
 from zerojax.checkpoint.records import SavedLeaf
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
-from zerojax.checkpoint.state_leaves import key_paths, keys_of, state_leaves
+from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
@@ -29,7 +32,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -49,40 +52,35 @@ def export(
 ) -> list[Path]:
     """Write the parameters of a state to safetensors.
 
-    One tensor at a time is gathered, so that host memory has room for one. With several
-    processes all call it, and the first one writes.
+    One tensor at a time is gathered to host memory. With several processes all of them call this, and the first one
+    writes.
 
     Args:
-        state: A state, of which master weights are written where there are some; or a tree of
-            parameters.
-        path: The folder to write, which must not exist, or be empty. It appears when it is
-            complete.
-        mapping: That with which `import_params` would read what is written. None writes every
-            leaf as it is, its keys joined by dots as its name.
-        dtype: Floating type that floating leaves are cast to; None leaves them.
-        tied: Tensors that are tied to another one and not written again, as `{"head.kernel":
-            "embed.embedding"}`; the two must be equal. In a tree of parameters, leaves that
-            are the same array need no mention.
-        file_bytes: Size from which a second file is begun, and an index written.
+        state: A state, or a tree of parameters. Of a state with master weights, the master weights are written.
+        path: The folder to write. It must not exist, or be empty, and appears when it is complete.
+        mapping: The mapping with which `import_params` would read the files. None writes every leaf unchanged, and
+            joins its keys by dots to its name.
+        dtype: A floating type to cast floating leaves to. None keeps their types.
+        tied: Tensors that equal another one and are not written again, such as
+            `{"head.kernel": "embed.embedding"}`. Leaves of a tree that are the same array are found without this.
+        file_bytes: Size at which another file is begun. Several files get an index.
 
     Returns:
         The files written.
 
     Raises:
         CheckpointError: If the folder is not empty.
-        TypeError: If a leaf has a type that safetensors does not know.
-        ValueError: If leaves said to be tied are not equal, two have the same name, `dtype` is no
-            floating type, or the mapping does not fit, with all that does not.
+        TypeError: If safetensors does not know the type of a leaf.
+        ValueError: If tied leaves differ, two leaves have the same name, `dtype` is no floating type, or the mapping
+            does not fit. The error lists everything that does not fit.
     """
     check_dtype(dtype)
-    leaves = list(leaves_of_state(state) if isinstance(state, ZeroState) else leaves_of_params(state))
+    leaves = leaves_of_state(state) if isinstance(state, ZeroState) else leaves_of_params(state)
     sources = [
         Source(path, tuple(leaf.shape), x.dtype, id(x), functools.partial(gather_to_host, x, leaf))
         for path, x, leaf in leaves
     ]
-    tensors, ties = tensors_of(sources, mapping, dtype)
-    form = "flax" if mapping is None else "pt"
-    return write_folder(Path(path).expanduser(), tensors, ties | dict(tied or {}), file_bytes, form)
+    return write_sources(sources, path, mapping, dtype, tied, file_bytes)
 
 
 def export_checkpoint(
@@ -95,12 +93,12 @@ def export_checkpoint(
     tied: Mapping[str, str] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> list[Path]:
-    """Write the parameters of a checkpoint to safetensors; no model and no accelerator is needed.
+    """Write the parameters of a checkpoint to safetensors. This needs neither the model nor an accelerator.
 
     Args:
-        directory: Where a `Checkpointer` saved.
+        directory: The directory of a `Checkpointer`.
         path: As for `export`.
-        step: Which checkpoint; None is the newest.
+        step: The step to export; None exports the newest.
         mapping: As for `export`.
         dtype: As for `export`.
         tied: As for `export`.
@@ -111,106 +109,83 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: If there is no such checkpoint.
-        DamagedError: If it is damaged.
+        DamagedError: If the checkpoint is damaged.
     """
     check_dtype(dtype)
     directory = Path(directory).expanduser()
     manifest = verified(directory, existing_step(directory, step))
-    folder = directory / step_name(manifest.step)
-
-    def read(saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
-        shape = saved.shape[len(index) :]
-        if saved.is_empty:
-            return np.zeros(shape, jnp.dtype(saved.dtype))
-        if saved.kind == "flat":
-            start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
-            return arrays.read_slice(folder, saved, (slice(start, start + math.prod(shape)),)).reshape(shape)
-        return arrays.read_slice(folder, saved, (*index, *(slice(0, n) for n in shape)))
-
+    read = functools.partial(read_logical, directory / step_name(manifest.step))
     sources = [
         Source(saved.path[1:], tuple(saved.shape), saved.dtype, i, functools.partial(read, saved))
         for i, saved in enumerate(manifest.leaves)
         if saved.path[0] == "params"
     ]
-    tensors, ties = tensors_of(sources, mapping, dtype)
-    form = "flax" if mapping is None else "pt"
     with reading(directory, manifest):
-        return write_folder(Path(path).expanduser(), tensors, ties | dict(tied or {}), file_bytes, form)
+        return write_sources(sources, path, mapping, dtype, tied, file_bytes)
 
 
 class Source(NamedTuple):
-    """A leaf to write.
-
-    Attributes:
-        path: Its keys.
-        shape: Logical shape.
-        dtype: Its type.
-        array: What two sources have in common that are the same array.
-        fetch: Returns what is at an index of its leading dims, in host memory.
-    """
+    """A leaf to write. `fetch` returns the elements at an index of its leading dims, in host memory."""
 
     path: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # logical
     dtype: Any
-    array: int
+    array: int  # the same number only for leaves that are the same array
     fetch: Callable[[tuple[int, ...]], np.ndarray]
 
 
 def check_dtype(dtype: Any) -> None:
-    """Refuse to cast weights to integers."""
+    """Raise an error if the cast would make integers of weights."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype= is {dtype}, which would destroy weights. Give a floating type, such as bfloat16.")
 
 
+def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
+    """Read one index of a saved leaf's leading dims, in logical shape."""
+    shape = saved.shape[len(index) :]
+    if saved.is_empty:
+        return np.zeros(shape, jnp.dtype(saved.dtype))
+    if saved.kind == "flat":
+        start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
+        return arrays.read_slice(folder, saved, (slice(start, start + math.prod(shape)),)).reshape(shape)
+    return arrays.read_slice(folder, saved, (*index, *(slice(0, n) for n in shape)))
+
+
 def leaves_of_state(state: ZeroState) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Return key, stored array and layout of each parameter, or of its master weight."""
+    """Yield keys, stored array and layout of each parameter, or of its master weights."""
     for one in state_leaves(state).values():
         if one.path[0] == "params":
             yield one.path[1:], one.array, one.leaf
 
 
 def leaves_of_params(params: PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Return the same as `leaves_of_state`, for a tree of arrays or `Padded`."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
-    for path, x in zip(key_paths(jax.tree.unflatten(structure, range(len(leaves)))), leaves, strict=True):
-        padded = is_padded(x)
-        kind, dim = ("sharded", x.dim) if padded else ("replicated", None)
-        layout = Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
-        yield keys_of(path), x.storage if padded else x, layout
+    """Yield the same as `leaves_of_state`, for a tree of arrays or `Padded`."""
+    for path, x in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]:
+        stored, kind, dim = (x.storage, "sharded", x.dim) if is_padded(x) else (x, "replicated", None)
+        yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 
 
 def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
-    """Return what to write of leaves, and which tensors are tied because their leaves are the same array.
-
-    Raises:
-        TypeError: If a leaf has a type that safetensors does not know.
-        ValueError: If two have the same name, or the mapping does not fit.
-    """
-    if mapping is None:
-        resolved = unchanged([".".join(one.path) for one in sources], [one.shape for one in sources])
-    else:
-        resolved = resolve(mapping, [("/".join(one.path), one.shape) for one in sources])
+    """Return the tensors to write, and the ties between tensors whose leaves are the same array."""
+    resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
-            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so that "
-            f"nothing could read the file. Rename the parameter, or give mapping= with another name for it."
+            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so nothing "
+            f"could read the file. Rename the parameter, or give mapping= with another name for it."
         )
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    ties, first = {}, {}
+    tensors, ties, first = [], {}, {}
     for name, sections in resolved.tensors.items():
+        tensors.append(tensor_of(name, resolved.shape(name), sections, sources, dtype))
         made_of = tuple((sources[one.leaf].array, one.index, one.pattern) for one in sections)
-        other = first.setdefault(made_of, name)
-        if other != name:
+        if (other := first.setdefault(made_of, name)) != name:
             ties[name] = other
-    tensors = [
-        tensor_of(name, resolved.shape(name), sections, sources, dtype) for name, sections in resolved.tensors.items()
-    ]
     return tensors, ties
 
 
 def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
-    """Return what to write of a tensor. Floating tensors get the wanted type."""
+    """Return one tensor to write. A floating tensor gets the wanted type."""
     target, *others = [sources[one.leaf].dtype for one in sections]
     target = jnp.result_type(target, *others) if others else target
     if str(target) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(target), jnp.floating):
@@ -224,14 +199,14 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
         copies = tensors_from(sections, leaves)
         if any(copy.tobytes() != copies[0].tobytes() for copy in copies[1:]):
             names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
-            raise ValueError(f"{names} are both {name!r} by the mapping, but they are not equal.")
+            raise ValueError(f"The mapping makes {names} the same tensor {name!r}, but they are not equal.")
         return copies[0].astype(target)
 
     return Tensor(name, shape, target, fetch)
 
 
 def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """Copy one index of a leaf's leading dims to host memory, in logical shape. All processes take part."""
+    """Copy one index of a leaf's leading dims to host memory, in logical shape. All processes must call this."""
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x
@@ -246,38 +221,42 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
 
 def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
-    """Return one index of a stored array's leading dims. The index is traced, so that all share a program."""
+    """Return one index of a stored array's leading dims. The index is traced, so all indices share one program."""
     x = in_logical_shape(x, leaf)
     return x[index] if index else x
 
 
-def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit: int, form: str) -> list[Path]:
-    """Write all but the tied tensors into a folder that appears when it is complete.
-
-    Args:
-        path: The folder.
-        tensors: All of them.
-        tied: Names of tensors that are not written, and of those that they are equal to.
-        limit: Size from which a second file is begun, in bytes.
-        form: Whose names they are, as transformers asks of a file: `"flax"`, or `"pt"`, PyTorch's.
-    """
+def write_sources(
+    sources: list[Source],
+    path: str | Path,
+    mapping: Names | None,
+    dtype: Any,
+    tied: Mapping[str, str] | None,
+    file_bytes: int,
+) -> list[Path]:
+    """Write leaves into a folder that appears when it is complete. The arguments are those of `export`."""
+    tensors, ties = tensors_of(sources, mapping, dtype)
+    ties |= tied or {}
     by_name = {tensor.name: tensor for tensor in tensors}
-    for name, other in tied.items():
+    for name, other in ties.items():
         check_tie(by_name, name, other)
-    kept = [tensor for tensor in tensors if tensor.name not in tied]
+    kept = [tensor for tensor in tensors if tensor.name not in ties]
     if jax.process_index() > 0:
         for tensor in kept:
             tensor.fetch()
         return []
+    path = Path(path).expanduser()
     if path.is_symlink():  # the complete folder is renamed to this name, which fails for a link
         raise CheckpointError(f"{path} is a link to {os.readlink(path)}. Give the folder itself, or remove the link.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
+    # transformers reads `format` to know whose names the tensors have.
+    metadata = {"format": "flax" if mapping is None else "pt", **ties}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
-        written = write(temporary, kept, {"format": form, **tied}, limit)
+        written = write(temporary, kept, metadata, file_bytes)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -286,7 +265,7 @@ def write_folder(path: Path, tensors: list[Tensor], tied: dict[str, str], limit:
 
 
 def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
-    """Refuse a tie between leaves that do not exist, or are not equal."""
+    """Raise an error if two tied tensors do not exist, or are not equal."""
     if name not in tensors or other not in tensors:
         missing = name if name not in tensors else other
         raise ValueError(f"tied= names {missing!r}, and there is no such parameter. There are {', '.join(tensors)}.")

@@ -1,4 +1,4 @@
-"""Import: parameters from safetensors, each device reading its own shard, in any layout."""
+"""Import: read parameters from safetensors into any layout. Each device reads its own shard."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve, unchanged
+from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Files
-from zerojax.checkpoint.state_leaves import key_paths, keys_of
+from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
 from zerojax.train.state import ZeroState
@@ -26,48 +26,44 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 
+# The tensors of one leaf, by the index in its stacked dims: the name in the files, and the part of the tensor.
 Tensors = dict[tuple[int, ...], tuple[str, Section]]
 
 
 def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names | None = None) -> PyTree:
-    """Read parameters from safetensors, each device its own shard.
+    """Read parameters from safetensors. Each device reads its own shard.
 
-    Names, shapes and types are checked before anything is read. Host memory has room for one
-    shard; of a leaf that is replicated, for one leaf.
+    Names, shapes and types are checked before any tensor is read. Host memory holds one shard at a time, or one leaf if
+    the leaf is replicated.
 
     Args:
         path: A folder, or one file.
-        like: A state, or a tree of parameters: live arrays, or shapes. Says names, shapes,
-            types and shardings; floating leaves are cast to its types.
-        mapping: Names in the file, and what leaves their tensors are, as `zerojax.checkpoint.mapping`
-            describes. None where names are keys joined by dots, as `export` writes them.
+        like: A state, or a tree of parameters: live arrays, or shapes. It gives names, shapes, types and shardings.
+            Floating leaves are cast to its types.
+        mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None if the names are the
+            keys of the leaves joined by dots, as `export` writes them.
 
     Returns:
-        Parameters in the layout of `like`. Of a state they have the types of its master
-        weights, as `tx.create` takes them: `tx.create(import_params(path, tx.create(shapes)))`.
-        Leaves that are tied in the file are one array.
+        Parameters in the layout of `like`. For a state, they have the types of its master weights, which `tx.create`
+        takes: `tx.create(import_params(path, tx.create(shapes)))`. Leaves that are tied in the file are one array.
 
     Raises:
         FileNotFoundError: If there is nothing to read.
-        TypeError: If `mapping` is none.
-        ValueError: If a file is damaged; or, all of them listed, for tensors that are missing or
-            have another shape or kind of type, and what does not fit of a mapping, tensors
-            included that it does not name. Without one such tensors are a warning.
+        TypeError: If `mapping` is no mapping.
+        ValueError: If a file is damaged, a tensor is missing or has another shape or kind of type, or the mapping does
+            not fit. A mapping must name every tensor; without a mapping, tensors that no leaf wants are a warning. The
+            error lists everything that does not fit.
     """
     files = Files(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
-    keys = [keys_of(one) for one in key_paths(jax.tree.unflatten(structure, range(len(leaves))))]
-    shapes = [tuple(x.shape) for x in leaves]
-    if mapping is None:
-        resolved = unchanged([".".join(one) for one in keys], shapes)
-    else:
-        resolved = resolve(mapping, [("/".join(one), shape) for one, shape in zip(keys, shapes, strict=True)])
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)
+    leaves = [x for _, x in found]
+    resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for path, x in found])
     unread = sorted(files.names() - {files.tied.get(name, name) for name in resolved.tensors})
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
     problems = [*resolved.problems, *differences(files, resolved, leaves)]
     if mapping is not None or problems:
-        problems += [f"{name} is in the file alone: map it to a parameter, or to None" for name in unread]
+        problems += [f"{name} is only in the file: map it to a parameter, or to None" for name in unread]
     elif unread:
         warnings.warn(f"{len(unread)} tensors of {path} are not wanted: {', '.join(unread[:5])}.", stacklevel=2)
     if problems:
@@ -89,7 +85,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
 
 
 def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
-    """Return where the files' headers disagree with the leaves, a line each."""
+    """Yield one line for each disagreement between the files' headers and the leaves."""
     for name, sections in resolved.tensors.items():
         if name not in files:
             yield f"{name} is missing"
@@ -119,7 +115,7 @@ def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
 def shard_by_shard(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """Build an array with one shard at a time in host memory. Devices with the same shard share its reading."""
+    """Build an array with one shard at a time in host memory. A shard that several devices hold is read once."""
     alike: dict[str, list[jax.Device]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
@@ -135,19 +131,12 @@ def shard_by_shard(
 
 
 def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Read a shard of a leaf, with zeros where it is padded.
-
-    Args:
-        files: Where it is read from.
-        tensors: Of the leaf, by the index in its stacked dims.
-        like: The leaf's shapes and type.
-        index: The shard's index in storage.
-    """
+    """Read the shard at an index of a leaf's storage, with zeros as padding. `like` has the leaf's shapes and type."""
     storage = like.storage.shape if is_padded(like) else like.shape
     spans = [range(*one.indices(n)) for one, n in zip(index, storage, strict=True)]
     inside = [slice(min(span.start, n), min(span.stop, n)) for span, n in zip(spans, like.shape, strict=True)]
     shard = np.zeros([len(span) for span in spans], like.dtype)
-    if not tensors:  # a stack of none
+    if not tensors:  # a stacked leaf whose leading dim has size 0
         return shard
     stacked = len(next(iter(tensors)))
     for at in itertools.product(*(range(one.start, one.stop) for one in inside[:stacked])):
@@ -158,7 +147,7 @@ def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ..
 
 
 def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
-    """Copy and cast, a range of the file after the other: a transposed copy of all of it would miss every cache."""
+    """Copy and cast one range of the file after another. Copying a transposed view at once would miss every cache."""
     if not x.ndim:
         out[...] = x
         return
@@ -170,7 +159,7 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 
 def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice of a section, mapped into memory. It is read when it is copied."""
+    """Return a slice of a section, mapped into memory. The file is read when the slice is copied."""
     return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 

@@ -1,4 +1,4 @@
-"""Parameters under other names and in other forms: one mapping, read by import and, backwards, by export.
+"""Parameters with other names and in other forms: import applies a mapping, and export applies it backwards.
 
     {
         "model.embed_tokens.weight": "embed/embedding",
@@ -7,21 +7,22 @@
         "model.layers.{i}.self_attn.rotary_emb.inv_freq": None,
     }
 
-A key is the name of tensors in a file, with placeholders for numbers. Its value is a leaf's path, its
-keys joined by "/" (of a variable of NNX without `value`); a path and a pattern; a list of these; or
-None, for tensors that are left out.
+A key is the name of tensors in a file, with placeholders for numbers. Its value is a target, a list of targets, or None
+for tensors that are left out. A target is a leaf's path, or a pair of a path and a pattern. A path is the leaf's keys
+joined by "/"; the `value` at the end of an NNX variable's path may be left out.
 
-placeholder  `{i}` is any number. Where the path has it too, each number has its own leaf. Where the
-             path has not, the tensors are stacked: the number is the index in the leaf's leading dim.
-pattern      names the dims of the tensor, then those of the leaf in their order. `(h d)` is one dim
-             of the tensor that is two of the leaf, `()` one of size 1 that the leaf has not. All
-             sizes come from the leaf.
-list         all its leaves are made from the same tensor. They are tied, each a copy of all of it; or,
-             where their patterns mark a dim as in `(h+ d) e -> e h d`, they follow one another along it.
+placeholder  `{i}` is any number. If the path has it too, each number has its own leaf. Otherwise the tensors are
+             stacked: the number is the index in the leaf's leading dim.
+pattern      names the dims of the tensor, then the dims of the leaf, each in order. `(h d)` is one dim of the tensor
+             that is two dims of the leaf. `()` is a dim of size 1 that the leaf does not have. All sizes come from the
+             leaf.
+list         all its leaves are made from the same tensor. They are tied, and each is a copy of the whole tensor. If
+             their patterns mark a dim, as in `(h+ d) e -> e h d`, they follow one another along that dim instead.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -39,17 +40,11 @@ Names = Mapping[str, Target | Sequence[Target] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """How the dims of a tensor in a file become those of a leaf.
+    """How the dims of a tensor in a file become the dims of a leaf."""
 
-    Attributes:
-        left: For each dim of the tensor the names of the leaf's dims in it.
-        right: The names of the leaf's dims.
-        divided: The name along which several leaves follow one another; None if there is one leaf.
-    """
-
-    left: tuple[tuple[str, ...], ...]
-    right: tuple[str, ...]
-    divided: str | None = None
+    left: tuple[tuple[str, ...], ...]  # for each dim of the tensor, the names of the leaf's dims that it contains
+    right: tuple[str, ...]  # the names of the leaf's dims
+    divided: str | None = None  # the name of the dim along which several leaves follow one another
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,13 +56,7 @@ class Pattern:
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
 
     def from_file(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
-        """Return the leaf of a shape as a view of the tensor: nothing is copied.
-
-        Args:
-            x: The tensor.
-            shape: The leaf's shape.
-            start: Where the leaf begins along the divided name.
-        """
+        """Return the leaf of this shape as a view of a tensor. `start` is its first index along the divided dim."""
         sizes = dict(zip(self.right, shape, strict=True))
         if self.divided is not None:
             others = math.prod(size for name, size in sizes.items() if name != self.divided)
@@ -82,21 +71,13 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What a leaf, or one index of a stacked leaf, is of a tensor in a file.
+    """The part of a tensor in a file that is a leaf, or one index of a stacked leaf."""
 
-    Attributes:
-        leaf: Which leaf, by its position.
-        index: The index in its leading dims, the stacked ones.
-        shape: Its shape without them.
-        pattern: How the tensor's dims become this shape.
-        start: Where it begins along the pattern's divided name.
-    """
-
-    leaf: int
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
+    leaf: int  # position of the leaf
+    index: tuple[int, ...]  # in the leaf's stacked dims, which are its leading dims
+    shape: tuple[int, ...]  # of the leaf, without the stacked dims
     pattern: Pattern
-    start: int = 0
+    start: int = 0  # first index along the pattern's divided dim
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -106,20 +87,14 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A mapping applied to the leaves of a model.
+    """A mapping applied to the leaves of a model."""
 
-    Attributes:
-        tensors: The sections of each tensor that is read or written, by its name.
-        left_out: What the names of other tensors match that have an entry.
-        problems: What does not fit, a line each.
-    """
-
-    tensors: dict[str, list[Section]]
-    left_out: list[re.Pattern]
-    problems: list[str]
+    tensors: dict[str, list[Section]]  # the sections of each tensor that is read or written, by the tensor's name
+    left_out: list[re.Pattern]  # match the names of tensors that have an entry but are not read
+    problems: list[str]  # one line for each thing that does not fit
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of the tensor of this name."""
         first, *others = self.tensors[name]
         sizes, divided = first.sizes, first.pattern.divided
         if divided is not None:
@@ -127,36 +102,22 @@ class Resolved:
         return first.pattern.tensor_shape(sizes)
 
 
-def unchanged(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Resolved:
-    """Return a mapping that makes every leaf a tensor unchanged.
+def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Resolved:
+    """Apply a mapping to leaves, given by keys and shape.
 
-    Args:
-        names: Of the tensors.
-        shapes: Of the leaves.
-
-    Raises:
-        ValueError: If two have the same name.
+    Every leaf must have one entry, and every entry must fit its leaves. `Resolved.problems` lists what does not fit.
+    Without a mapping, every leaf equals the tensor whose name is its keys joined by dots.
     """
-    if doubled := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
-    sections = [[Section(k, (), shape, same_dims(len(shape)))] for k, shape in enumerate(shapes)]
-    return Resolved(dict(zip(names, sections, strict=True)), [], [])
-
-
-def resolve(mapping: Names, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> Resolved:
-    """Apply a mapping to leaves, and check that every leaf has one entry, and every entry fits its leaves.
-
-    Args:
-        mapping: As this module describes.
-        leaves: Path and shape of each leaf.
-
-    Raises:
-        TypeError: If it is no mapping.
-    """
+    if mapping is None:
+        names = [".".join(keys) for keys, _ in leaves]
+        if doubled := {name for name, count in collections.Counter(names).items() if count > 1}:
+            raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
+        sections = [[Section(k, (), shape, same_dims(len(shape)))] for k, (_, shape) in enumerate(leaves)]
+        return Resolved(dict(zip(names, sections, strict=True)), [], [])
     if not isinstance(mapping, Mapping):
         raise TypeError(f"mapping= is {mapping!r}, a {type(mapping).__name__}. Give a dict of names in files.")
-    resolved = Resolved({}, [], [])
-    claims: dict[int, str] = {}
+    resolved, claims = Resolved({}, [], []), {}
+    leaves = [("/".join(keys), shape) for keys, shape in leaves]
     for template, value in mapping.items():
         if value is None:
             resolved.left_out.append(matcher(template))
@@ -166,18 +127,14 @@ def resolve(mapping: Names, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> Re
             add_entry(resolved, claims, template, targets, leaves)
         except ValueError as error:
             resolved.problems.append(f"{template!r}: {error}")
-            resolved.left_out.append(matcher(template))  # its tensors are not unexpected as well
+            resolved.left_out.append(matcher(template))  # so that its tensors are not reported a second time
     unclaimed = (path for k, (path, _) in enumerate(leaves) if k not in claims)
     resolved.problems.extend(f"{path!r} is a parameter, and no entry of the mapping names it" for path in unclaimed)
     return resolved
 
 
 def add_entry(resolved: Resolved, claims: dict[int, str], template: str, targets: list[Target], leaves: Any) -> None:
-    """Add the tensors of one entry.
-
-    Raises:
-        ValueError: If the entry does not fit.
-    """
+    """Add the tensors of one entry. Raise a `ValueError` if the entry does not fit."""
     if not targets:
         raise ValueError("an empty list names no parameter; None leaves its tensors out")
     found: dict[str, list[Section]] = {}
@@ -191,11 +148,7 @@ def add_entry(resolved: Resolved, claims: dict[int, str], template: str, targets
 
 
 def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, str]) -> Iterator[tuple[str, Section]]:
-    """Name and section of every tensor that is the target's.
-
-    Raises:
-        ValueError: If the target does not fit.
-    """
+    """Yield the name and the section of every tensor of a target. Raise a `ValueError` if the target does not fit."""
     match target:
         case str():
             path, text = target, None
@@ -205,11 +158,11 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
             raise ValueError(f"{target!r} is neither a path nor a path and a pattern")
     placeholders = list(dict.fromkeys(PLACEHOLDER.findall(template)))
     if foreign := set(PLACEHOLDER.findall(path)) - set(placeholders):
-        raise ValueError(f"{path!r} has the placeholder {min(foreign)!r}, and the name has not")
+        raise ValueError(f"{path!r} has the placeholder {min(foreign)!r}, which the name does not have")
     stacked = [one for one in placeholders if f"{{{one}}}" not in path]
     regex, matches = matcher(path), []
     for k, (given, shape) in enumerate(leaves):
-        # the keys of a variable of NNX end so
+        # The keys of an NNX variable end with "value", which a mapping may leave out.
         if match := regex.fullmatch(given) or regex.fullmatch(given.removesuffix("/value")):
             matches.append((k, match, tuple(shape)))
     if not matches:
@@ -237,13 +190,13 @@ def together(name: str, sections: list[Section], count: int) -> list[Section]:
     """Return the sections of one tensor, each with its start.
 
     Raises:
-        ValueError: If there are not `count`, or they do not fit together.
+        ValueError: If there are not `count` sections, or they do not fit together.
     """
     if len(sections) != count:
         raise ValueError(f"{name!r} is for {count} parameters, and there are {len(sections)}")
     ways = {(one.pattern.left, one.pattern.divided) for one in sections}
     if len(ways) > 1 and any(divided for _, divided in ways):
-        raise ValueError("where one pattern has a +, all have the same left side")
+        raise ValueError("if one pattern has a +, all patterns must have the same left side")
     divided = sections[0].pattern.divided
     if divided is None:
         if len(shapes := {one.pattern.tensor_shape(one.sizes) for one in sections}) > 1:
@@ -256,7 +209,7 @@ def together(name: str, sections: list[Section], count: int) -> list[Section]:
 
 
 def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the tensor that given sections form; where they are tied, one for each."""
+    """Return the tensor that these sections form. For tied leaves, return one tensor per leaf."""
     dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
     arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
     pattern = sections[0].pattern
@@ -267,11 +220,7 @@ def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> l
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Parse a pattern, or raise a `ValueError`."""
     before, arrow, after = text.partition("->")
     dims = [(inner or one).split() for inner, one in re.findall(r"\(([^()]*)\)|([^\s()]+)", before)]
     left = tuple(tuple(name.removesuffix("+") for name in dim) for dim in dims)
@@ -288,13 +237,13 @@ def parse(text: str) -> Pattern:
 
 
 def same_dims(rank: int) -> Pattern:
-    """Return the pattern of a leaf that equals its tensor."""
+    """Return the pattern of a leaf that equals its tensor, and has this many dims."""
     names = tuple(f"d{dim}" for dim in range(rank))
     return Pattern(tuple((name,) for name in names), names)
 
 
 def matcher(template: str) -> re.Pattern:
-    """Return a regular expression for the names that a template stands for, with a group per placeholder."""
+    """Return a regular expression that matches the names of a template, with one group per placeholder."""
     literal, seen = PLACEHOLDER.split(template), set()
     for i in range(1, len(literal), 2):
         name = literal[i]
@@ -305,7 +254,7 @@ def matcher(template: str) -> re.Pattern:
 
 
 def listed(problems: Iterable[str]) -> str:
-    """List problems, a line each. Those that differ only in numbers share a line."""
+    """List problems, one per line. Problems that differ only in numbers share a line."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(re.sub(r"\d+", "0", problem), []).append(problem)

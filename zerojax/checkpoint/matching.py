@@ -1,31 +1,29 @@
-"""The leaves of a checkpoint against those of the state it is restored into: which go where, and what differs."""
+"""Compare a checkpoint with the state it is restored into: leaf by leaf, and one optimizer with the other."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.records import SavedLeaf
+from zerojax.checkpoint.manifest import made_by
+from zerojax.checkpoint.records import Manifest, SavedLeaf
 from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
+from zerojax.optim.description import Describe, Description
 
 NAMED = 5
+NAMED_OPERATIONS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Which leaves are restored, and what is left over.
-
-    Attributes:
-        pairs: Leaf by leaf, what was saved and where it goes.
-        missing: Names of leaves wanted that were not saved, or with another shape or type.
-        unused: Names of saved leaves that are not wanted, or with another shape or type.
-        cast: Names of parameters that are rounded to the narrower type they are stored in.
-    """
+    """Says which leaves are restored into which, and names the leaves that are left over, as `Restored` does."""
 
     pairs: tuple[tuple[SavedLeaf, StateLeaf], ...]
     missing: tuple[str, ...]
@@ -33,23 +31,17 @@ class Match:
     cast: tuple[str, ...]
 
 
-def match(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
-    """Match saved leaves with those of a state, by name.
-
-    Args:
-        saved: The leaves of a checkpoint.
-        wanted: The leaves of the state.
-        partial: Whether the two may differ.
-        where: The checkpoint, for the error.
+def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
+    """Match saved leaves with the leaves of a state by name.
 
     Raises:
-        ValueError: If they differ and `partial` is false, naming the first paths and both values.
+        ValueError: If the two differ and `partial` is false, naming the checkpoint (`where`), paths and both values.
     """
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
     differences |= {name: why for name, why in surplus.items() if name not in wanted}
-    # parameters first: what differs elsewhere mostly follows from them
+    # Parameters first: differences in other fields mostly follow from differences in the parameters.
     differences = dict(sorted(differences.items(), key=lambda one: not one[0].startswith("params")))
     if differences and not partial:
         first = "\n".join(f"  {name}: {why}" for name, why in list(differences.items())[:NAMED])
@@ -67,15 +59,15 @@ def match(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf], *, partial
     )
 
 
-def unfit_errors(saved: tuple[SavedLeaf, ...], wanted: dict[str, StateLeaf]) -> set[str]:
-    """Return names of rounding errors that only one side has, or that belong to other groups of devices."""
+def unfit_errors(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf]) -> set[str]:
+    """Return the names of rounding errors that only one side has, or that belong to other groups of devices."""
     by_name = {leaf.name: leaf for leaf in saved}
     names = {leaf.name for leaf in (*saved, *wanted.values()) if leaf.path[0] == ERRORS}
     return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
 
 
 def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
-    """Explain why a leaf cannot be restored; empty if it can."""
+    """Explain why a leaf cannot be restored, or return an empty string if it can."""
     needed = f"{wanted.dtype}{list(wanted.leaf.shape)}"
     if saved is None:
         return f"nothing was saved, {needed} is wanted"
@@ -87,7 +79,7 @@ def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
         return ""
     if saved.key is None and widens_exactly(saved.dtype, wanted.array.dtype):
         return ""
-    return f"{saved.described} was saved, {needed} is wanted, which cannot represent every value of it"
+    return f"{saved.described} was saved, {needed} is wanted, which cannot represent every saved value"
 
 
 def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
@@ -97,17 +89,68 @@ def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether the saved parameter is rounded, as `create` would, to the type of this stage."""
+    """Return whether a saved parameter is rounded to the type of this stage, as `create` would round it."""
     return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
-    """Return whether any type is accepted: optax makes floats of integer parameters' moments at its first update."""
+    """Return whether a leaf accepts any type: optax's first update turns integer parameters' moments into floats."""
     return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
 
 
 def widens_exactly(narrow: Any, wide: Any) -> bool:
-    """Return whether a floating type represents every value of another one."""
+    """Return whether the second floating type represents every value of the first, and is another type."""
     narrow, wide = jnp.dtype(narrow), jnp.dtype(wide)
     both = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
     return both and narrow != wide and common_dtype(narrow, wide) == wide
+
+
+def check_transformation(manifest: Manifest, describe: Describe | None, *, partial: bool, where: str) -> None:
+    """Refuse the state of another kind of transformation, and warn if the transformation computes something else.
+
+    Two different transformations may have the same leaves, so `match` does not notice. Their programs are compared only
+    if the versions of JAX and optax are the same, because other versions may write the same update in other operations.
+    Checkpoints of early versions of zerojax have no description, and are accepted. So is any difference if `partial`.
+
+    Raises:
+        ValueError: If the types in the two optimizer states differ, naming both.
+    """
+    saved = manifest.transformation
+    if saved is None or describe is None or partial:
+        return
+    wanted, now = describe.description, made_by(1)
+    others = ((name, manifest.made_by.get(name)) for name in ("jax", "optax"))
+    old = ", ".join(f"{name} {made}" for name, made in others if made != now[name])
+    if saved.structure != wanted.structure:
+        message = f"{where} is of another transformation than the state given as like=: {structures(saved, wanted)}"
+        if not old:
+            raise ValueError(f"{message} Give the same one, or pass partial=True to restore what matches.")
+        warnings.warn(f"{message} They may be the same: it was saved with {old}.", stacklevel=9)
+    elif saved.program != wanted.program and not old:
+        warnings.warn(
+            f"{where} was saved by an optimizer that computes something else than that of like=: "
+            f"{changes(saved, wanted)}. Its state is restored as it was. If you changed the optimizer on purpose, such "
+            f"as its learning rate, nothing needs to be done; partial=True says so.",
+            stacklevel=9,
+        )
+
+
+def structures(saved: Description, wanted: Description) -> str:
+    """Describe two structures, starting shortly before their first difference."""
+    a, b = saved.structure, wanted.structure
+    differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    begin = max(0, next(differs, min(len(a), len(b))) - 60)
+    end = begin + 200
+    shown = lambda text: f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}"
+    return f"{shown(a)} was saved, {shown(b)} is wanted."
+
+
+def changes(saved: Description, wanted: Description) -> str:
+    """Describe the operations that only one of two programs has."""
+    before = [one for one in saved.operations if one not in wanted.operations]
+    after = [one for one in wanted.operations if one not in saved.operations]
+    if not before and not after:
+        return "the same operations, in another arrangement"
+    more = lambda names: f" and {len(names) - NAMED_OPERATIONS} more" if len(names) > NAMED_OPERATIONS else ""
+    listed = lambda names: (", ".join(names[:NAMED_OPERATIONS]) + more(names)) or "nothing else"
+    return f"saved with {listed(before)}; now {listed(after)}"

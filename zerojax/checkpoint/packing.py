@@ -1,7 +1,7 @@
-"""Small leaves on disk: the bytes of all of them in one file per process, in which the manifest locates each leaf.
+"""Small leaves on disk: each process writes all of its small leaves into one file, and the manifest locates each leaf.
 
-A folder per leaf and a file per shard cost milliseconds each, however small they are. The alternative, OCDBT, also
-packs leaves into few files, but a damaged byte of those belongs to no leaf.
+A folder per leaf and a file per shard would cost milliseconds each, however small they are. The rejected alternative,
+OCDBT, also packs leaves into few files, but a damaged byte of such a file belongs to no leaf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 import numpy as np
@@ -27,25 +27,17 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf's storage, and where its bytes are: row after row, little-endian.
+    """A box of a leaf's storage, and the place of its bytes, which are row-major and little-endian."""
 
-    Attributes:
-        file: The file, within the checkpoint.
-        offset: Where the bytes begin in the file.
-        start: Index of the box's first element in the storage.
-        shape: Shape of the box.
-        sha256: Digest of the bytes.
-    """
-
-    file: str
-    offset: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    sha256: str
+    file: str  # its name in the checkpoint
+    offset: int  # of the first byte in the file
+    start: tuple[int, ...]  # index of the box's first element in the storage
+    shape: tuple[int, ...]  # of the box
+    sha256: str  # of the bytes
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Index after the box's last element."""
+        """Return the index after the box's last element."""
         return tuple(i + n for i, n in zip(self.start, self.shape, strict=True))
 
     @property
@@ -55,14 +47,7 @@ class Piece:
 
 
 class Extent(NamedTuple):
-    """The bytes of a file that belong to a leaf.
-
-    Attributes:
-        leaf: The leaf's name.
-        offset: Where they begin.
-        bytes: Their number.
-        sha256: Their digest.
-    """
+    """The bytes of a file that belong to the leaf of this name."""
 
     leaf: str
     offset: int
@@ -71,13 +56,7 @@ class Extent(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A box of a leaf's storage that this process writes.
-
-    Attributes:
-        leaf: The leaf's name.
-        start: Index of its first element in the storage.
-        values: Its elements.
-    """
+    """A box of a leaf's storage that this process writes. It begins at index `start` of the storage."""
 
     leaf: str
     start: tuple[int, ...]
@@ -90,35 +69,26 @@ def packed_file(process: int) -> str:
 
 
 def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
-    """Copy this process' shards of leaves to host memory.
+    """Copy this process's shards of named leaves to host memory.
 
-    Args:
-        leaves: By name. An offloaded leaf is joined on the devices first, one at a time.
-
-    Returns:
-        One block per leaf where the shards form a box; otherwise one per shard.
+    Offloaded leaves are joined on the devices first, one at a time, because device memory may be too small for all.
     """
-    arrays = {name: x if isinstance(x, Chunked) else values_of(x) for name, x in leaves.items()}
-    shards = {name: written_shards(x) for name, x in arrays.items() if not isinstance(x, Chunked)}
+    shards = {name: written_shards(x) for name, x in leaves.items() if not isinstance(x, Chunked)}
     jax.copy_to_host_async([shard.data for ours in shards.values() for shard in ours])
     blocks = []
-    for name, x in arrays.items():
+    for name, x in leaves.items():
         blocks += blocks_of(name, written_shards(joined(x)) if isinstance(x, Chunked) else shards[name])
     return blocks
 
 
-def values_of(x: jax.Array) -> jax.Array:
-    """Return an array, of PRNG keys their data."""
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
 def written_shards(x: jax.Array) -> list[jax.Shard]:
-    """Return the shards that this process writes: each part of an array is written once."""
+    """Return the shards that this process writes: one of each part of an array. PRNG keys give their data."""
+    x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 
 
 def blocks_of(name: str, shards: Sequence[jax.Shard]) -> list[Block]:
-    """Copy shards of a leaf into one block, or, if together they are no box, into one block each."""
+    """Copy shards of a leaf into one block. If the shards do not form a box together, return one block per shard."""
     starts = [tuple(i.start or 0 for i in shard.index) for shard in shards]
     boxes = [Block(name, start, np.array(shard.data)) for start, shard in zip(starts, shards, strict=True)]
     if len(boxes) < 2:
@@ -136,11 +106,7 @@ def blocks_of(name: str, shards: Sequence[jax.Shard]) -> list[Block]:
 
 
 def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
-    """Write blocks one after the other into a file; none is made where there are no blocks.
-
-    Returns:
-        Where they are, by the name of their leaf.
-    """
+    """Write blocks one after the other into a file, and return their places by leaf. Without blocks, write no file."""
     pieces: dict[str, list[Piece]] = {}
     if not blocks:
         return pieces
@@ -154,38 +120,31 @@ def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
 
 
 def damaged_leaves(path: Path, extents: Sequence[Extent]) -> list[str]:
-    """Return the names of the leaves whose bytes in a file are not what was written."""
+    """Return the names of the leaves whose bytes in a file differ from what was written."""
     with path.open("rb") as file:
         return [one.leaf for one in extents if read_verified(file, one.offset, one.bytes, one.sha256) is None]
 
 
 def read_verified(file: IO[bytes], offset: int, size: int, sha256: str) -> bytes | None:
-    """Return bytes of a file; None if they are not what was written."""
+    """Return `size` bytes of a file, or None if their digest is another one."""
     file.seek(offset)
     content = file.read(size)
     return content if hashlib.sha256(content).hexdigest() == sha256 else None
 
 
-class Files:
-    """Open files of packed leaves in one checkpoint; a context."""
+class Files(contextlib.ExitStack):
+    """A context that reads the files of packed leaves in one checkpoint, and closes them at its end."""
 
     def __init__(self, directory: Path):
-        """Open files of this folder, each when it is first read."""
-        self._directory, self._files, self._stack = directory, {}, contextlib.ExitStack()
-
-    def __enter__(self) -> Files:
-        """Return the object itself."""
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Close the files."""
-        self._stack.close()
+        """Open no file yet: each is opened when it is first read."""
+        super().__init__()
+        self._directory, self._files = directory, {}
 
     def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
-        """Read the storage of a leaf, whose pieces cover it as `soundness.py` checks.
+        """Read the storage of a leaf. `soundness.py` has checked that the pieces cover it.
 
         Raises:
-            CheckpointError: If it cannot be read, or is not what was written.
+            CheckpointError: If a piece cannot be read, or differs from what was written.
         """
         storage = np.empty(storage_shape(pieces), dtype)
         for piece in pieces:
@@ -197,16 +156,16 @@ class Files:
             if content is None:
                 raise CheckpointError(f"{where} has other contents than were written.")
             if dtype.kind == "b" and max(content) > 1:
-                raise CheckpointError(f"{where} has the bool {max(content)}, which is none.")
+                raise CheckpointError(f"{where} has the bool {max(content)}, which is neither 0 nor 1.")
             storage[piece.index] = np.frombuffer(content, dtype).reshape(piece.shape)
         return storage
 
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:
-            self._files[name] = self._stack.enter_context((self._directory / name).open("rb"))
+            self._files[name] = self.enter_context((self._directory / name).open("rb"))
         return self._files[name]
 
 
 def storage_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """Return the shape of the storage that pieces cover."""
+    """Return the smallest shape that contains all pieces."""
     return tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))

@@ -1,4 +1,4 @@
-"""Preemption: a signal lets the training loop save and end."""
+"""Preemption: a signal tells the training loop to save and end."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ log = logging.getLogger("zerojax.checkpoint")
 
 
 class Preemption:
-    """Whether the run was asked to end.
+    """Says whether a signal has asked the run to end.
 
     Attributes:
-        signal: Name of the signal that asked; None if none did.
+        signal: Name of the signal, or None.
     """
 
     def __init__(self):
-        """Start with no request."""
+        """Begin without a signal."""
         self.signal: str | None = None
 
     def reached(self, step: int) -> bool:
-        """Return whether to save and leave after this step.
+        """Return whether to save and leave after this step. Call it once per step.
 
-        All processes return True at the same step, though only one got the signal: they agree
-        through jax's preemption service. Call it once a step.
+        All processes return True at the same step, even if only one received the signal: they agree through JAX's
+        preemption service.
 
         Args:
-            step: The number of the step just done, the same on all processes.
+            step: The number of the step that was just done, the same on all processes.
         """
         if jax.process_count() == 1:
             return self.signal is not None
@@ -44,20 +44,20 @@ class Preemption:
 
 @contextlib.contextmanager
 def on_preemption(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[Preemption]:
-    """Let the loop inside finish its step, save and leave when a signal comes.
+    """Let the training loop finish its step, save and leave when a signal comes.
 
-    The first signal is only recorded; a second one of the same kind has its usual effect, so
-    that Ctrl-C twice stops at once. With several processes SIGTERM is left to jax's preemption
-    service, and other signals are not handled, since the processes could not agree on them.
+    The first signal is only recorded. A second signal of the same kind has its usual effect, so that Ctrl-C twice stops
+    at once. With several processes, JAX's preemption service handles SIGTERM. Other signals are then not handled,
+    because the processes could not agree on a step.
 
     Args:
-        signals: Which signals ask the run to end.
+        signals: The signals that ask the run to end.
 
     Yields:
-        A `Preemption`, whose `reached(step)` is asked after each step.
+        A `Preemption`. Call its `reached(step)` after each step.
 
     Raises:
-        ValueError: If this is not the main thread, which alone can receive signals.
+        ValueError: If this is not the main thread, which is the only one that receives signals.
 
     Examples:
         >>> with on_preemption() as preemption:
@@ -70,14 +70,14 @@ def on_preemption(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SI
     """
     preemption = Preemption()
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError("on_preemption must be called in the main thread: no other receives signals.")
+        raise ValueError("on_preemption must be called in the main thread: no other thread receives signals.")
 
     def note(number, frame):
         preemption.signal = signal.Signals(number).name
         signal.signal(number, before[number])
-        log.warning("%s: saving after this step, then leaving. Once more stops at once.", preemption.signal)
+        log.warning("%s: saving after this step, then leaving. A second signal stops at once.", preemption.signal)
 
-    # a signal may come as soon as its handler is set
+    # All previous handlers are recorded first, because a signal may come as soon as its handler is set.
     before = {one: signal.getsignal(one) for one in signals if jax.process_count() == 1}
     try:
         for one in before:

@@ -10,44 +10,36 @@ from zerojax.comm import processes
 
 
 class Processes(processes.Processes):
-    """All processes of the run, about one checkpointer's saves and restores."""
+    """All processes of the run, in the saves and restores of one checkpointer."""
 
     def __init__(self, timeout: float):
-        """Count this checkpointer: all processes of a run open their checkpointers in the same order."""
+        """Give this checkpointer a number, which is the same on all processes: they open checkpointers in one order."""
         super().__init__("checkpoint", timeout)
 
     def exchange(self, topic: str, message: str) -> list[str]:
-        """Exchange messages between processes. A silent process is a `CheckpointError`."""
+        """Return the message of every process, or raise a `CheckpointError` if one does not answer."""
         try:
             return super().exchange(topic, message)
         except TimeoutError as error:
-            raise CheckpointError(str(error).replace(f"did not {topic}", "did not call save")) from error
+            raise CheckpointError(str(error)) from error
 
     def require_same(self, call: str, record: Mapping[str, object]) -> None:
-        """Compare the arguments of a call, before anything is written.
-
-        Raises:
-            ValueError: On every process, if they differ.
-            CheckpointError: If a process does not make this call.
-        """
+        """Raise a `ValueError` on every process if they call this with different arguments."""
         try:
             processes.require_same(call, {name: str(value) for name, value in record.items()}, timeout=self.timeout)
         except TimeoutError as error:
             raise CheckpointError(str(error)) from error
 
     def agree(self, topic: str, failure: str = "", message: str = "") -> str:
-        """Go on only if all processes can.
+        """Return the first process's message once all processes have succeeded.
 
         Args:
-            topic: As for `exchange`.
+            topic: What every process is doing, as a verb: `"write a checkpoint"`.
             failure: What failed in this process; empty if nothing did.
             message: What the first process tells the others.
 
-        Returns:
-            The message of the first process.
-
         Raises:
-            CheckpointError: With the failures of all processes.
+            CheckpointError: With the failures of all processes, if there is any.
         """
         answers = [json.loads(text) for text in self.exchange(topic, json.dumps([failure, message]))]
         prefix = lambda i: f"process {i}: " if self.count > 1 else ""

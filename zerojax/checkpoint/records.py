@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the records that its manifest holds."""
+"""The records of a manifest: which leaves a checkpoint has, and which files."""
 
 from __future__ import annotations
 
@@ -14,38 +14,32 @@ from zerojax.optim.description import Description
 ARRAYS = "arrays"
 
 
+def data_file(process: int) -> str:
+    """Return the name of the file in which a process keeps the data that belongs to a state."""
+    return f"data.{process}.json"
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedLeaf:
-    """A leaf as it was saved.
+    """A leaf as it was saved."""
 
-    Attributes:
-        name: As errors name it.
-        path: Its keys, from the field of the state on.
-        shape: Logical shape.
-        dtype: Element type, by name.
-        kind: Whether its storage is replicated, sharded or flat.
-        folder: Its folder under `arrays/`; empty if it has no elements, or is packed.
-        key: The implementation of a PRNG key, or None.
-        pieces: Where its storage is in files of packed leaves; empty unless it is packed.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    folder: str
-    key: str | None = None
-    pieces: tuple[Piece, ...] = ()
+    name: str  # in errors
+    path: tuple[str, ...]  # its keys, starting with the field of the state
+    shape: tuple[int, ...]  # logical
+    dtype: str  # name of the element type
+    kind: str  # layout of the storage: "replicated", "sharded" or "flat"
+    folder: str  # in `arrays/`; empty if the leaf has no elements, or is packed
+    key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
+    pieces: tuple[Piece, ...] = ()  # where a packed leaf is in the files of packed leaves
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it has no elements, and so no files."""
+        """Return whether the leaf has no elements, and so no files."""
         return not math.prod(self.shape)
 
     @property
     def storage_dtype(self) -> jnp.dtype:
-        """Return the element type of what is stored; for PRNG keys, that of their data."""
+        """Return the element type of the stored bytes; for PRNG keys, the type of their data."""
         return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
 
     @property
@@ -56,31 +50,23 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
-
-    Attributes:
-        step: Its step.
-        leaves: Its leaves.
-        files: `{path: (bytes, sha256)}` of every file but the manifest and its digest.
-        made_by: Versions of the libraries, and how many processes wrote.
-        transformation: Describes the optimizer; None in checkpoints of before it was recorded.
-    """
+    """Describes a checkpoint."""
 
     step: int
     leaves: tuple[SavedLeaf, ...]
-    files: dict[str, tuple[int, str]]
-    made_by: dict[str, Any]
-    transformation: Description | None = None
+    files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
+    made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
+    transformation: Description | None = None  # of the optimizer; missing in checkpoints of earlier versions
 
     def leaf_of(self, file: str) -> str:
-        """Return the name of the leaf that a file belongs to; empty if none."""
+        """Return the name of the leaf that a file belongs to, or an empty string."""
         arrays, _, rest = file.partition("/")
         folder, separator, _ = rest.partition("/")
         names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
         return names[0] if arrays == ARRAYS and separator and names else ""
 
     def packed(self) -> dict[str, list[Extent]]:
-        """Return what is in each file of packed leaves, in order."""
+        """Return the contents of each file of packed leaves, in the order of their offsets."""
         files: dict[str, list[Extent]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:

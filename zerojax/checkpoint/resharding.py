@@ -1,4 +1,4 @@
-"""A saved leaf in a new layout: read straight into it where only the padding differs, else converted on the devices."""
+"""Bring a saved leaf into another layout: read it straight into the layout, or convert it on the devices."""
 
 from __future__ import annotations
 
@@ -12,40 +12,35 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zerojax.checkpoint.arrays import ReadRequest
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import best_dim
 from zerojax.offload.host import to_device
-from zerojax.placement.storage_shape import in_logical_shape, in_storage_shape
+from zerojax.placement.storage import in_logical_shape
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.records import SavedLeaf
 
 
 class Conversion(NamedTuple):
-    """What is left to do on the devices once a leaf is read.
-
-    Attributes:
-        source: How the array that was read is sharded.
-        target: Layout and type to convert it to.
-        sharding: The sharding of the result.
-    """
+    """A conversion on the devices, after a leaf is read: from one layout and type to another."""
 
     source: Leaf
     target: Leaf
-    sharding: Sharding
+    sharding: Sharding  # of the result
 
 
 def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Conversion | None]:
     """Decide how to read a saved leaf, and which conversion remains, if any.
 
-    Sharded and replicated storage differ in padding alone, which reading adds and drops. To and
-    from flat storage, and between types, the array is converted on the devices.
+    Sharded and replicated storage differ only in padding, which reading adds and trims. A leaf is converted on the
+    devices if its type changes, or if exactly one of the two layouts is flat.
 
     Args:
         saved: The leaf as it was saved.
-        leaf: The layout and type wanted.
-        array: An array, or shape, with the storage shape and sharding wanted.
+        leaf: The wanted layout and type.
+        array: An array, or shape, with the wanted storage shape and sharding.
     """
     shape = tuple(array.shape)
     if saved.key is not None:
@@ -62,7 +57,7 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
 
 
 def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """Return a layout sharded by dim, to read from or to flat storage: no device needs memory for the full leaf."""
+    """Return a layout sharded along a dim, for converting flat storage: no device needs memory for the full leaf."""
     replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return replicated, sharding
@@ -74,7 +69,7 @@ def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
 
 
 def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
-    """Return flat storage, sharded over the data axes where the mesh has them."""
+    """Return the layout of flat storage, sharded over the data axes if the mesh has them, or whole without a mesh."""
     leaf = dataclasses.replace(leaf, kind="flat", dim=None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):
@@ -83,18 +78,13 @@ def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Shardi
 
 
 def convert(arrays: Sequence[Any], conversions: Sequence[Conversion]) -> list[Any]:
-    """Bring stored arrays into other layouts and types, all in one program.
-
-    Args:
-        arrays: Stored as the `source` of their conversion says.
-        conversions: One for each array.
-    """
+    """Convert stored arrays in one program. Each array has one conversion, and the layout of its `source`."""
     return list(converter(tuple(conversions))(list(arrays))) if conversions else []
 
 
 @functools.lru_cache(maxsize=16)
 def converter(conversions: tuple[Conversion, ...]):
-    """Return the program of `convert`."""
+    """Compile the program of `convert`."""
 
     def program(arrays):
         return [

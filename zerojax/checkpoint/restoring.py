@@ -1,4 +1,4 @@
-"""From a verified checkpoint to a state: match the leaves, read each into the layout wanted, fill the state."""
+"""From a verified checkpoint to a state: match the leaves, read each into the wanted layout, and fill the state."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import jax.numpy as jnp
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import DamagedError, no_zero_state
-from zerojax.checkpoint.manifest import data_file
-from zerojax.checkpoint.matching import Match, match, target_layout, unfit_errors
+from zerojax.checkpoint.matching import Match, check_transformation, match, target_layout, unfit_errors
 from zerojax.checkpoint.processes import Processes
-from zerojax.checkpoint.records import Manifest, SavedLeaf
+from zerojax.checkpoint.records import Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.resharding import convert, read_plan
-from zerojax.checkpoint.same_transformation import check_transformation
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
@@ -34,12 +32,12 @@ class Restored(NamedTuple):
     """What was restored from a checkpoint.
 
     Attributes:
-        state: In the layout of `like`.
-        data: What was saved with it.
-        step: Its step.
+        state: The state, in the layout of `like`.
+        data: The data that was saved with the state.
+        step: The step of the checkpoint.
         missing: Names of the leaves of `like` that were not restored; only with `partial=True`.
-        unused: Names of the saved leaves that were not wanted; only with `partial=True`.
-        cast: Names of frozen parameters that were rounded to the type this stage keeps them in.
+        unused: Names of the saved leaves that were not restored; only with `partial=True`.
+        cast: Names of frozen parameters that were rounded to the type in which this stage keeps them.
     """
 
     state: ZeroState
@@ -53,26 +51,26 @@ class Restored(NamedTuple):
 def restore(
     root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool, processes: Processes
 ) -> Restored:
-    """Read a verified checkpoint; arguments as for `Checkpointer.restore`."""
+    """Read a verified checkpoint. The arguments are those of `Checkpointer.restore`."""
     if not isinstance(like, ZeroState):
         raise no_zero_state("restore takes like=", like)
     folder = root / step_name(manifest.step)
     where = f"The checkpoint of step {manifest.step} in {root}"
     state, matched = on_auto_mesh(None, functools.partial(read_state, folder, manifest, partial, where), like)
     if matched.cast:
-        log.info("Rounded to the type this stage keeps them in: %s.", ", ".join(matched.cast))
+        log.info("Rounded to the type in which this stage keeps them: %s.", ", ".join(matched.cast))
     data = read_data(folder, manifest, data, processes)
     return Restored(state, data, manifest.step, matched.missing, matched.unused, matched.cast)
 
 
 def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
-    """Read the state in the layout of `like`, and return which leaves were matched."""
+    """Read the state into the layout of `like`. Return it, and which leaves were matched."""
     wanted = state_leaves(like)
     unfit = unfit_errors(manifest.leaves, wanted)
     if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
         warnings.warn(
-            f"{where} has the rounding errors of {lost} quantised gradients, which like= has not or has otherwise: "
-            f"they are not restored, and what was taken from the gradients of its last step is lost.",
+            f"{where} has the rounding errors of {lost} quantised gradients, and like= has none for them, or has them "
+            f"in another shape. They are not restored, so the next step cannot correct the rounding of the last one.",
             stacklevel=8,
         )
     fresh = {name: wanted.pop(name) for name in unfit & set(wanted)}
@@ -83,41 +81,41 @@ def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like
     for name in matched.missing:
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
-            raise ValueError(f"{name} was not saved, and like= has only its shape: give live arrays to keep the rest.")
+            raise ValueError(f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value.")
         restored[name] = replaced(array, joined(array)) if is_chunked(array) else jnp.copy(array)
     return with_leaves(like, restored), matched
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read leaves as the state has them, offloaded leaves in chunks, by name, in storage shape."""
-    restored: dict[str, Any] = {}
+    """Read leaves in storage shape, offloaded leaves into chunks. Return them by name."""
+    restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
-        if is_chunked(wanted.array):  # one at a time: device memory may be too small for all
-            ((name, x),) = read_on_devices(folder, [(saved, wanted)]).items()
-            restored[name] = replaced(wanted.array, x)
-    return restored | read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
+        if is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
+            restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
+    return restored
 
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read leaves into device memory, by name, in storage shape."""
-    names = [wanted.name for saved, wanted in pairs if not saved.is_empty]
-    plans = [
-        read_plan(saved, target_layout(saved, wanted), wanted.array) for saved, wanted in pairs if not saved.is_empty
-    ]
-    loaded = dict(zip(names, arrays.read(folder, [request for request, _ in plans]), strict=True))
-    conversions = {name: one for name, (_, one) in zip(names, plans, strict=True) if one is not None}
+    """Read leaves into device memory in storage shape. Return them by name."""
+    plans = {
+        wanted.name: read_plan(saved, target_layout(saved, wanted), wanted.array)
+        for saved, wanted in pairs
+        if not saved.is_empty
+    }
+    loaded = dict(zip(plans, arrays.read(folder, [request for request, _ in plans.values()]), strict=True))
+    conversions = {name: one for name, (_, one) in plans.items() if one is not None}
     converted = convert([loaded[name] for name in conversions], list(conversions.values()))
     empty = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
     return loaded | dict(zip(conversions, converted, strict=True)) | empty
 
 
 def zeros_of(array: Any) -> jax.Array:
-    """Return zeros sharded like an array, or its shape."""
+    """Return zeros with the shape, type and sharding of an array."""
     return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
-    """Read what this process saved with the state."""
+    """Read the data that this process saved with the state."""
     count = manifest.made_by["processes"]
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:

@@ -1,8 +1,9 @@
-"""Files of safetensors: written leaf by leaf, read slice by slice.
+"""Files of safetensors: written one tensor at a time, read one slice at a time.
 
-The library writes only arrays that are all in memory at once, so the writing is done here: a
-length, a JSON header, the arrays one after the other. The library checks what is read; it maps a
-file for as long as it is open, all of which counts as resident, so mapping is done here, too.
+The safetensors library can do neither. It writes only arrays that are all in memory at once, so this module writes the
+format itself: a length, a JSON header, and the arrays one after the other. It maps a file into memory while the file is
+open, and then the whole file counts as resident, so this module maps single tensors. The library does check every
+header that is read.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -40,18 +41,11 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 INDEX = "model.safetensors.index.json"
-METADATA = "__metadata__"  # a key of the header, beside the tensors' names
+METADATA = "__metadata__"  # the header's key for metadata; all other keys are names of tensors
 
 
 class Tensor(NamedTuple):
-    """One array to write.
-
-    Attributes:
-        name: Its name in the file.
-        shape: Its shape.
-        dtype: Its type.
-        fetch: Returns it; called when it is written.
-    """
+    """One array to write. `fetch` returns its values, and is called when they are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,21 +54,15 @@ class Tensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return its size."""
+        """Return the size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], limit: int) -> list[str]:
-    """Write files of at most `limit` bytes of arrays, with an index if there are several.
+    """Write arrays into an empty folder, and return the names of the files.
 
-    Args:
-        directory: Exists, and is empty.
-        tensors: In the order they are written.
-        metadata: Goes into every file.
-        limit: In bytes; a larger array has a file to itself.
-
-    Returns:
-        The names of the files with arrays.
+    A file has at most `limit` bytes of arrays, or one larger array. Several files get an index. Each file has the
+    metadata.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0
@@ -98,7 +86,7 @@ def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], 
 
 
 def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> None:
-    """Write one file, fetching one array at a time."""
+    """Write one file. One array at a time is fetched."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for tensor in tensors:
@@ -118,15 +106,7 @@ def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) 
 
 
 class Header(NamedTuple):
-    """What a file says of one of its arrays.
-
-    Attributes:
-        file: Where the array is.
-        dtype: Its type, as safetensors names it.
-        shape: Its shape.
-        start: Where its bytes begin in the file.
-        bytes: Their number.
-    """
+    """The header of one array: its file, its type as safetensors names it, its shape, and the place of its bytes."""
 
     file: Path
     dtype: str
@@ -139,11 +119,11 @@ class Files:
     """The tensors of a folder or a file of safetensors, mapped into memory one by one."""
 
     def __init__(self, path: Path):
-        """Read the headers.
+        """Read the headers of a file, or of all files of a folder.
 
         Raises:
-            FileNotFoundError: If there is no such file or folder, none in it, or not all that the index names.
-            ValueError: If a file is damaged, two have the same tensor, or the index names one outside the folder.
+            FileNotFoundError: If there is no file, or a file that the index names is missing.
+            ValueError: If a file is damaged, two files have the same tensor, or the index names a file elsewhere.
         """
         folder, index = path if path.is_dir() else path.parent, path / INDEX
         if path.is_file():
@@ -155,7 +135,7 @@ class Files:
         if not names:
             raise FileNotFoundError(f"There are no files of safetensors at {path}.")
         missing = [str(folder / name) for name in sorted(names) if not os.path.exists(folder / name)]
-        if missing:  # os.path, unlike pathlib, takes a name of any length
+        if missing:  # found by os.path.exists, because pathlib raises an error for a name that is too long
             raise FileNotFoundError(f"{', '.join(missing)} is not there, though the index beside it names it.")
         self._headers: dict[str, Header] = {}
         metadata: dict[str, str] = {}
@@ -163,7 +143,7 @@ class Files:
             headers, said = read_headers(folder / name)
             if doubled := min(headers.keys() & self._headers.keys(), default=None):
                 first = self._headers[doubled].file.name
-                raise ValueError(f"{doubled} is in {first} and in {name} of {folder}. Give one of the files alone.")
+                raise ValueError(f"{doubled} is in {first} and in {name} of {folder}. Give only one of the files.")
             self._headers |= headers
             metadata |= said
         self.tied = {
@@ -171,22 +151,22 @@ class Files:
         }
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is such a tensor, tied to another or not."""
+        """Return whether there is a tensor of this name, stored or tied to another one."""
         return name in self._headers or name in self.tied
 
     def names(self) -> set[str]:
-        """Return the names of all tensors except those that are tied to another."""
+        """Return the names of all stored tensors, without those that are tied to another one."""
         return set(self._headers)
 
     def header(self, name: str) -> Header:
-        """Return what the file says about a tensor."""
+        """Return the header of a tensor, or of the tensor that it is tied to."""
         return self._headers[self.tied.get(name, name)]
 
     def map(self, name: str) -> np.ndarray:
-        """Map a tensor into memory as long as it or a view of it is referenced. Only what is looked at is read.
+        """Map a tensor into memory while it, or a view of it, is referenced. Only elements that are used are read.
 
         Raises:
-            ValueError: If the file has become shorter.
+            ValueError: If the file has become shorter since its header was read.
         """
         one = self.header(name)
         dtype = jnp.dtype(DTYPES[one.dtype])
@@ -197,7 +177,7 @@ class Files:
 
 
 def names_in_index(index: Path) -> set[str]:
-    """Return the files that an index names. All of them must be in its folder."""
+    """Return the file names in an index. Each must be a name in the index's folder, not a path."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         foreign = [name for name in names if name != os.path.basename(name) or name in ("", "..")]
@@ -209,7 +189,7 @@ def names_in_index(index: Path) -> set[str]:
 
 
 def read_headers(path: Path) -> tuple[dict[str, Header], dict[str, str]]:
-    """Read the header of each tensor of a file, which the library has checked, and the file's metadata."""
+    """Return the header of each tensor of a file, and the file's metadata, after the library has checked them."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

@@ -1,4 +1,8 @@
-"""One asynchronous save: copy the state to host memory, then write, digest and commit it in a thread."""
+"""One asynchronous save: copy the state to host memory, then write, digest and commit it in a thread.
+
+All processes take the same four steps, and agree after each: begin, write, digest, commit. The first process makes the
+folder and commits it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,59 +21,52 @@ import jax
 
 from zerojax.checkpoint import arrays, directory, packing
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.completeness import incomplete
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
-from zerojax.checkpoint.manifest import (
-    DIGESTS,
-    damage_in,
-    data_file,
-    digests,
-    in_words,
-    leaf_of,
-    made_by,
-    write_manifest,
-)
+from zerojax.checkpoint.manifest import digests, leaf_of, made_by, write_manifest
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
-from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf
+from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
+from zerojax.checkpoint.verifying import damage_in, in_words, incomplete
 from zerojax.offload.lock import Lock, lock_folder
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
 
-# A leaf whose storage has at most so many bytes is packed with others. Its copy to host memory delays the loop.
+# A leaf whose storage has at most this many bytes is packed with others. Copying it to host memory delays the loop.
 SMALL_BYTES = 64 << 10
 MAX_FOLDER_NAME = 200
-BLOCK = 4096
-# Types of JAX that TensorStore cannot write; it writes int4 and all types of float.
+BLOCK = 4096  # bytes of a file system's block
+DIGESTS = ".digests."
+# Types of JAX that TensorStore cannot write. It writes int4 and every floating type.
 UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
 
 
 class Save:
-    """A save, under way or done.
+    """A save that is under way or done.
 
     Attributes:
         step: The step that is saved.
-        error: Why it failed; None if it did not, or is still under way.
-        thread: Writes, digests and commits.
+        error: Why the save failed; None if it succeeded or is still under way.
+        thread: The thread that writes, digests and commits.
     """
 
     def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
-        """Prepare a save of `step` into `root`. The other arguments are those of `Checkpointer`."""
+        """Prepare a save of `step` into `root`, for the processes of a `Checkpointer` and its `keep`."""
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
         self._quiet: QuietLoops | None = None
-        self._pieces: dict[str, list[packing.Piece]] = {}  # of this process
-        self._done = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended: CPython gh-90882
+        self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
+        # Not `thread.join`: after Ctrl-C interrupts a join, Python takes the thread for ended (CPython gh-90882).
+        self._done = threading.Event()
 
     def begin(self, state: ZeroState, data: str) -> None:
-        """Copy the state to host memory, and leave the rest to the thread.
+        """Copy the state to host memory, and start the thread.
 
-        If this raises, Ctrl-C included, nothing is saved, and what was begun is removed.
+        If this raises, Ctrl-C included, nothing is saved, and the unfinished folder is removed.
         """
         quiet_writes()
         self._quiet = QuietLoops()
@@ -85,7 +83,7 @@ class Save:
         description = None if state.plan.describe is None else state.plan.describe.description
         manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={}, transformation=description)
         failure = attempt(self._make_folders, leaves.values()) if self._processes.is_first else ""
-        name = self._processes.agree("begin", failure, self._temporary.name)
+        name = self._processes.agree("begin to save", failure, self._temporary.name)
         self._temporary = self._temporary.with_name(name)
         by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
         small = {one.name: leaves[one.name].array for one in manifest.leaves if not one.folder and not one.is_empty}
@@ -93,19 +91,19 @@ class Save:
         try:
             blocks = packing.copied(small)
             finish = arrays.write(self._temporary / ARRAYS, by_folder)
-        except Exception as error:  # the other processes hear of it in the thread, as of any error there
+        except Exception as error:  # the thread tells the other processes, as it does for its own errors
             failure = in_one_line(error)
         work = (failure, finish, blocks, manifest, data)
         self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
         self.thread.start()
 
     def remove_again(self) -> None:
-        """Remove what a write brought back that ended after the save had failed; orbax waits for the first to fail."""
+        """Remove the folder of a failed save again: orbax's other writes may have ended after the first one failed."""
         if self.error is not None and self._processes.is_first and self._temporary.exists():
             attempt(directory.remove, self._temporary)
 
     def wait(self) -> None:
-        """Block until everything is done. Raises `error` if it failed."""
+        """Block until the thread has ended, and raise `error` if the save failed."""
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -113,12 +111,12 @@ class Save:
     def _finish(
         self, failure: str, finish: Callable[[], None], blocks: list[packing.Block], manifest: Manifest, data: str
     ) -> None:
-        """Write, digest, commit; in the thread."""
+        """Write, digest and commit. Runs in the thread."""
         try:
-            self._processes.agree("written", failure or attempt(self._write, finish, blocks, data))
-            self._processes.agree("digested", attempt(self._digest))
+            self._processes.agree("write a checkpoint", failure or attempt(self._write, finish, blocks, data))
+            self._processes.agree("digest a checkpoint", attempt(self._digest))
             failure = attempt(self._commit, manifest) if self._processes.is_first else ""
-            self._processes.agree("committed", failure)
+            self._processes.agree("commit a checkpoint", failure)
         except Exception as error:
             self.error = self._failed(error)
         finally:
@@ -129,14 +127,13 @@ class Save:
 
     def _make_folders(self, leaves: Iterable[StateLeaf]) -> None:
         directory.require_space(self._temporary.parent, sum(map(disk_bytes, leaves)))
-        self._temporary.mkdir()  # without its parents: whoever deleted the directory deleted its lock
+        self._temporary.mkdir()  # not with parents=True: if the directory was deleted, so was its lock
         self._mark = lock_folder(self._temporary)
         (self._temporary / ARRAYS).mkdir()
 
     def _release_mark(self) -> None:
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.release()
+        if self._mark is not None:
+            self._mark.release()  # does nothing a second time
 
     def _write(self, finish: Callable[[], None], blocks: list[packing.Block], data: str) -> None:
         self._pieces = packing.write(self._temporary / packing.packed_file(self._processes.index), blocks)
@@ -144,7 +141,7 @@ class Save:
         directory.write_synced(self._temporary / data_file(self._processes.index), data)
 
     def _digest(self) -> None:
-        """Digest this process' share of the files, and see them onto the disk."""
+        """Digest this process's share of the files, and block until they are on disk."""
         written = [name for name in directory.files_in(self._temporary) if not name.startswith(DIGESTS)]
         share = written[self._processes.index :: self._processes.count]
         sums = digests(self._temporary, share)
@@ -154,7 +151,7 @@ class Save:
         directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", text)
 
     def _commit(self, manifest: Manifest) -> None:
-        """Write the manifest, with the digests of all processes, and give the folder its name."""
+        """Write the manifest with the digests of all processes, and give the folder its final name."""
         if self.error is not None:  # `begin` was interrupted
             raise self.error
         files: dict[str, tuple[int, str]] = {}
@@ -167,16 +164,17 @@ class Save:
             for name, pieces in digested["pieces"].items():
                 by_name[name]["pieces"] += pieces
             path.unlink()
-        made = made_by(self._processes.count)  # which reads files, and may fail
+        made = made_by(self._processes.count)
         saved = tuple(map(leaf_of, leaves))
         manifest = dataclasses.replace(manifest, leaves=saved, files=dict(sorted(files.items())), made_by=made)
-        require_sound(manifest)  # what could not be read again is not committed
+        # Refuse to commit a checkpoint that `restore` would refuse.
+        require_sound(manifest)
         lacking = incomplete(self._temporary, manifest, manifest.leaves)
-        # digests of packed leaves are of memory, and the files may have been written by other hosts
+        # The digests of packed leaves were computed from memory, maybe on other hosts; the files may differ.
         if lacking := lacking or damage_in(self._temporary, manifest, manifest.packed()):
             raise CheckpointError(in_words(lacking))
         write_manifest(manifest, self._temporary)
-        directory.sync(directory.folders_in(self._temporary))
+        directory.sync(Path(folder) for folder, _, _ in os.walk(self._temporary))
         root = self._temporary.parent
         for name in directory.rename_later_steps(root, self.step):
             log.warning("%s: the run went back to before it and saved step %d.", name, self.step)
@@ -185,7 +183,7 @@ class Save:
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        """Return the error to raise, whatever else fails. What was begun is removed."""
+        """Return the error to raise, and remove the unfinished folder."""
         self._release_mark()
         if self._processes.is_first:
             attempt(directory.remove, self._temporary)
@@ -199,11 +197,9 @@ class Save:
 
 
 def disk_bytes(one: StateLeaf) -> int:
-    """Return about the bytes a leaf takes on disk: its own, and a block for each file."""
-    if is_small(one):
-        return storage_bytes(one)
+    """Estimate the bytes that a leaf takes on disk: its storage, and a block for each file of a leaf with a folder."""
     files = 1 if one.leaf.kind == "replicated" else one.leaf.shards
-    return storage_bytes(one) + (files + 1) * BLOCK
+    return storage_bytes(one) + (0 if is_small(one) else (files + 1) * BLOCK)
 
 
 def storage_bytes(one: StateLeaf) -> int:
@@ -217,11 +213,20 @@ def is_small(one: StateLeaf) -> bool:
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
-    """Return what is saved of a state's leaves: large ones get a folder each, small and empty ones none."""
+    """Return the records of a state's leaves. Each large leaf gets a folder; small and empty leaves get none.
+
+    Raises:
+        CheckpointError: If no file can hold the type of a leaf.
+    """
     taken: set[str] = set()
     saved = []
     for one in leaves.values():
-        check_type(one)
+        if one.dtype in UNSAVED:
+            wider = "uint8" if one.dtype.startswith("u") else "int8"
+            raise CheckpointError(
+                f"{one.name} is {one.dtype}, a type that checkpoints cannot store: TensorStore, which writes the "
+                f"files, does not know it. Keep the leaf as {wider}, and cast it in the loss."
+            )
         folder = ""
         if one.leaf.size and not is_small(one):
             folder = plain = folder_name(one.path)
@@ -233,22 +238,8 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
     return tuple(saved)
 
 
-def check_type(one: StateLeaf) -> None:
-    """Refuse a leaf whose type no file can hold, before anything is written.
-
-    Raises:
-        CheckpointError: Naming the leaf.
-    """
-    if one.dtype in UNSAVED:
-        wider = "uint8" if one.dtype.startswith("u") else "int8"
-        raise CheckpointError(
-            f"{one.name} is {one.dtype}, a type that checkpoints cannot store: TensorStore, which writes the files, "
-            f"does not know it. Keep the leaf as {wider}, and cast it in the loss."
-        )
-
-
 def folder_name(path: tuple[str, ...]) -> str:
-    """Return a leaf's keys as the name of a folder."""
+    """Return a leaf's keys as the name of a folder; a long name ends with its digest."""
     name = ".".join(quote(key, safe="") for key in path)
     if len(name) <= MAX_FOLDER_NAME:
         return name

@@ -1,6 +1,6 @@
-"""What every manifest that zerojax writes satisfies, so that a forged one is refused before anything is allocated.
+"""Rules that every manifest of a save satisfies, so that a forged manifest is refused before anything is allocated.
 
-A checkpoint may come from anyone, and its digests say only that it is as its author made it.
+A checkpoint may come from anyone. Its digests prove only that its files are the ones that its author wrote.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ from zerojax.checkpoint.records import Manifest, SavedLeaf
 KINDS = ("replicated", "sharded", "flat")
 MAX_DIMS, MAX_DIM = 64, 2**63
 SCALARS = (jnp.number, jnp.bool_)
-# At most so many words has a PRNG key; those of JAX have 2 or 4.
+# Most words of a PRNG key. The keys of JAX have 2 or 4.
 KEY_WORDS = 64
-# At most so many bytes has a packed leaf, whatever the limit it was saved with: it is read to memory whole.
+# Most bytes of a packed leaf, which is read to memory as a whole. No save packs a leaf this large.
 MAX_PACKED_BYTES = 1 << 20
 
 
 def require_sound(manifest: Manifest) -> None:
-    """Refuse a manifest that no save writes.
-
-    Raises:
-        ValueError: Naming the leaf or the file, and what is wrong with it.
-    """
+    """Raise a `ValueError` for a manifest that no save writes. It names the leaf or the file, and what is wrong."""
     if not is_count(manifest.step):
         raise ValueError(f"the step is {manifest.step!r}, which is no number of steps")
     for name, entry in manifest.files.items():
@@ -41,7 +37,7 @@ def require_sound(manifest: Manifest) -> None:
     require_unique("leaves have the name", (leaf.name for leaf in manifest.leaves))
     require_unique("leaves have the path", (leaf.path for leaf in manifest.leaves))
     require_packed(manifest)
-    # some file systems do not tell upper from lower case
+    # Some file systems do not distinguish upper from lower case.
     require_unique("leaves have the folder", (leaf.folder.lower() for leaf in manifest.leaves if leaf.folder))
     processes = manifest.made_by["processes"]
     if not is_count(processes) or not 0 < processes <= len(manifest.files):
@@ -49,11 +45,7 @@ def require_sound(manifest: Manifest) -> None:
 
 
 def require_packed(manifest: Manifest) -> None:
-    """Refuse packed leaves that share bytes, or leave bytes out: a small file could make large arrays.
-
-    Raises:
-        ValueError: Naming the leaf or the file.
-    """
+    """Raise a `ValueError` if packed leaves share bytes, or leave bytes out. A small file could make large arrays."""
     for file, extents in manifest.packed().items():
         end = 0
         for one in extents:
@@ -65,7 +57,7 @@ def require_packed(manifest: Manifest) -> None:
 
 
 def require_unique(what: str, names: Iterable[Any]) -> None:
-    """Raise a `ValueError` if one comes twice."""
+    """Raise a `ValueError` if a name comes twice."""
     seen = set()
     for name in names:
         if name in seen:
@@ -74,13 +66,13 @@ def require_unique(what: str, names: Iterable[Any]) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object, of which readers take one or the other value if a key comes twice."""
+    """Make a dict of a JSON object, and refuse a key that comes twice: readers differ in which value they take."""
     require_unique("values have the key", (key for key, _ in pairs))
     return dict(pairs)
 
 
 def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
-    """Explain why this is not an entry of a file; empty if it is one."""
+    """Explain why no save writes this entry of a file, or return an empty string."""
     if not is_text(name):
         return "has a name that cannot be printed"
     if not is_count(size):
@@ -89,10 +81,10 @@ def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
 
 
 def problem_of_leaf(leaf: SavedLeaf) -> str:
-    """Explain why no save writes this leaf; empty if one may."""
+    """Explain why no save writes this leaf, or return an empty string."""
     texts = (leaf.name, leaf.dtype, leaf.kind, *leaf.path, *([] if leaf.key is None else [leaf.key]))
     if not all(isinstance(text, str) for text in (*texts, leaf.folder)) or not is_text(leaf.name):
-        return "has something else than printable text for a name"
+        return "has a name that is not printable text"
     if any(surrogates(text) for text in texts):
         return "has text that is no Unicode"
     if not agrees(leaf.name, leaf.path):
@@ -117,7 +109,7 @@ def problem_of_leaf(leaf: SavedLeaf) -> str:
 
 
 def problem_of_pieces(leaf: SavedLeaf) -> str:
-    """Explain why these are not the pieces of a leaf; empty if they are its storage, each element once."""
+    """Explain why the pieces of a leaf are not its storage, each element once, or return an empty string."""
     dims = len(leaf.pieces[0].shape)
     for one in leaf.pieces:
         if not isinstance(one.file, str) or not PACKED.fullmatch(one.file):
@@ -133,14 +125,14 @@ def problem_of_pieces(leaf: SavedLeaf) -> str:
     if not is_storage_of(leaf, shape, leaf.storage_dtype):
         return f"is {leaf.described}, and has pieces of another array"
     covered = np.zeros(shape, bool)
-    if sum(math.prod(one.shape) for one in leaf.pieces) == covered.size:  # first, as it bounds the work
+    if sum(math.prod(one.shape) for one in leaf.pieces) == covered.size:  # this comes first, because it bounds the loop
         for one in leaf.pieces:
             covered[one.index] = True
     return "" if covered.all() else "has pieces that overlap, or leave elements out"
 
 
 def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bool:
-    """Return whether an array of this shape may be the storage of a leaf: padded, flat, or data of PRNG keys."""
+    """Return whether an array of this shape may be the storage of a leaf: padded, flat, or the data of PRNG keys."""
     if leaf.key is not None:
         keys, words = shape[: len(leaf.shape)], shape[len(leaf.shape) :]
         return tuple(leaf.shape) == tuple(keys) and math.prod(words) <= KEY_WORDS and dtype == leaf.storage_dtype
@@ -152,17 +144,17 @@ def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bo
 
 
 def problem_of_dtype(dtype: str, key: str | None) -> str:
-    """Explain why there is no array of this type; empty if there is."""
+    """Explain why no array has this type, or return an empty string."""
     if dtype.startswith("key<") != (key is not None):
         return f"is {dtype} and {'not said to be' if key is None else 'said to be'} PRNG keys"
     if key is not None:
         return ""
     try:
         found = jnp.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError):  # NumPy reads some strings as code of a structured type
-        return f"has the type {dtype!r}, which is none"
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses some strings as a structured type
+        return f"has the type {dtype!r}, which does not exist"
     numeric = any(jnp.issubdtype(found, kind) for kind in SCALARS)
-    return "" if numeric and found.name == dtype else f"has the type {dtype!r}, which is none of an array"
+    return "" if numeric and found.name == dtype else f"has the type {dtype!r}, which no saved array has"
 
 
 def agrees(name: str, path: Sequence[str]) -> bool:
@@ -180,9 +172,9 @@ def agrees(name: str, path: Sequence[str]) -> bool:
 
 
 def after_other_key(rest: str, key: str) -> str | None:
-    """Return what follows a key such as an enum's, `[<Name.KEY: 1>]`, whose two forms differ, or None.
+    """Return what follows a key whose text and `repr` differ, such as an enum's `[<Name.KEY: 1>]`, or None.
 
-    What is quoted is text, and has one form.
+    A key in quotes is a string, so its `repr` is known, and `agrees` has compared it.
     """
     end = rest.find("]")
     inner = rest[1:end]
@@ -194,7 +186,7 @@ def after_other_key(rest: str, key: str) -> str | None:
 
 
 def is_count(x: Any) -> bool:
-    """Return whether this is an integer of at least 0, and not a bool, which Python counts as one."""
+    """Return whether this is an integer of at least 0. A bool is not, though it is an `int` in Python."""
     return type(x) is int and x >= 0
 
 
@@ -204,5 +196,5 @@ def is_text(x: Any) -> bool:
 
 
 def surrogates(text: str) -> bool:
-    """Return whether the text has lone surrogates, which no file and no terminal takes."""
+    """Return whether the text has lone surrogates, which neither a file nor a terminal accepts."""
     return any("\ud800" <= c <= "\udfff" for c in text)

@@ -1,7 +1,7 @@
-"""A state as named logical leaves, the same for every stage, mesh and precision.
+"""A state as named logical leaves, which are the same for every stage, mesh and precision.
 
-Of a parameter with master weights these are saved, and of the optimizer's state that of the wrapped
-transformation. Arrays stay in storage shape; a leaf's `Leaf` says how they are padded or flattened.
+A parameter with master weights is represented by its master weights, and `MasterState` by the wrapped transformation's
+state. Arrays stay in storage shape; the `Leaf` of each says how it is padded or flattened.
 """
 
 from __future__ import annotations
@@ -30,22 +30,13 @@ ERRORS = "rounding_errors"
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One logical leaf of a state, and its array.
+    """One logical leaf of a state, and its array."""
 
-    Attributes:
-        name: As errors name it: `params['layer']['w']`.
-        path: Its keys, from the field of the state on.
-        leaf: How the array is sharded.
-        array: The array, or its shape with a sharding; storage shape.
-        narrow: Whether it is stored in a narrower type than it is updated in, so that a wider
-            value may be rounded to it.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    leaf: Leaf
-    array: Any
-    narrow: bool = False
+    name: str  # in errors: params['layer']['w']
+    path: tuple[str, ...]  # its keys, starting with the field of the state
+    leaf: Leaf  # the layout of the array
+    array: Any  # the array, or its shape with a sharding; in storage shape
+    narrow: bool = False  # stored in a narrower type than it is updated in, so a wider saved value may be rounded
 
     @property
     def dtype(self) -> str:
@@ -54,13 +45,7 @@ class StateLeaf:
 
 
 def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
-    """Return the logical leaves of a state, by name.
-
-    Args:
-        state: Live arrays, or shapes.
-
-    Returns:
-        The leaves in a fixed order: step, scaling, parameters, optimizer state, mutable, rounding errors.
+    """Return the logical leaves of a state by name, in a fixed order of its fields.
 
     Raises:
         TypeError: If a leaf is no array, naming it.
@@ -86,7 +71,7 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
 
 
 def require_arrays(state: ZeroState) -> None:
-    """Refuse numbers of Python in a state, naming the first."""
+    """Raise an error if a state has a number of Python as a leaf."""
     for field in ("opt_state", "mutable"):
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field), is_leaf=is_chunked)[0]:
             if not hasattr(x, "dtype"):
@@ -95,21 +80,17 @@ def require_arrays(state: ZeroState) -> None:
 
 
 def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
-    """Return the state whose leaves are `arrays`. Undoes `state_leaves`.
+    """Return the state that has these leaves. This undoes `state_leaves`.
 
     Args:
-        like: Says how the state is sharded; live arrays, or shapes.
-        arrays: One array for each of its leaves, by name; storage shape.
-
-    Returns:
-        A state with the structure and the layout of `like`. The narrow copies of master
-        weights are made from these.
+        like: Gives the structure and the layout of the state; live arrays, or shapes.
+        arrays: An array in storage shape for each leaf of `like`, by name. Where a parameter has master weights, its
+            array has them, and the narrow parameter is made from it.
     """
     layout, (inner, masters) = like.plan.layout, split_masters(like)
 
     def refilled(field: str, tree: PyTree) -> PyTree:
-        structure = jax.tree.structure(tree, is_leaf=is_chunked)
-        return jax.tree.unflatten(structure, [arrays[name_of(field, path)] for path in key_paths(tree)])
+        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(field, path)], tree, is_leaf=is_chunked)
 
     fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable", ERRORS)}
     opt_state = refilled("opt_state", inner)
@@ -121,7 +102,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         shardings = [x.sharding for x in jax.tree.leaves(like.params)]
         conversions = {i: Conversion(leaf, layout.params[i], shardings[i]) for i, (leaf, _) in masters.items()}
         offloaded = [i for i in masters if is_chunked(params[i])]
-        # offloaded leaves one at a time: device memory may be too small for all
+        # Offloaded leaves are converted one at a time, because device memory may be too small for all of them.
         for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
             wide = [joined(params[i]) if i in offloaded else params[i] for i in group]
             for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
@@ -131,21 +112,21 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state, and the master weights by index of their parameter."""
+    """Return the wrapped transformation's state, and the layout and array of each master weight by parameter index."""
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
     arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
-    owners = [
+    narrow = [
         plan.layout.trained[k]
         for k, (param, grad) in enumerate(zip(plan.trained.params, plan.trained.grads, strict=True))
         if param.dtype != grad.dtype
     ]
-    return inner, dict(zip(owners, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
+    return inner, dict(zip(narrow, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
 
 
 def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
-    """Return the leaves of a field that is replicated."""
+    """Return the leaves of a field whose arrays are replicated."""
     return [
         state_leaf(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, data.batch, data.workers), x)
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field))[0]
@@ -153,12 +134,12 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    """Return one leaf with its name."""
+    """Return a leaf with the name and the path that its field and key path give."""
     return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 
 def name_of(field: str, path: tuple) -> str:
-    """Return a leaf's name as errors have it."""
+    """Return a leaf's name in errors."""
     return field + jax.tree_util.keystr(path)
 
 
@@ -168,5 +149,5 @@ def key_paths(tree: PyTree) -> list[tuple]:
 
 
 def keys_of(path: tuple) -> tuple[str, ...]:
-    """Return the keys of a path as they are written."""
+    """Return the keys of a path as text."""
     return tuple(path_of((key,)) for key in path)

@@ -1,22 +1,37 @@
-"""Find a checkpoint and verify it: every file is read and digested before one is used."""
+"""Find a checkpoint and verify it: every file is read and digested before any of it is used.
+
+Two things are checked: each file of the manifest has the bytes that were written (`damage_in`), and the files are the
+ones that the manifest's leaves need (`incomplete`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from zerojax.checkpoint.completeness import incomplete
+import jax.numpy as jnp
+
 from zerojax.checkpoint.directory import step_name, step_number, steps_in
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
-from zerojax.checkpoint.manifest import MANIFEST, NAMED, Damage, damage_in, in_words, read_manifest
+from zerojax.checkpoint.manifest import MANIFEST, Damage, digest, plain_file, read_limited, read_manifest
+from zerojax.checkpoint.packing import damaged_leaves
 from zerojax.checkpoint.processes import Processes
-from zerojax.checkpoint.records import Manifest
+from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf, data_file
+from zerojax.checkpoint.soundness import is_storage_of
 
 T = TypeVar("T")
+NAMED = 5
+OTHER = "has other contents than were written"
+ZARRAY, ZARRAY_BYTES = ".zarray", 1 << 20
+# The zarr metadata that `arrays.write` makes. It determines the name and size of every file of an array.
+WRITTEN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
@@ -26,7 +41,7 @@ def verify_steps(root: Path, step: int | None = None) -> list[int]:
 
 
 def retried(work: Callable[[], T]) -> T:
-    """Do what reads checkpoints, at most three times where a run that writes removes what is read."""
+    """Call a function that reads checkpoints, at most three times while another run removes what it reads."""
     for _ in range(2):
         with contextlib.suppress(ReplacedError):
             return work()
@@ -34,14 +49,14 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """Return the checkpoint of a step, the newest for None, or with `fallback` the newest intact one.
+    """Return the manifest of a verified checkpoint: of this step, or of the newest for None.
 
     Raises:
-        CheckpointError: If there is none, or it vanished.
-        DamagedError: If the one wanted is damaged, and no other is intact or may be taken.
+        CheckpointError: If there is no such checkpoint, or it was removed meanwhile.
+        DamagedError: If it is damaged. With `fallback`, only if no other checkpoint is intact either.
     """
-    # the first process decides: a shared file system may show the others an older list
-    listed = processes.exchange("steps", json.dumps([existing_step(root, step), *steps_in(root)]))
+    # The first process decides: a shared file system may show an older list to the others.
+    listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
     wanted, *steps = json.loads(listed[0])
     try:
         return verified(root, wanted, processes)
@@ -61,12 +76,7 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
 
 
 def existing_step(root: Path, step: int | None) -> int:
-    """Return the step asked for, or the newest for None.
-
-    Raises:
-        CheckpointError: If it has no checkpoint, saying which have one.
-        TypeError: If it is no int.
-    """
+    """Return this step, or the newest for None. Raise an error if it has no checkpoint."""
     steps = steps_in(root)
     chosen = max(steps, default=None) if step is None else step_number(step)
     if chosen is None or chosen not in steps:
@@ -77,10 +87,10 @@ def existing_step(root: Path, step: int | None) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Return the manifest of a checkpoint whose files are verified. Each process reads its share of them.
+    """Return the manifest of a checkpoint after verifying its files. Each process reads its share of them.
 
     Raises:
-        DamagedError: If files are not as they were written, naming the first.
+        DamagedError: If files differ from what was written, naming the first.
     """
     folder = root / step_name(step)
     manifest = read_manifest(folder)
@@ -93,7 +103,7 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
         damage = damage_in(folder, manifest, list(manifest.files)[index::count])
         damage = damage or incomplete(folder, manifest, manifest.leaves[index::count])
     if processes is not None:
-        messages = processes.exchange("verified", json.dumps(damage[:NAMED]))
+        messages = processes.exchange("verify a checkpoint", json.dumps(damage[:NAMED]))
         damage = [tuple(one) for text in messages for one in json.loads(text)]
     if damage or not isinstance(manifest, Manifest):
         require_unchanged(root, step, manifest)
@@ -104,10 +114,10 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 
 @contextlib.contextmanager
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
-    """Enter a context that reads a verified checkpoint while a run may remove or replace it.
+    """Enter a context that reads a verified checkpoint, which another run may remove or replace meanwhile.
 
     Raises:
-        ReplacedError: If that happened: zarr reads files that vanish as zeros.
+        ReplacedError: If that happened. Without this check, zarr would read a file that vanished as zeros.
     """
     try:
         yield
@@ -118,10 +128,91 @@ def reading(root: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
-    """Raise unless the folder of a step still has this manifest, or the same that is wrong with it."""
+    """Raise a `ReplacedError` unless reading the manifest of a step still gives this manifest, or this damage."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
         raise ReplacedError(
             f"The checkpoint of step {step} in {root} was removed or replaced while it was read, as a run that writes "
             f"there does. Restore again, or give that run's Checkpointer a larger keep=."
         ) from cause
+
+
+def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mapping[str, object]) -> list[Damage]:
+    """Return the damaged files among these; for a file of packed leaves, one entry per damaged leaf."""
+    packed = manifest.packed()
+
+    def damage_of(name: str) -> list[Damage]:
+        extents, (expected, sha256) = packed.get(name, []), manifest.files[name]
+        try:
+            path = plain_file(directory, name)
+            size = path.stat().st_size
+            problem = "" if size == expected else f"has {size} bytes instead of {expected}"
+            # A file of another size is not digested: a file that is mostly a hole is cheap to forge, and slow to read.
+            if not problem and digest(path) != (expected, sha256):
+                problem = OTHER
+            leaves = damaged_leaves(path, extents)
+        except FileNotFoundError:
+            problem, leaves = "is missing", [one.leaf for one in extents]
+        except (OSError, ValueError) as error:
+            problem, leaves = f"cannot be read: {getattr(error, 'strerror', error)}", []
+        # A leaf may be damaged in a file whose own digest is right: then a forger wrote the leaf's digest.
+        problem = problem or (OTHER if leaves else "")
+        return [(leaf, name, problem) for leaf in dict.fromkeys(leaves) or [manifest.leaf_of(name)] if problem]
+
+    with ThreadPoolExecutor(8) as pool:
+        return [one for found in pool.map(damage_of, names) for one in found]
+
+
+def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf]) -> list[Damage]:
+    """Return the first file of each of these leaves that the manifest does not list, or lists with another size."""
+    data = [data_file(i) for i in range(manifest.made_by["processes"])]
+    damage = [("", name, "is missing") for name in data if name not in manifest.files]
+    for leaf in leaves:
+        missing = [(leaf.name, one.file, "is missing") for one in leaf.pieces if one.file not in manifest.files]
+        damage += missing[:1]
+        if leaf.folder:
+            damage += itertools.islice(damage_of_folder(directory, leaf, manifest.files), 1)
+    return damage
+
+
+def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, str]]) -> Iterator[Damage]:
+    """Yield what is wrong with the files of a leaf that has a folder, given all files of the manifest."""
+    prefix = f"{ARRAYS}/{leaf.folder}/"
+    if prefix + ZARRAY not in files:
+        yield leaf.name, prefix + ZARRAY, "is missing"
+        return
+    try:
+        described = json.loads(read_limited(directory, f"{prefix}{ZARRAY}", ZARRAY_BYTES))
+        shape, extents, dtype = described["shape"], described["chunks"], jnp.dtype(described["dtype"])
+        grid = [-(-n // extent) for n, extent in zip(shape, extents, strict=True)]
+        # These bounds come first, because the loops below take time and memory in proportion to the grid.
+        fits = (
+            WRITTEN.items() <= described.items()
+            and all(isinstance(n, int) and n > 0 for n in grid)
+            # A file cannot hold more than the array: a reader brings the whole file to memory.
+            and all(type(n) is int and 0 < n <= max(m, 1) for n, m in zip(extents, shape, strict=True))
+            and math.prod(grid) <= len(files)
+        )
+        fits = fits and is_storage_of(leaf, shape, dtype)
+        size = math.prod(extents) * dtype.itemsize
+    except OSError as error:  # the file was just digested, so another run may have removed it since
+        yield leaf.name, prefix + ZARRAY, f"cannot be read: {error.strerror}"
+        return
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        yield leaf.name, prefix + ZARRAY, f"does not describe an array ({type(error).__name__}: {error})"
+        return
+    if not fits:
+        yield leaf.name, prefix + ZARRAY, f"describes another array than {leaf.described} in so many files"
+        return
+    for index in itertools.product(*map(range, grid)):
+        name = prefix + (".".join(map(str, index)) or "0")
+        if name not in files:
+            yield leaf.name, name, "is missing"
+        elif files[name][0] != size:
+            yield leaf.name, name, f"has {files[name][0]} bytes instead of {size}"
+
+
+def in_words(damage: Sequence[Damage]) -> str:
+    """Describe the first damaged files for an error."""
+    named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {problem}" for leaf, file, problem in damage[:NAMED])
+    return f"{named}; and {len(damage) - NAMED} more" if len(damage) > NAMED else named

@@ -1,4 +1,4 @@
-"""The order of collectives and compute, said by data dependence: XLA's schedulers keep no other order."""
+"""Order collectives and compute by data dependence: XLA's schedulers keep no other order."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from jax import lax
 
 
 def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """Let no reader of `anchor` or `groups` start before all of them are computed; returns them.
+    """Return `anchor` and `groups` behind a barrier: no operation reads any of them before all are computed.
 
-    Without an anchor, or without anything in the groups, there is no barrier.
+    There is no barrier if the anchor is empty, or all groups are.
     """
     if not anchor or not any(groups):
         return list(anchor), [list(group) for group in groups]
@@ -19,10 +19,9 @@ def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[
 
 
 def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
-    """Return an int32 zero that is data-dependent on `anchor`.
+    """Return an int32 zero that depends on `anchor`, in a way that no simplification of XLA removes.
 
-    XLA:CPU removes barriers before it schedules, and then computes first what reads nothing.
-    No simplification sees through this dependence.
+    XLA:CPU removes barriers before it schedules, and then starts operations without operands first.
     """
     zero, place = lax.optimization_barrier(jnp.int32(0)), first_float(anchor)
     if place is None:
@@ -33,5 +32,5 @@ def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
 
 
 def first_float(arrays: Sequence[jax.Array]) -> int | None:
-    """Return the index of the first array of floats that has elements, or None."""
+    """Return the index of the first floating array that has elements, or None."""
     return next((i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)

@@ -1,7 +1,7 @@
-"""Which leaves share a collective, and how they are packed for it.
+"""Group leaves into buckets that share a collective, and pack them.
 
-Many small collectives cost more than a few large ones. Leaves of one bucket are packed as
-rows, `(shards, elements)`: row i is what shard i stores.
+Many small collectives cost more than a few large ones. The leaves of a bucket are packed as rows, `(shards, elements)`:
+row i holds the elements of shard i.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 
 def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list[list[int]]:
-    """Group arrays into collectives, as lists of indices.
+    """Group arrays into buckets, as lists of indices.
 
-    Flat leaves of one type share a bucket. Sharded leaves of one type do up to `limit` logical
-    bytes, consecutive ones together. A leaf that other mesh axes shard too has its own:
-    packing it would gather it over those axes. So has a replicated leaf. Quantised leaves have their own buckets.
+    - Flat leaves of one type share a bucket.
+    - Consecutive sharded leaves of one type share a bucket of up to `limit` logical bytes.
+    - A leaf that other mesh axes shard, too, is a bucket alone: packing it would gather it over these axes.
+    - A replicated leaf is a bucket alone.
+
+    A bucket is quantised as a whole, or not at all.
     """
     found: list[list[int]] = []
     filled: dict = {}
@@ -65,10 +68,10 @@ def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Arra
 
 
 def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
-    """Divide the last dim of a bucket's rows into its leaves'.
+    """Split the last dim of a bucket's rows by leaves.
 
-    Where a leaf begins is behind a barrier, so that XLA cannot see it: all leaves of one shape are then read by one
-    kernel, and not each by its own, which took most of the time to compile.
+    A barrier hides from XLA where each leaf begins. So all leaves of one shape are read by one kernel. A kernel per
+    leaf took most of the time to compile.
     """
     if len(leaves) == 1:
         return [rows]

@@ -1,15 +1,16 @@
-"""How shards become full arrays and gradients become shards: every explicit collective of leaves.
+"""Gather shards into full arrays, and reduce gradients to shards: every explicit collective of leaves.
 
-`Collectives` is what callers know. `ManualCollectives` runs inside `shard_map`, where an
-array is one device's, and writes each collective itself.
+`Collectives` is the interface that the other rooms use. `ManualCollectives` implements it inside a `shard_map`, where
+an array is one device's part. `GlobalCollectives`, in its own file, implements it outside of any `shard_map`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm import quantised
 from zerojax.comm.barriers import barrier, zero_after
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
-from zerojax.comm.wire import Encoding
+from zerojax.comm.encoding import Encoding
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import in_words
 from zerojax.dims import Follower, State
@@ -32,165 +33,26 @@ if TYPE_CHECKING:
 
     from zerojax.jaxprs import Rule
 
-# Where each of some values holds the rows of the batch.
+# For each of several values, where it holds the rows of the batch.
 Rows = Sequence[State]
-# What the scopes below become in the name of an operation of a compiled program: what is done, and the leaves.
+# Matches the scopes below in the name of an operation of a compiled program: the kind of collective, and its leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
-UPDATE = "zerojax_update"  # the scope of the optimizer's update in a step
-
-
-class Collectives(Protocol):
-    """Move leaves between shards and full arrays.
-
-    What a shard is, one device's part of an array or a global array that is sharded, only
-    an implementation knows.
-    """
-
-    @property
-    def wire(self) -> Encoding:
-        """Return the object that encodes and decodes values."""
-        ...
-
-    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` for a shard that is not laid out as its leaf says."""
-        ...
-
-    @property
-    def losses(self) -> int:
-        """Return how many losses are computed at once. Their mean is taken."""
-        ...
-
-    @property
-    def defers(self) -> bool:
-        """Return whether the backward pass leaves `reduce_across` to its caller."""
-        ...
-
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a shard."""
-        ...
-
-    def psum(self, tree: PyTree) -> PyTree:
-        """Return the sum over these losses."""
-        ...
-
-    def pmean(self, tree: PyTree) -> PyTree:
-        """Return the mean over these losses."""
-        ...
-
-    def pmax(self, tree: PyTree) -> PyTree:
-        """Return the elementwise maximum over these losses."""
-        ...
-
-    def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Gather shards into full arrays, in logical shape.
-
-        Args:
-            shards: One a leaf, as `Encoding.encode_param` gave it.
-            leaves: How each is laid out. A replicated one is returned as it is.
-            exposed: Whether no other compute hides the collectives.
-        """
-        ...
-
-    def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Return shards of the sums over the devices that hold different shards of a leaf, with zeros in the padding.
-
-        Those are all data-parallel workers, unless `across` says otherwise.
-
-        Args:
-            grads: One a leaf, logical shape.
-            leaves: How each sum is left. A replicated one is all-reduced, over all workers.
-            exposed: Whether no other compute hides the collectives.
-
-        Returns:
-            One a leaf, in the type it was reduced in; `Encoding.decode_grad` gives it another.
-        """
-        ...
-
-    def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
-        ...
-
-    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a leaf's gradient after the backward pass."""
-        ...
-
-    def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return the sums over all data-parallel workers, given the results of `reduce_scatter`.
-
-        Where a leaf's gradient is divided further than the leaf, its parts.
-        """
-        ...
-
-    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return what quantisation in `reduce_across` loses of each shard, in float32."""
-        ...
-
-    def backward(
-        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
-    ) -> list:
-        """Run a backward pass.
-
-        Args:
-            fn: The backward pass: from a list of values, residuals and cotangents, to a tree of results.
-            values: Its argument.
-            rows: For each of them, where it holds the rows of the batch. Only global view reads it.
-            grads: Which of its results are gradients for `reduce_scatter`.
-            rule: If given, how its equations are evaluated, as for `jaxprs.evaluate`.
-
-        Returns:
-            The leaves of its results. A gradient may have a leading dim with one partial sum per worker.
-        """
-        ...
-
-    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Run a linear function of cotangents that may still be per-worker partial sums.
-
-        Args:
-            fn: `fn(collectives, cotangents)`, which is given those of one worker.
-            cotangents: Its argument. Some may have a leading dim with one partial sum per worker.
-            shapes: Their shapes without it.
-
-        Returns:
-            What `fn` returns, with one partial sum per worker where a cotangent has them.
-        """
-        ...
-
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a zero gradient, to which unreduced gradients of a shape can be added."""
-        ...
-
-    def add(self, a: Array, b: Array) -> Array:
-        """Return the sum of two unreduced gradients, as partial sums if one of them has partial sums."""
-        ...
-
-    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """Return a gradient as partial sums, if another one has partial sums."""
-        ...
-
-    @property
-    def follower(self) -> Follower | None:
-        """Return the analysis that follows the rows of the batch, or None where every array belongs to one worker."""
-        ...
-
-    def element(self, x: Array, rows: State) -> Array:
-        """Return some element of an array, without communication if the dim of its rows is known."""
-        ...
-
-    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return `barriers.zero_after`, without communication if the dim of `anchor`'s rows is known."""
-        ...
+UPDATE = "zerojax_update"  # the scope of the optimizer's update in a step's program
 
 
 @dataclasses.dataclass(frozen=True)
-class ManualCollectives:
-    """Collectives inside a `shard_map` that is manual over the data axes.
+class Collectives(abc.ABC):
+    """Move leaves between shards and full arrays.
+
+    A shard is one device's part of an array in one implementation, and a global sharded array in the other. Callers
+    need not know which. The methods that are not abstract are right where every array belongs to one worker.
 
     Attributes:
-        axes: Mesh axes the rows of the batch are divided over, which gradients are summed over.
-            Each leaf is sharded over all of them, or some.
-        bucket_bytes: Sharded leaves share a bucket up to this many logical bytes; 0: none do.
-        wire: What the collectives carry.
-        defers: Whether the backward pass leaves gradients to its caller to `reduce_across`.
+        axes: The data axes: they divide the rows of the batch, and gradients are summed over them. A leaf is sharded
+            over some or all of them.
+        bucket_bytes: The most logical bytes of sharded leaves that share a bucket. 0: every leaf has its own bucket.
+        encoding: The types and formats in which collectives send values.
+        defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
 
     Raises:
         ValueError: If `bucket_bytes` is negative.
@@ -199,17 +61,149 @@ class ManualCollectives:
     axes: tuple[str, ...]
     # Measured on the GPT yardstick (8 x H200, unrolled): 32 MiB hides 87% of the bytes, 128 MiB, a full layer, 96%.
     bucket_bytes: int = BUCKET_BYTES
-    wire: Encoding = dataclasses.field(default_factory=Encoding)
+    encoding: Encoding = dataclasses.field(default_factory=Encoding)
     defers: bool = False
 
     def __post_init__(self):
-        """Check the limit."""
+        """Check `bucket_bytes`."""
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
 
+    @abc.abstractmethod
+    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+        """Raise a `ValueError` if a shard is not laid out as its leaf says."""
+
+    @property
+    @abc.abstractmethod
+    def losses(self) -> int:
+        """Return how many losses a program computes at once: one per worker, or one. The result is their mean."""
+
+    @abc.abstractmethod
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+
+    @abc.abstractmethod
+    def psum(self, tree: PyTree) -> PyTree:
+        """Return the sum over the workers' losses."""
+
+    @abc.abstractmethod
+    def pmean(self, tree: PyTree) -> PyTree:
+        """Return the mean over the workers' losses."""
+
+    @abc.abstractmethod
+    def pmax(self, tree: PyTree) -> PyTree:
+        """Return the elementwise maximum over the workers' losses."""
+
+    @abc.abstractmethod
+    def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
+        """Gather shards into full arrays, in logical shape.
+
+        Args:
+            shards: One shard per leaf, as `Encoding.encode_param` returned it.
+            leaves: The layout of each shard. A replicated leaf is returned unchanged.
+            exposed: Whether no compute of another block hides these collectives.
+        """
+
+    @abc.abstractmethod
+    def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
+        """Sum gradients over the axes of their leaves, and return the shards, with zeros in the padding.
+
+        These axes are all data axes, except with hybrid sharding: then `across` returns the other data axes.
+
+        Args:
+            grads: One gradient per leaf, in logical shape.
+            leaves: The layout of each sum. The gradient of a replicated leaf is all-reduced over all workers.
+            exposed: Whether no compute of another block hides these collectives.
+
+        Returns:
+            One shard per leaf, in the type of the reduction. `Encoding.decode_grad` converts it.
+        """
+
+    def across(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the data axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
+        return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in leaf.axes)
+
+    @abc.abstractmethod
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Return the shape of a leaf's gradient after the backward pass."""
+
+    @abc.abstractmethod
+    def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """Complete the sums over all workers, given the results of `reduce_scatter`.
+
+        If a gradient is divided further than its leaf, return this device's part of the shard.
+        """
+
+    @abc.abstractmethod
+    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """Return the error that quantisation in `reduce_across` makes in each shard, in float32."""
+
+    def backward(
+        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
+    ) -> list:
+        """Run a backward pass.
+
+        Args:
+            fn: The backward pass: a function of a list of residuals and cotangents that returns a tree of results.
+            values: These residuals and cotangents.
+            rows: For each value, where it holds the rows of the batch. Only global view reads it.
+            grads: The indices of the results that are gradients for `reduce_scatter`.
+            rule: Evaluates the equations of the pass, as for `jaxprs.evaluate`. None: as they are.
+
+        Returns:
+            The leaves of the results. A gradient may have a leading dim with one partial sum per worker.
+        """
+        if rule is None:
+            return jax.tree.leaves(fn(values))
+        closed = jax.make_jaxpr(fn)(values)
+        return jaxprs.evaluate(*compat.opened(closed), values, rule)
+
+    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
+        """Run a linear function of cotangents that may still be per-worker partial sums.
+
+        Args:
+            fn: `fn(collectives, cotangents)`, called with the cotangents of one worker.
+            cotangents: The cotangents. Some may have a leading dim with one partial sum per worker.
+            shapes: The shapes of the cotangents without this leading dim.
+
+        Returns:
+            The result of `fn`, with one partial sum per worker if a cotangent has partial sums.
+        """
+        return fn(self, cotangents)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return a zero gradient, to which unreduced gradients of this shape can be added."""
+        return jnp.zeros(shape, dtype)
+
+    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
+        """Convert a gradient to partial sums if `other` has partial sums."""
+        return grad
+
+    def add(self, a: Array, b: Array) -> Array:
+        """Add two unreduced gradients. If one has partial sums, so does the result."""
+        return compat.add_cotangents(self.like(a, b), self.like(b, a))
+
+    @property
+    def follower(self) -> Follower | None:
+        """Return the analysis that follows the rows of the batch. None: every array belongs to one worker."""
+        return None
+
+    def element(self, x: Array, rows: State) -> Array:
+        """Return any one element of an array, without communication if the dim of its rows is known."""
+        return x.ravel()[0]
+
+    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
+        """Return `barriers.zero_after`, without communication if the dim of `anchor`'s rows is known."""
+        return zero_after(anchor)
+
+
+@dataclasses.dataclass(frozen=True)
+class ManualCollectives(Collectives):
+    """Collectives inside a `shard_map` that is manual over the data axes: an array is one device's part."""
+
     @property
     def losses(self) -> int:
-        """Return how many losses are computed at once, one per worker. Their mean is taken."""
+        """Return the number of workers: each computes one loss."""
         return lax.axis_size(self.axes)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -217,7 +211,7 @@ class ManualCollectives:
         return leaf.local_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` for a shard that is not of its leaf's local shape."""
+        """Raise a `ValueError` if a shard does not have its leaf's local shape."""
         for leaf, shard in zip(leaves, shards, strict=True):
             if leaf.kind != "replicated" and leaf.shards != (size := lax.axis_size(leaf.axes)):
                 raise ValueError(
@@ -235,40 +229,18 @@ class ManualCollectives:
         self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
         """Gather shards in local shape, with one collective per bucket; see `Collectives`."""
-        full = list(shards)
-        for bucket in buckets(shards, leaves, self._limit(exposed)):
-            members = [leaves[i] for i in bucket]
-            if members[0].kind != "replicated":
-                with jax.named_scope(f"zerojax_gather[{_label(members)}]"):
-                    gathered = self._gather([shards[i] for i in bucket], members)
-                for i, value in zip(bucket, gathered, strict=True):
-                    full[i] = value
-        return full
+        return self._by_bucket("gather", self._gather, shards, leaves, exposed=exposed)
 
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter gradients to shards in local shape, with one collective per bucket; see `Collectives`.
 
-        Exposed buckets are reduced one after the other, that of the last leaves first, whose gradients
-        are computed first: else XLA combines them into one, which waits for the last gradient.
+        Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
+        gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
         """
-        values = [self.wire.encode_grad(grad) for grad in grads]
-        found = buckets(values, leaves, self._limit(exposed))
-        before: list[Array] = []
-        for bucket in reversed(found) if exposed else found:
-            for i in bucket if exposed else ():
-                (values[i],), _ = barrier([values[i]], before)
-            members = [leaves[i] for i in bucket]
-            with jax.named_scope(f"zerojax_reduce_scatter[{_label(members)}]"):
-                before = self._reduce([values[i] for i in bucket], members)
-            for i, shard in zip(bucket, before, strict=True):
-                values[i] = shard
-        return values
-
-    def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the axes over which a leaf is not sharded; see `Collectives`."""
-        return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in leaf.axes)
+        values = [self.encoding.encode_grad(grad) for grad in grads]
+        return self._by_bucket("reduce_scatter", self._reduce, values, leaves, exposed=exposed, from_last=exposed)
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Return the shape of a leaf's gradient after the backward pass; see `Collectives`."""
@@ -283,62 +255,21 @@ class ManualCollectives:
                     sums[i] = lax.psum(shards[i], axes)
         further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
         parts = [leaves[i].divided(self.axes) for i in further]
-        for bucket in buckets([shards[i] for i in further], parts, self.bucket_bytes):
-            members = [parts[j] for j in bucket]
-            with jax.named_scope(f"zerojax_reduce_scatter[{_label(members)}]"):
-                reduced = self._reduce([shards[further[j]] for j in bucket], members)
-            for j, x in zip(bucket, reduced, strict=True):
-                sums[further[j]] = x
+        reduced = self._by_bucket("reduce_scatter", self._reduce, [shards[i] for i in further], parts)
+        for i, part in zip(further, reduced, strict=True):
+            sums[i] = part
         return sums
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return what quantisation loses, without communication; see `Collectives`."""
+        """Return quantisation errors, without communication; see `Collectives`."""
 
         def one(shard: Array, leaf: Leaf) -> Array:
             part = leaf.divided(self.axes)
-            codec, rows = self.wire.reduce_codec(part), to_rows(shard, part)
+            codec, rows = self.encoding.reduce_codec(part), to_rows(shard, part)
             assert codec is not None
             return from_rows(rows - codec.decode(codec.encode(rows), rows.shape[-1]), part)
 
         return [one(*pair) for pair in zip(shards, leaves, strict=True)]
-
-    def backward(
-        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
-    ) -> list:
-        """Compute this worker's gradients; see `Collectives`."""
-        if rule is None:
-            return jax.tree.leaves(fn(values))
-        closed = jax.make_jaxpr(fn)(values)
-        return jaxprs.evaluate(*compat.opened(closed), values, rule)
-
-    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Call `fn` once, because these collectives belong to one worker; see `Collectives`."""
-        return fn(self, cotangents)
-
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a zero gradient; see `Collectives`."""
-        return jnp.zeros(shape, dtype)
-
-    def add(self, a: Array, b: Array) -> Array:
-        """Add two unreduced gradients; see `Collectives`."""
-        return compat.add_cotangents(a, b)
-
-    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """Return the gradient unchanged; see `Collectives`."""
-        return grad
-
-    @property
-    def follower(self) -> None:
-        """Return None: every array belongs to one worker; see `Collectives`."""
-        return None
-
-    def element(self, x: Array, rows: State) -> Array:
-        """Return some element of an array; see `Collectives`."""
-        return x.ravel()[0]
-
-    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return a zero that depends on the anchor; see `barriers.zero_after`."""
-        return zero_after(anchor)
 
     def psum(self, tree: PyTree) -> PyTree:
         """Return the sum over all data-parallel workers."""
@@ -352,25 +283,50 @@ class ManualCollectives:
         """Return the elementwise maximum over all data-parallel workers."""
         return lax.pmax(tree, self.axes)
 
-    def _limit(self, exposed: bool) -> int:
-        """Return the bytes of a bucket.
+    def _by_bucket(
+        self,
+        scope: str,
+        collective: Callable[[list[Array], Sequence[Leaf]], list[Array]],
+        arrays: Sequence[Array],
+        leaves: Sequence[Leaf],
+        *,
+        exposed: bool = False,
+        from_last: bool = False,
+    ) -> list[Array]:
+        """Run a collective on each bucket, in a scope that names it and its leaves.
 
-        Exposed collectives hide only behind their own block, which begins on its first leaves.
+        Exposed collectives hide only behind the compute of their own block, which begins when its first leaves have
+        arrived. So their buckets are smaller. With `from_last`, each bucket waits for the bucket behind it.
         """
-        return self.bucket_bytes // 4 if exposed else self.bucket_bytes
+        results, before = list(arrays), []
+        found = buckets(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
+        for bucket in reversed(found) if from_last else found:
+            given = [barrier([arrays[i]], before)[0][0] if from_last else arrays[i] for i in bucket]
+            members = [leaves[i] for i in bucket]
+            with jax.named_scope(f"zerojax_{scope}[{_label(members)}]"):
+                before = collective(given, members)
+            for i, result in zip(bucket, before, strict=True):
+                results[i] = result
+        return results
 
     def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Gather one bucket."""
-        codec = self.wire.gather_codec(leaves[0])
-        if codec is None:
-            return _all_gather(shards, leaves)
-        return quantised.all_gather(shards, leaves, codec, self.wire.axes(leaves[0]))
+        leaf = leaves[0]
+        if leaf.kind == "replicated":
+            return shards
+        if (codec := self.encoding.gather_codec(leaf)) is not None:
+            return quantised.all_gather(shards, leaves, codec, self.encoding.axes(leaf))
+        if leaf.dim is not None and len(leaves) == 1:
+            gathered = lax.all_gather(shards[0], leaf.axes, axis=leaf.dim, tiled=True)
+            return [trim(gathered, leaf.dim, leaf.shape[leaf.dim])]
+        rows = lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes)
+        return [from_rows(x, leaf) for x, leaf in zip(split(rows, leaves), leaves, strict=True)]
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Reduce one bucket."""
         leaf = leaves[0]
-        if (codec := self.wire.reduce_codec(leaf)) is not None:
-            return quantised.reduce_scatter(values, leaves, codec, self.wire.axes(leaf))
+        if (codec := self.encoding.reduce_codec(leaf)) is not None:
+            return quantised.reduce_scatter(values, leaves, codec, self.encoding.axes(leaf))
         if leaf.kind == "replicated":
             return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
         if leaf.dim is not None and len(leaves) == 1:
@@ -381,16 +337,6 @@ class ManualCollectives:
         return [x.reshape(leaf.local_shape) for x, leaf in zip(split(row, leaves), leaves, strict=True)]
 
 
-def _all_gather(shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-    """Gather one bucket as it is."""
-    leaf = leaves[0]
-    if leaf.dim is not None and len(leaves) == 1:
-        gathered = lax.all_gather(shards[0], leaf.axes, axis=leaf.dim, tiled=True)
-        return [trim(gathered, leaf.dim, leaf.shape[leaf.dim])]
-    rows = lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes)
-    return [from_rows(x, leaf) for x, leaf in zip(split(rows, leaves), leaves, strict=True)]
-
-
 def _label(leaves: Sequence[Leaf]) -> str:
-    """Return the first leaf's path and the number of others, to name a collective in the compiled program."""
+    """Return a collective's name in the compiled program: the first leaf's path, and the number of other leaves."""
     return leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")

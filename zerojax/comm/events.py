@@ -1,9 +1,9 @@
-"""The calls of each process of a run, in order, which the other processes can read.
+"""Publish the calls of each process of a run, in order, so that the other processes can read them.
 
-Every process of a run makes the same calls in the same order: `create`, steps, evaluations, saves. If the call with one
-number has different names on two processes, they differ for certain, whatever they wait for. One thread per process
-publishes its calls through JAX's coordination service, and reads those of the others when a call does not end. No
-device takes part. A process that ends says so first, so that the others can say why they end, too.
+Every process of a run makes the same calls in the same order: `create`, steps, evaluations, saves. If calls with the
+same number have different names on two processes, the programs differ, whatever the processes wait for. One thread per
+process publishes its calls through JAX's coordination service. If a call does not end, it reads the calls of the other
+processes. No device takes part. A process that ends says why before, so that the others can say why they end, too.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zerojax.compat import coordination_client
 
 PERIOD_S = 1.0
 MOST_PER_SECOND = 64  # messages of all processes to the coordinator
-REMEMBERED = 32  # the last calls that are published
-STUCK_S = 5.0  # after which a call is compared with those of the others
-SILENT_S = 6.0  # after which a process that publishes nothing is taken for dead, where something failed
-LAST_WORDS_S = 10.0  # how long a process that failed waits for the others to end
-END_S = 60.0  # how long one that ended well waits for them, before JAX does
-AGAIN = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
+REMEMBERED = 32  # the number of last calls that are published
+STUCK_S = 5.0  # after this time a call is compared with the calls of other processes
+SILENT_S = 6.0  # after this time a process that publishes nothing is taken for dead, if another process failed
+LAST_WORDS_S = 10.0  # how long a process that failed waits until the others end
+END_S = 60.0  # how long a process that ended well waits for the others, before JAX waits
+AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h: try again
 STATE, NOTICE = "zerojax/state", "zerojax/notice"
 THE_END = "the end of the program"
 
@@ -44,12 +44,12 @@ class Call:
     """A call that all processes make.
 
     Attributes:
-        number: Its place in the run, from 0; -1 for a call that is not counted.
-        name: What is called.
-        result: An array that it computes; None until it is dispatched.
-        failed: Whether it raised an error.
-        watched: Whether it ends with its `result`; a call that asks the other processes looks after itself.
-        begun: When, by the monotonic clock.
+        number: Its place in the run, from 0. -1: it is not counted.
+        name: What is called, such as `"step 3"`.
+        watched: Whether the call ends when its `result` is ready. A call that exchanges messages has its own timeout.
+        result: An array that the call computes. None: it is not dispatched yet.
+        failed: Whether the call raised an error.
+        begun: When it began, by the monotonic clock.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the call is done, well or not."""
+        """Return whether the call is done, with or without an error."""
         if self.failed or not self.watched:
             return True
         return self.result is not None and (self.result.is_deleted() or self.result.is_ready())
@@ -69,7 +69,7 @@ class Call:
 
 @functools.lru_cache(maxsize=64)
 def is_of_all(mesh: Mesh) -> bool:
-    """Return whether several processes run, and all of them have devices of a mesh."""
+    """Return whether there are several processes, and all of them have devices of a mesh."""
     if jax.process_count() == 1:
         return False
     return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
@@ -77,38 +77,41 @@ def is_of_all(mesh: Mesh) -> bool:
 
 @functools.cache
 def rank() -> tuple[int, int]:
-    """Return the index of this process and the number of all; kept, since at exit JAX would begin anew to tell."""
+    """Return the index of this process and the number of processes.
+
+    Both are cached: at exit, a question to JAX would initialise its backend again.
+    """
     return jax.process_index(), jax.process_count()
 
 
 def first_array(tree: Any) -> jax.Array:
-    """Return an array of a tree, whose being ready tells that the program has ended."""
+    """Return the first array of a tree. When it is ready, the program that computes the tree has ended."""
     return next((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), jnp.zeros(()))
 
 
 class Events:
-    """The calls of this process and, through the coordination service, of the others."""
+    """The calls of this process and, through the coordination service, of the other processes."""
 
     def __init__(self):
-        """Record nothing yet, and start no thread."""
+        """Prepare to record calls. No thread starts."""
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
-        self._thread: int | None = None  # whose calls are counted
-        self._watcher: threading.Thread | None = None  # made by the process that starts it: a fork ends those it finds
+        self._thread: int | None = None  # the thread whose calls are counted
+        self._watcher: threading.Thread | None = None  # not made here: a fork would end it
         self._at_end = threading.Event()
         self._said: set[int] = set()
 
     def __reduce__(self):
-        """Pickle the name: another process has its own calls."""
+        """Pickle the name `EVENTS`: another process has its own calls."""
         return "EVENTS"
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh | None = None) -> Iterator[Call]:
-        """Count a call, and watch the `result` that it leaves.
+        """Count a call, and watch the `result` that the caller sets.
 
         Args:
-            name: The same on every process.
-            mesh: Where the call computes. It counts only if all processes have devices there; None: it counts.
+            name: The name of the call, the same on every process.
+            mesh: The mesh on which the call computes. If a process has no devices there, the call is not counted.
         """
         counts = jax.process_count() > 1 if mesh is None else is_of_all(mesh)
         call = self.begin(name, watched=True) if counts else Call(-1, name)
@@ -119,17 +122,12 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call, if it is of the thread that made the first one: two threads have no order.
-
-        Args:
-            name: The same on every process.
-            watched: As for `Call`.
-        """
+        """Count a call if the thread that made the first call makes it: calls of two threads have no order."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
             self._watcher.start()
-            atexit.register(self._at_exit)  # runs before JAX's, which was registered when JAX was imported
+            atexit.register(self._at_exit)  # runs before JAX's function, which `import jax` has registered
         if self._thread != threading.get_ident():
             return Call(-1, name)
         call = Call(self._next, name, watched)
@@ -138,31 +136,28 @@ class Events:
         return call
 
     def last_number(self) -> int:
-        """Return the number of the last call that was counted; -1 for none."""
+        """Return the number of the last counted call; -1 if there is none."""
         return self._next - 1
 
     def publish(self) -> None:
-        """Tell the others this process's calls."""
+        """Publish the calls of this process."""
         self._beat += 1
-        calls = {call.number: call.name for call in list(self._calls)}
-        state = json.dumps({"beat": self._beat, "frozen": self.frozen, "calls": calls})
+        state = json.dumps({"beat": self._beat, "frozen": self.frozen, "calls": self._names()})
         coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
 
     def others(self) -> dict[int, dict[str, Any]]:
-        """Return what the other processes published last: `beat`, `frozen` (seconds), and `calls` by number."""
+        """Return the last state of each other process: `beat`, `frozen` (seconds), and `calls` by number."""
         found = _read(STATE)
         return {i: one | {"calls": {int(n): name for n, name in one["calls"].items()}} for i, one in found.items()}
 
     def difference(self) -> str:
-        """Return the first call that differs between this process and another one, in words; empty if none does."""
-        mine = {call.number: call.name for call in list(self._calls)}
-        found = []
-        for index, other in self.others().items():
-            numbers = [n for n in sorted(mine) if other["calls"].get(n, mine[n]) != mine[n]]
-            found += [(numbers[0], index, other["calls"][numbers[0]])] if numbers else []
-        if not found:
+        """Describe the first call that differs between this process and another process; empty if none differs."""
+        mine = self._names()
+        theirs = [(n, index, name) for index, other in self.others().items() for n, name in other["calls"].items()]
+        differing = [(n, index, name) for n, index, name in theirs if mine.get(n, name) != name]
+        if not differing:
             return ""
-        number, index, name = min(found)
+        number, index, name = min(differing)
         return (
             f"The processes do not make the same calls. Call {number} of the run is {name} on process {index}, and "
             f"{mine[number]} on process {rank()[0]}. Let every process create, train, evaluate and save in "
@@ -170,17 +165,20 @@ class Events:
         )
 
     def failures(self) -> dict[int, str]:
-        """Return why other processes ended, by process, for those that failed."""
-        return {index: notice["text"] for index, notice in _read(NOTICE).items() if notice["status"]}
+        """Return, by process, why other processes failed."""
+        return {index: notice["text"] for index, notice in _failed(_read(NOTICE)).items()}
 
     def leave(self, status: int, text: str) -> None:
-        """Say why, to the other processes too, and end this process at once."""
+        """Print why, tell the other processes, and end this process at once."""
         say(f"zerojax: {text}")
         self.last_words(status, text)
-        os._exit(status)
+        _exit(status)
+
+    def _names(self) -> dict[int, str]:
+        return {call.number: call.name for call in list(self._calls)}
 
     def last_words(self, status: int, text: str) -> None:
-        """Tell the other processes why this one leaves, and let them read it if it keeps the coordination service."""
+        """Tell the other processes why this process ends. Process 0 waits until they have read it."""
         if rank()[1] == 1 or coordination_client() is None:
             return
         with suppress(Exception):
@@ -189,7 +187,7 @@ class Events:
                 time.sleep(3 * period())  # JAX aborts the others as soon as the service is gone
 
     def _watch(self) -> None:
-        """Publish and read, in the thread, until the process has ended together with the others."""
+        """Publish the calls of this process and read notices of others, until the process ends. Runs in a thread."""
         before = time.monotonic()
         while not self._at_end.wait(period()):
             self.frozen += gap_since(before, period())
@@ -202,24 +200,25 @@ class Events:
             before = time.monotonic()
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
-        """Say which processes ended; leave if this one waits for them, or for others that do something else."""
-        index, count = rank()
-        for other in [i for i in notices if notices[i]["status"] and i not in self._said]:
+        """Print which processes failed. End this process if it waits for one, or for a process with other calls."""
+        (index, count), failed = rank(), _failed(notices)
+        for other in sorted(failed.keys() - self._said):
             self._said.add(other)
             service = ", and JAX's coordination service with it," if other == 0 else ""
-            say(f"zerojax: process {other} of {count} ended{service} after: {notices[other]['text']}")
+            say(f"zerojax: process {other} of {count} ended{service} after: {failed[other]['text']}")
         call = self._calls[-1] if self._calls else None
         if call is None or call.has_ended or time.monotonic() - call.begun < STUCK_S:
             return
-        if failed := [i for i in notices if notices[i]["status"]]:
-            text = notices[failed[0]]["text"]
-            why = text if text.startswith("process") else f"process {failed[0]} ended after: {text}"
-            self.leave(notices[failed[0]]["status"], f"process {index} cannot end {call.name}: {why}")
+        if failed:
+            other, notice = next(iter(failed.items()))
+            text = notice["text"]
+            why = text if text.startswith("process") else f"process {other} ended after: {text}"
+            self.leave(notice["status"], f"process {index} cannot end {call.name}: {why}")
         if difference := self.difference():
             self.leave(1, difference)
 
     def _at_exit(self) -> None:
-        """End together with the others, or alone if they cannot; JAX would wait for those that died."""
+        """End together with the other processes, or alone if some are dead: JAX would wait for them."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is None:
@@ -233,13 +232,13 @@ class Events:
                 say(f"zerojax: JAX's coordination service, of process 0, does not answer: {one_line(failure)}")
                 _exit(AGAIN)
         finally:
-            # Python ends a daemon thread that returns from C++ to a finished interpreter, and C++ aborts the process.
+            # A daemon thread that returns from C++ to a finished interpreter would abort the process.
             self._at_end.set()
             if self._watcher is not None:
                 self._watcher.join(STUCK_S)
 
     def _end_well(self) -> None:
-        """Wait for the others to come to their end, so that one that never will can say so."""
+        """Wait until the other processes end, and end with an error if one of them fails."""
         if self._thread == threading.get_ident():
             self.begin(THE_END)
         self.publish()
@@ -247,17 +246,16 @@ class Events:
         begun = time.monotonic()
         while time.monotonic() - begun < END_S:
             notices = _read(NOTICE)
-            for other in [i for i in notices if notices[i]["status"]]:
-                text = f"process {rank()[0]} came to its end, but process {other}: {notices[other]['text']}"
-                say(f"zerojax: {text}")
-                self.last_words(notices[other]["status"], text)
-                _exit(notices[other]["status"])
+            if failed := _failed(notices):
+                other, notice = next(iter(failed.items()))
+                why = f"process {rank()[0]} came to its end, but process {other}: {notice['text']}"
+                self.leave(notice["status"], why)
             if len(notices) == rank()[1] - 1:
                 return
             time.sleep(0.1)
 
     def _end_badly(self, error: BaseException) -> None:
-        """Wait for the others to fail as well; leave without them if they do not, or are dead."""
+        """Wait until the other processes fail as well. End without them if they do not, or if they are dead."""
         text, begun = one_line(error), time.monotonic()
         first = {index: state["beat"] for index, state in self.others().items()}
         give_notice(1, text)
@@ -266,7 +264,7 @@ class Events:
             notices = _read(NOTICE)
             left -= set(notices)
             if not left and not any(one["leaves"] for one in notices.values()):
-                return  # all come to JAX's end
+                return  # all processes reach JAX's own end
             beats = {index: state["beat"] for index, state in self.others().items()}
             silent = sorted(i for i in left if beats.get(i) == first.get(i))
             if len(silent) == len(left) and time.monotonic() - begun > SILENT_S * max(1.0, period()):
@@ -285,35 +283,35 @@ class Events:
 
 
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
-    """Tell the other processes that this one ends.
+    """Tell the other processes that this process ends.
 
     Args:
-        status: Its exit status; 0 if all is well.
-        text: Why.
-        leaves: Whether it ends at once, so that the others must not wait for it in JAX's shutdown.
+        status: The exit status. 0: there is no error.
+        text: Why the process ends.
+        leaves: Whether the process ends at once, so that the others must not wait for it in JAX's shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
     coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)
 
 
 def period() -> float:
-    """Return how often a process publishes its calls, in seconds: less often where there are many processes."""
+    """Return the seconds between two publications of a process: longer if there are many processes."""
     return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
 
 
 def gap_since(before: float, slept: float) -> float:
-    """Return for how long the process was stopped, by a debugger or with its machine, while a thread slept."""
+    """Return for how long a debugger or the machine stopped the process while a thread slept."""
     gap = time.monotonic() - before - slept
     return gap if gap > 1.0 else 0.0
 
 
 def say(text: str) -> None:
-    """Print a line for whoever reads the logs."""
+    """Print a line to the log."""
     print(text, file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and the beginning of its message."""
+    """Return an error's type and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
@@ -325,8 +323,13 @@ def _read(folder: str) -> dict[int, dict[str, Any]]:
     return messages
 
 
+def _failed(notices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the notices of processes that failed."""
+    return {index: notice for index, notice in notices.items() if notice["status"]}
+
+
 def _exit(status: int) -> None:
-    """End the process without what JAX does at the end, which waits for the other processes."""
+    """End the process without JAX's shutdown, which waits for the other processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,9 +1,11 @@
-"""Explicit meshes: zerojax computes on the same devices with Auto axes, and gives back arrays of the caller's mesh.
+"""Move arrays between the caller's mesh, which may have Explicit axes, and the same devices with Auto axes.
 
-On Explicit axes the type of an array says how it is sharded, and every operation must follow that. Only this module
-knows of them: public functions take their arguments to the Auto mesh and their results to the caller's with
-`on_auto_mesh`; what is called at every step does so while it is traced. Live arrays keep their buffers, so donating one
-donates the caller's; a traced array changes its type, which is no operation where its sharding stays.
+On Explicit axes the type of an array says how it is sharded, and every operation must follow it. zerojax computes on
+Auto axes. Public functions move their arguments to the Auto mesh, and their results to the caller's mesh, with
+`on_auto_mesh`. Functions that run at every step do so while they are traced.
+
+Live arrays keep their buffers: donating a moved array donates the caller's. A traced array changes its type, and no
+operation runs if its sharding stays the same.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat
 from zerojax.config import with_auto_axes
-from zerojax.config.data_mesh import axes_of
+from zerojax.config.data_mesh import axes_of, entry_axes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["spec"])
 @dataclasses.dataclass(frozen=True)
 class Typed:
-    """A leaf on the Auto mesh that keeps the type which it has, or is to have, on the caller's.
+    """A leaf on the Auto mesh, with the sharding that its type names on the caller's mesh.
 
     Attributes:
         value: An array.
-        spec: How its type says that it is sharded.
+        spec: The sharding.
     """
 
     value: Any
@@ -46,38 +48,35 @@ def is_typed(x: Any) -> bool:
 
 
 def with_types(tree: PyTree) -> Any:
-    """Wrap the arrays that Explicit axes divide as `Typed`, so that they keep their types on the Auto mesh."""
+    """Wrap the arrays that Explicit axes divide as `Typed`, so that their types are known on the Auto mesh."""
 
     def one(x):
         mesh = mesh_of(x)
         if mesh is None or not mesh.explicit_axes:
             return x
         spec = explicit_part((jax.typeof(x) if isinstance(x, jax.core.Tracer) else x).sharding.spec, mesh)
-        return Typed(x, spec) if axes_of([spec]) else x
+        return Typed(x, spec) if axes_of(spec) else x
 
     return jax.tree.map(one, tree)
 
 
 def without_types(tree: PyTree) -> Any:
-    """Return the tree with its `Typed` leaves as arrays."""
+    """Replace the `Typed` leaves of a tree by their arrays."""
     return jax.tree.map(lambda x: x.value if is_typed(x) else x, tree, is_leaf=is_typed)
 
 
 def on_auto_mesh(
     mesh: Mesh | None, fn: Callable, *args: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()
 ) -> Any:
-    """Call a function where every axis of a mesh is Auto.
+    """Call `fn(*args)` on the Auto mesh, and return the results on the caller's mesh.
 
     Args:
-        mesh: The caller's; None: that of the first array, or shape, that is on one.
-        fn: Sees arrays, shapes and shardings of `mesh` on the Auto mesh.
-        *args: Its arguments.
-        shardings: Gives shardings, or specs, of the results it is called with: a tree, or a prefix of one. Read where
-            they are traced, since their types do not say how they are sharded over Auto axes. Default: replicated.
-            Results that are `Typed` say it themselves.
-
-    Returns:
-        `fn(*args)` on `mesh`.
+        mesh: The caller's mesh. None: the mesh of the first argument that has one.
+        fn: A function. Arrays, shapes and shardings of `mesh` among its arguments are moved to the Auto mesh.
+        *args: The arguments.
+        shardings: A function of the results that returns their shardings or specs, as a tree or a prefix of one.
+            Traced results need it: their types do not say how Auto axes divide them. Default: replicated. `Typed`
+            results do not need it.
     """
     mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
     if mesh is None:
@@ -91,8 +90,7 @@ def on_auto_mesh(
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
     """Enter a context without Explicit axes, whatever `jax.set_mesh` says. Also usable as a decorator.
 
-    Args:
-        mesh: The caller's, for code that may be traced.
+    Code that may be traced must pass the caller's mesh.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if not compat.is_tracing():
@@ -106,7 +104,7 @@ def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
 
 
 def to_auto(tree: PyTree) -> Any:
-    """Move arrays, shapes and shardings on Explicit axes to the same devices with Auto axes."""
+    """Move arrays, shapes and shardings on Explicit axes to the Auto mesh of the same devices."""
 
     def one(x):
         mesh = mesh_of(x)
@@ -116,7 +114,7 @@ def to_auto(tree: PyTree) -> Any:
 
 
 def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()) -> Any:
-    """Move values on the Auto mesh to the caller's `mesh`. The arguments are those of `on_auto_mesh`."""
+    """Move values on the Auto mesh to the caller's `mesh`. See `on_auto_mesh` for `shardings`."""
     if not mesh.explicit_axes:
         return tree
 
@@ -136,7 +134,7 @@ def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = l
 
 
 def mesh_of(x: Any) -> Any:
-    """Return the mesh that a leaf is on, abstract for a traced array, or None."""
+    """Return the mesh of a leaf, or None. The mesh of a traced array is abstract."""
     if isinstance(x, jax.core.Tracer):
         x = jax.typeof(x)
     sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
@@ -144,7 +142,7 @@ def mesh_of(x: Any) -> Any:
 
 
 def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """Move a leaf to another mesh of the same devices. `spec` is the sharding of a traced array there."""
+    """Move a leaf to another mesh of the same devices. `spec` is the new sharding of a traced array."""
     if isinstance(x, jax.core.Tracer):
         return jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, spec))
     old = x if isinstance(x, NamedSharding) else x.sharding
@@ -158,6 +156,6 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Return the axes of a spec that a type may name."""
-    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return PartitionSpec(*(tuple(axis for axis in axes if axis in mesh.explicit_axes) or None for axes in named))
+    """Remove all but the Explicit axes from a spec: a type names no others."""
+    kept = lambda entry: tuple(axis for axis in entry_axes(entry) if axis in mesh.explicit_axes)
+    return PartitionSpec(*(kept(entry) or None for entry in spec))

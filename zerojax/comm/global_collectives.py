@@ -1,12 +1,12 @@
-"""Collectives in global view: an array is a global one that the compiler divides, and the loss sees all rows.
+"""Collectives in global view: arrays are global, the compiler divides them, and the loss sees all rows.
 
-Gathers and reductions are as explicit as in device view: each is `ManualCollectives` in a
-`shard_map` of its own.
+Gathers and reductions are as explicit as in device view: each calls `ManualCollectives` in a small `shard_map`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compat
 from zerojax.comm import barriers, partial_sums
-from zerojax.comm.collectives import ManualCollectives, Rows
+from zerojax.comm.collectives import Collectives, ManualCollectives, Rows
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import to_storage
-from zerojax.comm.wire import Encoding
 from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf
@@ -34,38 +32,39 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalCollectives:
+class GlobalCollectives(Collectives):
     """Collectives outside of any `shard_map`: a shard is a global array in storage shape.
 
-    A gradient that is not reduced is either the sum already, in logical shape, or one partial sum per
-    worker, `(workers, *logical)` divided on dim 0 (`partial_sums`). One that is reduced within the groups
-    that hold all shards each has one partial sum per group, `(groups, *storage)`.
+    A gradient has one of these forms:
+
+    - summed by the compiler: `(*logical)`;
+    - not reduced: one partial sum per worker, `(workers, *logical)`, divided on dim 0 (`partial_sums`);
+    - reduced within each group of devices that holds all shards: one partial sum per group, `(groups, *storage)`;
+    - reduced: `(*storage)`.
 
     Attributes:
-        mesh: Mesh with Auto axes.
-        manual: The same collectives inside a `shard_map`.
+        mesh: A mesh with Auto axes.
     """
 
-    mesh: Mesh
-    manual: ManualCollectives
+    mesh: Mesh = dataclasses.field(kw_only=True)
 
-    @property
-    def wire(self) -> Encoding:
-        """Return the object that encodes and decodes values."""
-        return self.manual.wire
+    @functools.cached_property
+    def manual(self) -> ManualCollectives:
+        """Return the same collectives for use inside a `shard_map`."""
+        return ManualCollectives(self.axes, self.bucket_bytes, self.encoding, self.defers)
 
     @property
     def _workers(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.manual.axes)
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def _divided(self) -> PartitionSpec:
-        """Return the spec of dim 0 divided over the workers."""
-        return PartitionSpec(spec_entry(self.manual.axes))
+        """Return the spec of an array whose dim 0 is divided over the workers."""
+        return PartitionSpec(spec_entry(self.axes))
 
     @property
     def losses(self) -> int:
-        """Return 1: one loss is computed, from all rows."""
+        """Return 1: a program computes one loss from all rows."""
         return 1
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -73,7 +72,7 @@ class GlobalCollectives:
         return leaf.storage_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` for a shard that is not of its leaf's storage shape."""
+        """Raise a `ValueError` if a shard does not have its leaf's storage shape."""
         for leaf, shard in zip(leaves, shards, strict=True):
             if tuple(shard.shape) != leaf.storage_shape:
                 raise ValueError(
@@ -94,7 +93,7 @@ class GlobalCollectives:
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """Reduce-scatter gradients; see `Collectives`. If a gradient is summed already, each device keeps its shard."""
+        """Reduce-scatter gradients; see `Collectives`. If the compiler has summed one, each device keeps its shard."""
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
@@ -106,23 +105,11 @@ class GlobalCollectives:
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
         summed = [i for i in range(len(leaves)) if i not in reduced]
-        reduced |= {i: to_storage(self.mesh, self.wire.encode_grad(grads[i]), leaves[i]) for i in summed}
+        reduced |= {i: to_storage(self.mesh, self.encoding.encode_grad(grads[i]), leaves[i]) for i in summed}
         return [reduced[i] for i in range(len(leaves))]
 
-    def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the axes over which a leaf is not sharded; see `Collectives`."""
-        return self.manual.across(leaf)
-
-    @property
-    def defers(self) -> bool:
-        """Return whether the caller must `reduce_across`; see `Collectives`."""
-        return self.manual.defers
-
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return a gradient's shape after the backward pass; see `Collectives`.
-
-        A pending one has partial sums per group.
-        """
+        """Return a gradient's shape after the backward pass: with partial sums per group if the pass defers them."""
         groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 
@@ -153,7 +140,7 @@ class GlobalCollectives:
         return sums
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return what quantisation loses, one partial sum per group; see `Collectives`."""
+        """Return quantisation errors, one per group; see `Collectives`."""
 
         def lost(*rows):
             errors = self.manual.rounding_errors([row[0] for row in rows], self._along_others(leaves))
@@ -165,10 +152,10 @@ class GlobalCollectives:
     def backward(
         self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
     ) -> list:
-        """Compute gradients, as one partial sum per worker where possible; see `Collectives`."""
+        """Run a backward pass, and leave gradients as partial sums where possible; see `Collectives`."""
         closed = jax.make_jaxpr(fn)(values)
-        how = {"rows": rows, "workers": self._workers, "island": self._summands, "alike": self._alike, "rule": rule}
-        return partial_sums.evaluate(closed, values, grads=grads, **how)
+        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, rule)
+        return partial_sums.evaluate(closed, values, how, grads=grads, rows=rows)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
         """Call `fn` for each worker's partial sums, or once if all cotangents are summed; see `Collectives`."""
@@ -184,10 +171,6 @@ class GlobalCollectives:
         """Return zeros, one partial sum per worker; see `Collectives`."""
         rows = jnp.zeros((self._workers, *shape), dtype)
         return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, self._divided))
-
-    def add(self, a: Array, b: Array) -> Array:
-        """Add two unreduced gradients; see `Collectives`."""
-        return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """Return a gradient as partial sums if `other` has partial sums; see `Collectives`."""
@@ -218,42 +201,43 @@ class GlobalCollectives:
         return tree
 
     def pmax(self, tree: PyTree) -> PyTree:
-        """Return the tree: what is computed of all rows is the maximum already."""
+        """Return the tree unchanged: a value computed from all rows is already a global maximum."""
         return tree
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
-        """Return one summand per worker of what an equation sums.
+        """Return the partial sums, one per worker, of an equation that sums over rows.
 
-        The equation of a transposed product names the sharding of the logical result. `jax.vmap` checks it against the
-        mesh, whose axes are Manual in here, so it is left out.
+        The equation of a transposed product names the sharding of its result. `jax.vmap` checks it against the mesh,
+        whose axes are Manual in this `shard_map`. So the sharding is left out.
         """
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
         row = lambda *values: eqn.primitive.bind(*divided.closed(values), **params)[None]
-        return self._mapped(row, divided.specs(spec_entry(self.manual.axes)), self._divided)(*divided.opened(values))
+        return self._mapped(row, divided.specs(spec_entry(self.axes)), self._divided)(*divided.opened(values))
 
     def _alike(self, grad: Array) -> Array:
-        """Pin a gradient that every worker computes alike to be whole on each, and leave the other mesh axes free.
+        """Pin a gradient that all workers compute alike: every worker has it in full. Other mesh axes stay free.
 
-        Without this the compiler would divide the operations that make a gradient as its shards are divided, which
-        the padding makes uneven. XLA aborts there on the gradient of a sort, and computes wrong gradients of an index
-        past the end and of a maximum over windows. A sharding constraint cannot leave the other axes free. Behind
-        the barrier a device's shard is not sliced in one operation with what makes the gradient: XLA before jax 0.12
-        merges two slices and clamps their indices as if there were one.
+        Otherwise the compiler would divide the operations that compute a gradient like its shards, which the padding
+        makes uneven. There XLA aborts on the gradient of a sort, and computes wrong gradients of an index past the end
+        and of a maximum over windows. A sharding constraint would not do: it cannot leave the other axes free.
+
+        The barrier keeps the slice that takes a device's shard apart from the operations before it. Before jax 0.12,
+        XLA merges two slices, and clamps their indices as if there were one.
         """
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
         """Compute a scalar from each device's own rows. The result is one device's."""
-        place = None if rows is None else next((p for p in sorted(rows.of) if p.outer == 1), None)
+        place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
         if place is None:  # the compiler knows where one element is
             return fn(x[(slice(1),) * x.ndim])
         spec = PartitionSpec(*[None] * place.dim, *self._divided)
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Return the leaves as they are inside `_mapped`."""
+        """Return the layouts that leaves have inside `_mapped`."""
         return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        axes = {*self.manual.axes, *axes_of(in_specs)}
+        axes = {*self.axes, *axes_of(*in_specs)}
         return mapped(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes)

@@ -1,11 +1,12 @@
-"""`mapped`: a `jax.shard_map` that `checkify` passes by.
+"""`mapped`: a `jax.shard_map` that `checkify` leaves alone.
 
-`checkify` carries its error through every equation. Through a `shard_map` it comes back with one entry per device, and
-through the next one with one entry per pair of devices. A step of zerojax has dozens of them, so that an error
-would take terabytes, and checks behind the first one fail with an error of shapes. None of these `shard_map`s has
-anything for the automatic checks but what its results show. So each of them is one equation without a rule in
-`checkify`, which leaves such equations alone. The user's own checks, of a loss in device view, are taken out of it, and
-the first one that fails on any device is raised again behind it.
+`checkify` carries its error through every equation. Behind a `shard_map` the error has one entry per device, and behind
+the next one an entry per pair of devices. A step of zerojax has dozens of them: the error would take terabytes, and
+checks behind the first `shard_map` fail because shapes do not fit. The automatic checks need not look inside, because
+the results show any NaN. So each `shard_map` of zerojax is one equation for which `checkify` has no rule.
+
+A loss in device view may contain checks of the user. `mapped` takes their error out of the `shard_map`, and raises the
+first one that fails on any device behind it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,9 @@ from zerojax import compat
 
 
 def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
-    """Map a function over shards, as `jax.shard_map` does without its check of replication.
+    """Map a function over shards, as `jax.shard_map` does with these arguments and `check_vma=False`.
 
-    Args:
-        fn: Sees the shards of its arguments.
-        mesh: As for `jax.shard_map`.
-        in_specs: As for `jax.shard_map`.
-        out_specs: As for `jax.shard_map`.
-        axis_names: The axes that `fn` is manual over.
-
-    Returns:
-        A function of global arrays. Differentiated, under `vmap`, or if `fn` makes a `jax.Ref`, it is the plain
-        `shard_map`.
+    The result is the plain `shard_map` if it is differentiated, under `vmap`, or if `fn` makes a `jax.Ref`.
     """
     over_shards = jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
@@ -55,7 +47,7 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
     def call(*args):
         closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
-        if compat.makes_refs(jaxpr.effects):  # JAX removes refs by a rule for each primitive, and has one for shard_map
+        if compat.makes_refs(jaxpr.effects):  # JAX removes refs by a rule per primitive: shard_map has one, ours not
             return over_shards(*args)
         if any(map(compat.is_check, jaxpr.effects)):
             return checked(*args)
@@ -67,23 +59,23 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
 
 
 def _with_error(fn: Callable, *args: Any) -> tuple[Any, Any]:
-    """Return the error of the user's checks in a function, with a leading dim, and what the function returns."""
+    """Return the error of the user's checks in a function, with a leading dim, and the function's results."""
     error, results = checkify.checkify(fn, errors=checkify.user_checks)(*args)
     return jax.tree.map(lambda x: jnp.asarray(x)[None], error), results
 
 
 def _evaluate(*args: Any, jaxpr: Any) -> list:
-    """Evaluate the equation: a `shard_map`."""
+    """Evaluate the `shard_map` of an equation."""
     return jax.core.eval_jaxpr(jaxpr, (), *args)
 
 
 def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
-    """Return the types of its results, and its effects, such as those of `jax.debug.print` in a loss."""
+    """Return the types of the results, and the effects, such as those of `jax.debug.print` in a loss."""
     return [atom.aval for atom in jaxpr.outvars], jaxpr.effects
 
 
 def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tuple[list, list]:
-    """Return results and tangents, those of the `shard_map`."""
+    """Return the results and tangents of the plain `shard_map`."""
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_moving(*some):
@@ -96,7 +88,7 @@ def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tup
 
 
 def _batched(args: Sequence, dims: Sequence, *, jaxpr: Any) -> tuple[list, list]:
-    """Return stacked results, and the dim that they are stacked along."""
+    """Return the stacked results of the plain `shard_map`, and the dims along which they are stacked."""
     results = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=tuple(dims))(*args)
     return results, [0] * len(results)
 
@@ -107,6 +99,6 @@ mapped_p.def_impl(_evaluate)
 mapped_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[mapped_p] = _differentiated
 batching.primitive_batchers[mapped_p] = _batched
-# Values of a hijax type: the `shard_map` lowers them.
+# JAX calls this rule if a value has a hijax type: the `shard_map` lowers it.
 setattr(mapped_p, "to_lojax", _evaluate)  # noqa: B010
 mlir.register_lowering(mapped_p, mlir.lower_fun(_evaluate, multiple_results=True))

@@ -1,4 +1,4 @@
-"""The mesh: the default one, what a given one must be, and the shardings that depend on nothing else."""
+"""Choose and check the mesh, and make the shardings that depend on the mesh and a leaf alone."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from zerojax.layout.padded import pad
 
 
 def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
-    """Return the axes that the caller named in an argument as a tuple; empty for None, where that is allowed.
+    """Return the axes that the caller named in an argument as a tuple. None is allowed in any argument but `axis=`.
 
     Raises:
-        TypeError: If they are no names.
-        ValueError: If there is none, or one is named twice.
+        TypeError: If the value is neither a name nor a tuple or list of names.
+        ValueError: If it has no name, or a name twice.
     """
     if axis is None and argument != "axis":
         return ()
@@ -30,19 +30,15 @@ def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> 
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
-    """Return the mesh to use: the given one, checked, or all devices on one axis.
+    """Check the given mesh, or make a mesh of all devices on one axis.
 
     Args:
-        mesh: A mesh of real or absent devices; None for all devices.
-        axes: The axes that rows of the batch, and what the stage shards, are divided over.
-
-    Returns:
-        A mesh that has `axes`.
+        mesh: A mesh of real or absent devices. None: all devices.
+        axes: The data axes.
 
     Raises:
-        TypeError: If `mesh` is no `jax.sharding.Mesh`.
-        ValueError: If the mesh does not have the axes, or has Manual axes, or several axes
-            are named without a mesh.
+        TypeError: If `mesh` is not a `jax.sharding.Mesh`.
+        ValueError: If the mesh lacks one of the axes or has Manual axes, or `axes` are several without a mesh.
     """
     if mesh is None:
         if len(axes) > 1:
@@ -67,21 +63,24 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
 
 
 def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
-    """Pin a stored array to its layout, inside jit."""
+    """Constrain a stored array to the sharding of its layout, inside jit."""
     spec = leaf.spec
-    if len(mesh.axis_names) > 1 and not leaf.others:  # what other axes do with the leaf is theirs to say
+    if len(mesh.axis_names) > 1 and not leaf.others:  # the compiler decides about the other axes
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
     return jax.lax.with_sharding_constraint(stored, NamedSharding(mesh, spec))
 
 
-def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Lay a logical array (or a flat one, as stored) out as `leaf` says; storage shape."""
+def in_storage_shape(value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Pad or flatten a logical array as its layout says, without placing it. A stored flat array stays as it is."""
     if leaf.kind == "flat":
-        value = flatten(value, leaf)
-    elif leaf.dim is not None:
-        value = pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
-    return constrain(mesh, value, leaf)
+        return flatten(value, leaf)
+    return value if leaf.dim is None else pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
+
+
+def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Convert a logical array, or a stored flat one, to storage: in storage shape, and pinned to its layout."""
+    return constrain(mesh, in_storage_shape(value, leaf), leaf)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -95,16 +94,17 @@ def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Return shardings: arrays with as many rows on dim 0 as the batch are divided like it, others are replicated."""
+    """Return shardings: of arrays whose dim 0 is as long as the batch's like the batch, of others replicated."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)
 
 
 def wait_if_simulated(mesh: Mesh, arrays: Any) -> None:
-    """Let simulated devices finish what they compute before another program begins.
+    """Wait for a program if devices are simulated, before another program begins.
 
-    They share one pool of threads, in which the collectives of two programs starve each other: XLA aborts.
+    Simulated devices share one pool of threads, in which the collectives of two programs starve each other until XLA
+    aborts.
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)

@@ -1,9 +1,10 @@
-"""Bring matrices, each sharded over all devices, to owners that compute with them whole; and results back.
+"""Bring sharded matrices to owners that compute with whole matrices, and bring the results back.
 
-Many matrices of one shape make a stack. Stored, device r has slice r of each matrix; afterwards owner o has some
-of the matrices, and what it computes goes back the same way: one all-to-all each way, whatever the number of
-matrices. With fewer matrices than devices an owner is several devices, `within` of them, next to each other in
-the mesh and so in one host: each has a slice of the matrix, and the compiler divides the products among them.
+Matrices of one shape make a stack. In storage, device r has slice r of each matrix. One all-to-all takes the stack to
+its owners, so that each owner has some of the matrices. One all-to-all takes the results back.
+
+If there are fewer matrices than devices, an owner is several devices. They are neighbours in the mesh, and so in one
+host. Each has a slice of the matrix, and the compiler divides the products among them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
 OWNER, WITHIN = "zerojax_owner", "zerojax_within"
-EXCHANGE = "zerojax_all_to_all["  # in the name of what brings matrices to their owners, or back
+EXCHANGE = "zerojax_all_to_all["  # in the name of an operation that takes matrices to their owners, or back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Owners:
 
     Attributes:
         mesh: The mesh.
-        axes: Its axes along which owners differ.
-        within: Its axes along which the devices of one owner differ; they come after `axes`.
+        axes: The axes along which owners differ.
+        within: The axes along which the devices of one owner differ. They come after `axes`.
     """
 
     mesh: Mesh
@@ -47,10 +48,7 @@ class Owners:
 
     @classmethod
     def of(cls, mesh: Mesh, axes: tuple[str, ...], within: int) -> Owners:
-        """Return owners of `within` devices each along some axes of a mesh.
-
-        More than one device needs a single axis.
-        """
+        """Return owners of `within` devices each. If that is more than one device, `axes` must be a single axis."""
         if within == 1:
             return cls(mesh, axes)
         (axis,) = axes
@@ -78,18 +76,18 @@ class Owners:
         shared: Sequence[Array],
         outs: Sequence[Leaf],
     ) -> tuple[list[Array], list[Array]]:
-        """Compute something of each item of a stack, each owner for its items.
+        """Compute a function of each item of a stack: each owner computes it for its own items.
 
         Args:
-            fn: `fn(*arrays, *small, *shared) -> [*outs, *small_outs]` of one item; logical shapes.
-            arrays: For each array that `fn` takes, the stacks whose items follow each other; storage shape.
-            leaves: How an item of each is laid out.
-            small: Further arrays, stacked: a row an item.
-            shared: What is the same for all items.
-            outs: How an item of each result is laid out.
+            fn: `fn(*arrays, *small, *shared) -> [*outs, *small_outs]` of one item, in logical shapes.
+            arrays: For each of these arrays, stacks in storage shape. `fn` sees the items of all of them, in order.
+            leaves: The layout of an item of each of these arrays.
+            small: Small arrays, stacked: one row per item.
+            shared: Arrays that are the same for all items.
+            outs: The layout of an item of each result.
 
         Returns:
-            `(outs, small_outs)`, stacked. The former are sharded as their leaves say, the latter replicated.
+            `(outs, small_outs)`, stacked. The former are sharded by their leaves, the latter replicated.
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)
@@ -120,7 +118,7 @@ class Owners:
         return self._return(results[: len(outs)], outs, items), small_outs
 
     def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
-        """Exchange stacks in which each device has a slice of every item for stacks whose items are divided."""
+        """Move stacks from storage, where each device has a slice of every item, to the owners of the items."""
 
         def local(arrays):
             rows = [_repeated(jnp.concatenate(stacks), slots) for stacks in arrays]
@@ -143,8 +141,8 @@ class Owners:
     def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
         """Send each row of `(owners, slots, ...)` to its owner, with one all-to-all per element type.
 
-        An owner's devices want slices that follow each other, and are next to each other: slice s of the
-        storage moves to the device that has it afterwards, of which the s-th is not the s-th.
+        If an owner is several devices, each must get neighbouring slices of its matrices. An all-to-all over `axes`
+        alone takes slices from devices that are `each` apart. So slices are permuted among all devices first.
         """
         shapes = [x.shape if back else (self.count, -1, *x.shape[1:]) for x in rows]
         flat = [x.reshape(self.count, -1) for x in rows]
@@ -153,11 +151,9 @@ class Owners:
             of_type = [n for n, x in enumerate(flat) if x.dtype == dtype]
             joined = jnp.concatenate([flat[n] for n in of_type], axis=1)
             with jax.named_scope(f"{EXCHANGE}{'back' if back else 'to owners'}]"):
-                if not back:
-                    joined = self._permuted(joined, back=False)
-                moved = lax.all_to_all(joined, self.axes, 0, 0, tiled=True)
-                if back:
-                    moved = self._permuted(moved, back=True)
+                sent = joined if back else self._permuted(joined, back=False)
+                moved = lax.all_to_all(sent, self.axes, 0, 0, tiled=True)
+                moved = self._permuted(moved, back=True) if back else moved
             ends = np.cumsum([flat[n].shape[1] for n in of_type])[:-1]
             for n, x in zip(of_type, jnp.split(moved, ends, axis=1), strict=True):
                 out[n] = x.reshape(shapes[n])
@@ -183,13 +179,13 @@ class Owners:
 
 
 def at(leaf: Leaf) -> int:
-    """Return the sharded dim of a leaf."""
+    """Return the dim of a leaf that is sharded."""
     assert leaf.dim is not None
     return leaf.dim
 
 
 def _repeated(stack: Array, slots: int) -> Array:
-    """Repeat a stack's items until there are as many as slots, so that nothing computes on zeros."""
+    """Repeat a stack's items until they fill all slots, so that no owner computes with zeros."""
     times = -(-slots // stack.shape[0])
     return stack if stack.shape[0] == slots else jnp.concatenate([stack] * times)[:slots]
 

@@ -1,21 +1,19 @@
-"""Gradients in global view, before they are summed over the devices.
+"""Leave gradients of global view as partial sums, one per worker, until zerojax reduces them.
 
-The compiler divides the rows of the batch, so the gradient of a parameter is a product whose
-contracted dim is divided, and the compiler would all-reduce it where the product is made. Here
-that product is made in a small `shard_map`: each device's own sum is a row of a global array
-`(workers, *shape)`, divided on dim 0. So *computed* and *reduced* are two moments, as in device
-view, and the reduction is explicit. What follows in the backward pass up to the gradient is linear,
-and is applied row by row.
+In global view the compiler divides the rows of the batch. The gradient of a parameter is a product whose contracted
+dim holds rows, and the compiler would all-reduce it where the product is computed. This module computes the product in
+a small `shard_map` instead: each worker's partial sum is a row of a global array `(workers, *shape)`, divided on dim 0.
+The reduction is then a separate, explicit step, as in device view. The backward pass between the product and the
+gradient is linear, and is applied to each row.
 
-Any sum may be divided, whatever the model does, so this is exact. Which dim is divided decides only what moves:
-it has to be the one that holds the rows of the batch, which `zerojax.dims` follows through the program. A sum over
-other dims, or over dims that are not known, is left to the compiler.
+A sum equals the sum of its parts, so this is exact for any model. Which dim is divided decides only how many bytes
+move. It has to be the dim that holds the rows of the batch, which `zerojax.dims` follows through the program. The
+compiler reduces all other sums: those over other dims, and those over dims that are not known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,15 +27,16 @@ from jax.sharding import PartitionSpec
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State
 
-# Names, in a compiled program, a sum for a gradient of which it is not known whether it is one over rows.
+# The scope, in a compiled program, of a gradient's sum that may be over rows: the analysis does not know.
 ROWS_UNKNOWN = "zerojax_rows_unknown"
 _SUMS = frozenset("dot_general conv_general_dilated reduce_sum scatter-add".split())
-# Linear in the one operand that is a partial sum, if no other operand is one.
+# Operations that are linear in one operand: in the only one that is a partial sum.
 _LINEAR = frozenset(
     "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
     "reshape rev sharding_constraint slice split squeeze transpose".split()
 )
-# Linear in some operands together: which of them. What slices a parameter, or joins several, has these as transposes.
+# Operations that are linear in several operands together, and which operands these are. They are the transposes of
+# operations that slice a parameter, or join several.
 _JOINTLY = MappingProxyType(
     {
         "add": slice(2),
@@ -54,7 +53,7 @@ _JOINTLY = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class PartialSum:
-    """A value as one partial sum per worker.
+    """A value that is the sum of one array per worker.
 
     Attributes:
         rows: `(workers, *shape)`, divided on dim 0.
@@ -64,16 +63,16 @@ class PartialSum:
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
-        """Return shape and type of the sum."""
+        """Return the shape and type of the sum."""
         return jax.ShapeDtypeStruct(self.rows.shape[1:], self.rows.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """An equation that sums over rows, which are divided over the workers.
+    """Where the operands of an equation that sums over rows hold these rows, which are divided over the workers.
 
     Attributes:
-        places: For each operand, where it holds the rows; None for one that every worker has in full.
+        places: The place of the rows in each operand. None: every worker has the operand in full.
     """
 
     places: tuple[Place | None, ...]
@@ -84,7 +83,7 @@ class Divided:
         return tuple(PartitionSpec() if p is None else PartitionSpec(*[None] * dim_of(p), entry) for p in self.places)
 
     def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Give the rows a dim of their own where they are not the first factor of one."""
+        """Split each dim in which the rows are not the outermost factor, so that a dim begins with the rows."""
         return [_split(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
 
     def closed(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -100,31 +99,35 @@ def _merged(x: jax.Array, place: Place) -> jax.Array:
     return x.reshape(*x.shape[: place.dim], -1, *x.shape[place.dim + 2 :])
 
 
-def evaluate(
-    backward: Any,
-    args: Sequence,
-    *,
-    grads: Sequence[int],
-    rows: Sequence[State],
-    workers: int,
-    island: Callable,
-    alike: Callable[[jax.Array], jax.Array] | None = None,
-    rule: jaxprs.Rule | None = None,
-) -> list:
-    """Evaluate a backward pass; the gradients that can be are left as rows of `PartialSum`s.
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How `evaluate` evaluates the equations of a backward pass.
+
+    Attributes:
+        workers: The number of data-parallel workers.
+        island: `island(eqn, divided, values)` returns the partial sums of an equation that sums over rows.
+        alike: Pins a gradient that is computed from parameters alone. None: leave it to the compiler.
+        rule: Evaluates any other equation, as for `jaxprs.evaluate`. None: as it is.
+    """
+
+    workers: int
+    island: Callable[[Any, Divided, Sequence], jax.Array]
+    alike: Callable[[jax.Array], jax.Array] | None = None
+    rule: jaxprs.Rule | None = None
+
+
+def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[int], rows: Sequence[State]) -> list:
+    """Evaluate a backward pass, and leave gradients as partial sums where possible.
 
     Args:
         backward: The backward pass, as a closed jaxpr.
-        args: Its arguments; what it only adds to gradients may be `PartialSum`s.
-        grads: Which of its results are gradients of parameters.
-        rows: For each of its arguments, where it holds the rows of the batch.
-        workers: Data-parallel workers.
-        island: `island(eqn, divided, values)` makes the rows of one equation's result.
-        alike: If given, pins a gradient that is computed from parameters alone.
-        rule: If given, evaluates any other equation, as for `jaxprs.evaluate`.
+        args: Its arguments. An argument that the pass only adds to gradients may be a `PartialSum`.
+        how: How its equations are evaluated.
+        grads: The indices of the results that are gradients of parameters.
+        rows: For each argument, where it holds the rows of the batch.
 
     Returns:
-        The results; a gradient that is rows has a dim more.
+        The results. A gradient that is left as partial sums has the shape `(workers, *shape)`.
     """
     jaxpr, consts = compat.opened(backward)
     shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
@@ -132,8 +135,7 @@ def evaluate(
     flat, more = compat.opened(closed)
     only_grads = _only_of(flat, grads)
     zeros: set = set()
-    again = functools.partial(evaluate, workers=workers, island=island)
-    follower = Follower(workers)
+    follower = Follower(how.workers)
     found = follower.states(flat, [*[NOWHERE] * len(consts), *rows])
     states_of = lambda eqn: [NOWHERE if compat.is_literal(atom) else found[atom] for atom in eqn.invars]
 
@@ -142,31 +144,34 @@ def evaluate(
         if eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]:
             zeros.add(out)
         if any(isinstance(x, PartialSum) for x in values):
-            return _linear(eqn, values, workers)
+            return _linear(eqn, values, how.workers)
         loop = compat.loop_of(eqn)
         if loop is not None and not only_grads.isdisjoint(eqn.outvars):
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads]
-            inside = functools.partial(again, rows=follower.into_loop(loop, states_of(eqn)))
-            return _loop(eqn, loop, values, wanted, inside, workers)
+            in_body = Evaluation(how.workers, how.island)  # `alike` pins what the loop returns, behind the loop
+            body_rows = follower.into_loop(loop, states_of(eqn))
+            inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
+            return _loop(eqn, loop, values, wanted, inside, how.workers)
         if out in only_grads and (divided := _divided(eqn, states_of(eqn), found[out], zeros)) is not None:
-            return [PartialSum(island(eqn, divided, values))]
+            return [PartialSum(how.island(eqn, divided, values))]
         if out in only_grads and eqn.primitive.name in _SUMS and UNKNOWN in states_of(eqn):
             with jax.named_scope(ROWS_UNKNOWN):
                 return compat.evaluate_one(eqn, values)
-        return None if rule is None else rule(eqn, values)
+        return None if how.rule is None else how.rule(eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
     for i in grads:
-        if alike is None:  # within a loop: what it returns is pinned behind it
-            break
         state = NOWHERE if compat.is_literal(flat.outvars[i]) else found[flat.outvars[i]]
-        if not isinstance(results[i], PartialSum) and state is not None and not state.of:
-            results[i] = alike(results[i])
+        if how.alike and not isinstance(results[i], PartialSum) and state is not None and not state.places:
+            results[i] = how.alike(results[i])
     return [x.rows if isinstance(x, PartialSum) else x for x in results]
 
 
 def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with calls and remats inlined, behind the barrier that keeps a remat from being undone."""
+    """Evaluate a jaxpr with its calls and remats inlined.
+
+    The operands of a remat pass through a barrier, which keeps XLA from merging its equations with the forward pass.
+    """
 
     def rule(eqn, values):
         body = compat.called(eqn)
@@ -180,10 +185,10 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     return jaxprs.evaluate(jaxpr, consts, args, rule)
 
 
-def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], evaluate: Callable, workers: int) -> list:
-    """Evaluate a loop whose results `grads` depend on gradients alone.
+def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], inside: Callable, workers: int) -> list:
+    """Evaluate a loop. The results `grads` are used for gradients alone.
 
-    Those that it adds up or stacks stay partial sums.
+    A result that the loop adds up or stacks stays a partial sum. `inside(args, grads)` evaluates the loop's body.
     """
     summed = _added_up(loop, grads)
     rows = [*summed, *(i for i in grads if i >= loop.carry)]
@@ -194,7 +199,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], eva
 
     def body(carry, slices):
         given = [PartialSum(x) if i in summed else x for i, x in enumerate(carry)]
-        results = evaluate(loop.body, [*consts, *given, *slices], grads=rows)
+        results = inside([*consts, *given, *slices], rows)
         return results[: loop.carry], results[loop.carry :]
 
     carry, stacks = lax.scan(body, carry, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
@@ -206,7 +211,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], eva
 
 
 def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
-    """Return the gradients among a loop's carries that the loop only adds to."""
+    """Return the indices of the carries, among `grads`, to which the loop only adds."""
     jaxpr, _ = compat.opened(loop.body)
     carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
     while carries:
@@ -219,7 +224,7 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
-    """Return the variables from which only the results `grads` are computed, linearly."""
+    """Return the variables that are used for the results `grads` alone, and linearly."""
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
@@ -234,7 +239,10 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 
 
 def _is_linear(eqn) -> bool:
-    """Return whether an equation is linear in sums. A cast to float8 is not: each partial sum would be rounded."""
+    """Return whether an equation may be applied to each partial sum.
+
+    A cast to float8 must not: it would round each partial sum.
+    """
     if eqn.primitive.name == "convert_element_type":
         dtype = np.dtype(eqn.params["new_dtype"])
         return not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2)
@@ -242,7 +250,7 @@ def _is_linear(eqn) -> bool:
 
 
 def _linear(eqn, values: Sequence, workers: int) -> list:
-    """Evaluate one equation on values of which some are partial sums."""
+    """Evaluate an equation that has partial sums among its operands."""
     rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
     partial = [isinstance(x, PartialSum) for x in values]
 
@@ -253,39 +261,37 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
 
     joint = range(len(rows))[_JOINTLY.get(eqn.primitive.name, slice(0))]
     if joint and not any(on and i not in joint for i, on in enumerate(partial)):
-        zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]  # in each row
+        # A literal zero is broadcast to every row: it adds nothing.
+        zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]
         batched = [i in joint and not zero[i] for i in range(len(rows))]
         rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]
         return of_rows(batched)
-    if (
-        eqn.primitive.name in _LINEAR
-        and _is_linear(eqn)
-        and sum(partial) == 1
-        and (eqn.primitive.name != "div" or partial[0])
-    ):
+    is_linear = eqn.primitive.name in _LINEAR and _is_linear(eqn)
+    if is_linear and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
         return of_rows(partial)
     return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
 
 
 def as_rows(value: jax.Array, workers: int) -> jax.Array:
-    """Return a value that is summed already as partial sums, all of it on the first worker."""
+    """Return a sum as partial sums: the value on the first worker, zeros on all others."""
     first = lax.broadcasted_iota(jnp.int32, (workers, *value.shape), 0) == 0
     return jnp.where(first, value[None], 0)
 
 
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """Return how an equation's sum over rows is divided over the workers, or None if it has no such sum.
+    """Return where the operands of an equation hold the rows that it sums over, or None if it sums over no rows.
 
-    The result must have no rows left: a product of rows with rows, batched, is summed by a later equation.
+    The result must hold no rows. If it does, as a batched product of rows with rows does, a later equation sums them.
     """
     known = [state for state in states if state is not None]
-    if len(known) < len(states) or result is None or result.of:
+    if len(known) < len(states) or result is None or result.places:
         return None
     name = eqn.primitive.name
     if name == "dot_general":
         return _paired(known, zip(*eqn.params["dimension_numbers"][0], strict=True))
     if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
-        numbers = eqn.params["dimension_numbers"]  # the gradient of a kernel: the sum over features is one over rows
+        # In the gradient of a kernel, the dim that the convolution takes for features holds the rows.
+        numbers = eqn.params["dimension_numbers"]
         return _paired(known, [(numbers.lhs_spec[1], numbers.rhs_spec[1])])
     if name == "reduce_sum":
         place = known[0].only
@@ -296,7 +302,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
 
 def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
-    """Find the pair of summed dims that holds the rows. An operand without rows is the same for all of them."""
+    """Find the pair of contracted dims that holds the rows. One operand may hold none: it is the same for every row."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
@@ -305,14 +311,14 @@ def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
 
 
 def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """Return the rows of the updates that are added into zeros, and of their indices."""
+    """Return the places of the rows in a scatter-add into zeros: in its indices, if they hold rows, and its updates."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
-    place = next(iter({*indices.of} or {*updates.of}), None)
+    place = next(iter({*indices.places} or {*updates.places}), None)
     if place is None or place.is_split or getattr(numbers, "operand_batching_dims", ()):
         return None
     scattered = [d for d in range(len(eqn.invars[2].aval.shape)) if d not in numbers.update_window_dims]
-    if indices.of:
+    if indices.places:
         if place.dim >= len(scattered):
             return None
         return Divided((None, place, place.to(scattered[place.dim])))

@@ -1,7 +1,7 @@
-"""The processes of a run tell each other something, through jax's coordination service, within a timeout.
+"""Exchange messages between the processes of a run, through JAX's coordination service, within a timeout.
 
-No device takes part, so this may happen in a thread beside the training, and a process that
-died is noticed by those that wait for it.
+No device takes part, so a thread can do it while the main thread trains. A process notices if a process that it waits
+for has died.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zerojax.compat import coordination_client
 TIMEOUT_S = 300  # as long as jax.distributed.initialize waits
 MOST_DIFFERENCES = 3
 LOOK_EVERY_S = 1.0
-# The service takes each key once in the life of a run, so the keys are numbered for as long: all processes exchange the
-# same messages about one purpose in the same order.
+# The service accepts each key once per run. So keys are numbered: all processes exchange the messages about one purpose
+# in the same order.
 SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
@@ -30,13 +30,13 @@ class Processes:
     """All processes of the run.
 
     Attributes:
-        index: Which this one is; number 0 does what is done once.
-        count: How many there are.
+        index: The number of this process. Process 0 does work that is done once.
+        count: The number of processes.
         timeout: How long to wait for the others, in seconds.
     """
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
-        """Open the messages about one purpose; those about a call that is counted have its number."""
+        """Prepare messages about one purpose, or about a counted call."""
         self.index, self.count = jax.process_index(), jax.process_count()
         self.timeout = TIMEOUT_S if timeout is None else timeout
         place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
@@ -44,22 +44,22 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process does the work that is done once."""
+        """Return whether this process does work that is done once."""
         return self.index == 0
 
     def exchange(self, topic: str, message: str) -> list[str]:
-        """Send a message to all others, and wait for theirs.
+        """Send a message to all other processes, and wait for theirs.
 
         Args:
-            topic: What it is about, in a word.
-            message: What this process sends; not empty.
+            topic: What the process is about to do, as a verb, such as `"begin"`.
+            message: The message; not empty.
 
         Returns:
             The message of each process, in order.
 
         Raises:
-            TimeoutError: If a process sends nothing within the timeout, or ended before, naming it.
-            ValueError: If another process makes another call than this one, naming both.
+            TimeoutError: If a process sends nothing within the timeout, or has ended. The error names it.
+            ValueError: If another process makes another call. The error names both calls.
         """
         if self.count == 1:
             return [message]
@@ -79,11 +79,17 @@ class Processes:
                 )
             if missing:
                 self._wait_for(missing, f"{key}/{missing[0]}", min(left, LOOK_EVERY_S), topic)
-        _require_one({index: asked for index, (asked, _) in found.items()})
+        for index, (theirs, _) in found.items():
+            if theirs != found[0][0]:
+                raise ValueError(
+                    f"The processes do not make the same calls. Process {index} is about to {theirs}, and process 0 is "
+                    f"about to {found[0][0]}. Let every process create, train, evaluate and save in the same order, as "
+                    f"often."
+                )
         return [text for _, (_, text) in sorted(found.items())]
 
     def _wait_for(self, missing: list[int], key: str, seconds: float, topic: str) -> None:
-        """Wait a while for a message; raise an error if it cannot come any more."""
+        """Wait a while for a message. Raise an error if a missing process ended, or makes another call."""
         try:
             coordination_client().blocking_key_value_get(key, max(1, round(1000 * seconds)))
         except Exception as error:
@@ -97,28 +103,18 @@ class Processes:
                 raise ValueError(difference) from None
 
 
-def _require_one(topics: Mapping[int, str]) -> None:
-    """Raise an error unless all processes ask for the same."""
-    for index, topic in topics.items():
-        if topic != topics[0]:
-            raise ValueError(
-                f"The processes do not make the same calls. Process {index} is about to {topic}, and process 0 is "
-                f"about to {topics[0]}. Let every process create, train, evaluate and save in the same order, as often."
-            )
-
-
 def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:
-    """Compare what this process is about to do with what the others are, so that none waits for another in vain.
+    """Check that all processes are about to do the same, so that none waits for another in vain.
 
     Args:
-        topic: What it is, as a verb: `"begin"`.
-        record: What has to be the same, by name.
+        topic: What they are about to do, as a verb, such as `"begin"`.
+        record: Values that must be the same on all processes, by name.
         partial: Whether a name may be missing on some processes.
-        timeout: How long to wait for the others, in seconds; default `TIMEOUT_S`.
+        timeout: How long to wait for the others, in seconds. Default: `TIMEOUT_S`.
 
     Raises:
-        ValueError: On every process, naming what differs and between which.
-        TimeoutError: If a process does nothing of the kind within the timeout, naming it.
+        ValueError: On every process, if a value differs. The error names the values and two processes.
+        TimeoutError: If a process does not call this within the timeout. The error names it.
     """
     if jax.process_count() == 1:
         return
@@ -137,7 +133,7 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
 
 
 def first_difference(records: list[dict[str, str]], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
-    """Return the first process whose record differs, the one that it differs from, and the names; None if none does."""
+    """Return the first process whose record differs, a process it differs from, and the names; None if all agree."""
     first_with: dict[str, int] = {}
     for index, record in enumerate(records):
         names = record if partial else {**records[0], **record}

@@ -1,8 +1,8 @@
-"""Collectives of quantised values: blocks of few bits with a scale each, scales and payload in one array of bytes.
+"""Gather and reduce quantised values: blocks of few bits, each with a scale. One array of bytes holds both.
 
-A gather sends each shard's bytes and decodes what arrives. A reduction goes axis by axis, the innermost first: an
-all-to-all brings to each device the others' bytes for its own shard, and it sums them in float32. So no partial sum of
-one axis is ever rounded.
+A gather sends each shard's bytes, and decodes the received bytes. A reduction goes axis by axis, the innermost first:
+an all-to-all brings each device the bytes of its own shard from all others, and the device sums them in float32. So no
+partial sum along one axis is rounded.
 
 References:
     Wang et al. 2023, arXiv 2306.10209, sections 3.2 and 3.4: ZeRO++.
@@ -31,16 +31,19 @@ INTEGER_LIMITS = {"int4": 7, "int8": 127}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Blocks of a format, each with a scale in float32: its largest magnitude becomes the format's.
+    """Encode blocks in a format. A float32 scale per block maps its largest magnitude to the largest of the format.
 
-    A rounded element is off by at most half a step of its block: the block's largest magnitude over 254 (int8) or
-    14 (int4); of float8 by 1/16 (e4m3fn) or 1/8 (e5m2) of itself, or of the format's smallest normal number. Zeros stay
-    zeros. A block that holds an infinity or NaN is decoded as values that are not finite.
+    The largest error of an element, with `max` for the largest magnitude in its block:
+
+    - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, less than twice as much.
+    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's smallest normal number, scaled.
+
+    Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
 
     Attributes:
         format: One of `FORMATS`.
-        block: Elements that share a scale; even.
-        stochastic: Whether integers are rounded up or down at random, off by less than a step, right in the mean.
+        block: The number of elements that share a scale; even.
+        stochastic: Whether integers are rounded up or down at random, so that the mean is right.
     """
 
     format: str
@@ -48,20 +51,21 @@ class Codec:
     stochastic: bool = False
 
     def bytes(self, size: int) -> int:
-        """Return the bytes of `size` elements, including padding and scales."""
+        """Return the number of bytes that encode `size` elements, including padding and scales."""
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
 
     def encode(self, x: Float[Array, "*rows elements"]) -> UInt8[Array, "*rows bytes"]:
-        """Return the bytes of each row: all elements, then all scales."""
+        """Encode each row: the bytes of all elements, followed by all scales."""
         size = -(-x.shape[-1] // self.block) * self.block
         blocks = pad(x, x.ndim - 1, size).astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / self._limit
         scaled = jnp.where(scales == 0, 0, blocks / scales)
         elements = self._narrow(scaled).reshape(*x.shape[:-1], -1)
-        return jnp.concatenate([elements, _as_bytes(scales[..., 0])], axis=-1)
+        scale_bytes = lax.bitcast_convert_type(scales[..., 0], jnp.uint8).reshape(*x.shape[:-1], -1)
+        return jnp.concatenate([elements, scale_bytes], axis=-1)
 
     def decode(self, payload: UInt8[Array, "*rows bytes"], size: int) -> Float[Array, "*rows elements"]:
-        """Return `size` elements of each row, in float32."""
+        """Return the `size` elements of each encoded row, in float32."""
         blocks = -(-size // self.block)
         split = payload.shape[-1] - blocks * SCALE_BYTES
         rows = payload.shape[:-1]
@@ -72,7 +76,7 @@ class Codec:
 
     @property
     def _limit(self) -> float:
-        """Return the format's largest magnitude."""
+        """Return the largest magnitude of the format."""
         return INTEGER_LIMITS.get(self.format) or float(jnp.finfo(self.format).max)
 
     def _narrow(self, x: Float[Array, "*rows block"]) -> UInt8[Array, "*rows bytes"]:
@@ -96,7 +100,7 @@ class Codec:
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
-    """Return numbers in [0, 1) that are drawn from the bits of each number and its position.
+    """Draw a number in [0, 1) for each number, by a hash of its bits and its position.
 
     References:
         The finaliser of MurmurHash3 (Appleby 2011), which mixes 32 bits.
@@ -111,7 +115,7 @@ def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
 def all_gather(
     shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
 ) -> list[Shaped[Array, "*logical"]]:
-    """Gather one bucket, quantised over some axes and as it is over the others."""
+    """Gather one bucket: quantised over the axes `over`, and unchanged over its other axes."""
     axes, sizes = leaves[0].axes, [shard.size for shard in shards]
     narrow, plain = (tuple(axis for axis in axes if (axis in over) is on) for on in (True, False))
     payload = jnp.concatenate([codec.encode(shard.ravel()) for shard in shards])
@@ -128,7 +132,7 @@ def all_gather(
 def reduce_scatter(
     values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
 ) -> list[Float[Array, "*local"]]:
-    """Reduce-scatter one bucket, quantised over some axes and exact over the others, in float32."""
+    """Reduce-scatter one bucket: quantised over the axes `over`, and exact over its other axes. Returns float32."""
     axes = leaves[0].axes
     counts = [lax.axis_size(axis) for axis in axes]
     rows = [to_rows(*pair).reshape(*counts, -1) for pair in zip(values, leaves, strict=True)]
@@ -146,9 +150,5 @@ def reduce_scatter(
 
 
 def _split(rows: Array, sizes: Sequence[int]) -> list[Any]:
-    """Divide the last dim."""
+    """Split the last dim into parts of these sizes."""
     return jnp.split(rows, list(itertools.accumulate(sizes))[:-1], axis=-1)
-
-
-def _as_bytes(x: Float[Array, "*rows scales"]) -> UInt8[Array, "*rows bytes"]:
-    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)

@@ -1,10 +1,11 @@
-"""Functions written for Explicit axes (`out_sharding=`, `reshard`, `typeof`), evaluated on a mesh of Auto axes.
+"""Evaluate functions that are written for Explicit axes (`out_sharding=`, `reshard`, `typeof`) on Auto axes.
 
 Such a function is traced once on the caller's mesh, where the type of every array says how it is sharded. Its jaxpr is
-then evaluated where the axes are Auto. Equations lose the shardings among their parameters, and types become sharding
-constraints: where an equation names its sharding, and where a type divides rows and no operand has that type. Values of
-parameters alone are full over the data axes, so they get no constraint and stay what `gather` recognises. A function
-that names no sharding gets no constraint: it is then the program that tracing on the Auto mesh gives.
+then evaluated on the same devices with Auto axes. Equations lose the shardings among their parameters. A type becomes a
+sharding constraint in two cases: the equation names its result's sharding, or the type divides rows and no operand has
+the same type. Values that depend on parameters alone are not divided over the data axes. They get no constraint, so
+that `gather` recognises them. A function that names no sharding gets no constraint at all: its program is the one that
+tracing on the Auto mesh gives.
 """
 
 from __future__ import annotations
@@ -22,32 +23,29 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from zerojax import compat, jaxprs
 from zerojax.comm.explicit import to_auto
 from zerojax.config import with_auto_axes
-from zerojax.config.batch_spec import entry_names
-from zerojax.config.data_mesh import axes_of
+from zerojax.config.data_mesh import axes_of, entry_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-# What states how its result is sharded, and does nothing else.
+# Operations that change how a value is sharded, and nothing else.
 _RESHARDS = frozenset({"reshard", "mesh_cast"})
 _SHARDINGS = ("out_sharding", "sharding")
 
 
 def typed_mesh(mesh: Mesh) -> AbstractMesh:
-    """Return the caller's mesh as array types name it here. Axes that are Manual here stay Manual."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return mesh.abstract_mesh.update(axis_types=tuple(AxisType.Manual if a in manual else kind for a, kind in kinds))
+    """Return the caller's mesh for types of arrays. Axes that are Manual in the context stay Manual."""
+    return _with_manual(mesh.abstract_mesh, jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class TypedFunction:
-    """A function of arrays that was traced where axes are Explicit.
+    """A function of arrays that was traced on a mesh with Explicit axes.
 
     Attributes:
-        mesh: The mesh it was traced on.
-        closed: Its jaxpr.
-        axes: The mesh axes that the rows are divided over.
+        mesh: The mesh of the trace.
+        closed: The function's closed jaxpr.
+        axes: The mesh axes that divide the rows of the batch.
     """
 
     mesh: AbstractMesh
@@ -62,13 +60,13 @@ class TypedFunction:
 
         Args:
             fn: A function of arrays.
-            mesh: The mesh; Manual axes are allowed.
-            values: Arrays, of any mesh: their shapes are read.
-            specs: How each of them is sharded.
-            axes: The mesh axes that the rows are divided over.
+            mesh: The mesh. It may have Manual axes.
+            values: The arguments, on any mesh: only their shapes and types are read.
+            specs: The sharding of each argument.
+            axes: The mesh axes that divide the rows of the batch.
 
         Returns:
-            The traced function, and a tree of the shapes it returns.
+            The traced function, and the tree of the shapes that it returns.
         """
         avals = [_typed(jax.typeof(x), mesh, tuple(spec)) for x, spec in zip(values, specs, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):
@@ -77,26 +75,26 @@ class TypedFunction:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """Return how each result is sharded."""
+        """Return the sharding of each result."""
         return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
 
     def __call__(self, *values: Array) -> list[Array]:
-        """Evaluate it on the mesh in force, whose axes are Auto, or Manual where they were."""
+        """Evaluate the function on the mesh of the context: its axes are Auto, or Manual as in the trace."""
         jaxpr, consts = compat.opened(self.closed)
-        constrains = any(_names_shardings(inner) for inner in _nested(jaxpr))
+        constrains = any(map(_names_sharding, _equations(jaxpr)))
         evaluation = _Evaluation(self.mesh, self.axes, constrains, {})
         return evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """One evaluation of a typed jaxpr.
+    """One evaluation of a jaxpr with Explicit types.
 
     Attributes:
-        mesh: What its types name.
-        axes: The mesh axes that the rows are divided over.
-        constrains: Whether types become constraints also where no equation names one.
-        known: Inner jaxprs that were traced again, so that equal layers stay one program.
+        mesh: The mesh that the types name.
+        axes: The mesh axes that divide the rows of the batch.
+        constrains: Whether a type that divides rows becomes a constraint. False if no equation names a sharding.
+        known: The inner jaxprs that were traced again, so that equal layers stay one program.
     """
 
     mesh: AbstractMesh
@@ -116,7 +114,8 @@ class _Evaluation:
             return [self._constrained(values[0], aval, replicates=bool(aval.sharding.mesh.explicit_axes))]
         if name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
             return [self._constrained(values[0], eqn.outvars[0].aval, tuple(_divided(eqn.params["sharding"].spec)))]
-        results = _RULES.get(name, _Evaluation._evaluate_one)(self, eqn, values)
+        rule = _RULES.get(name)
+        results = rule(self, eqn, values) if rule else compat.evaluate_one(self.untyped(eqn), values)
         named = _names_sharding(eqn)
         given = {_type(atom.aval) for atom in jaxprs.variables_in(eqn.invars)}
         return [
@@ -125,17 +124,18 @@ class _Evaluation:
         ]
 
     def _is_news(self, aval: Any, given: set) -> bool:
-        """Return whether a type says how rows are divided, and no operand has said so."""
-        return self.constrains and not self.axes.isdisjoint(axes_of([spec_of(aval)])) and _type(aval) not in given
+        """Return whether a type divides rows, and no operand has the same type."""
+        return self.constrains and not self.axes.isdisjoint(axes_of(spec_of(aval))) and _type(aval) not in given
 
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
-        """Constrain a value to be sharded as its type says, as far as the mesh in force has its axes.
+        """Constrain a value to be sharded as its type says, over those axes that are Auto on the mesh of the context.
 
         Args:
-            x: The value; None where it is dropped.
+            x: The value. None: it is dropped.
             aval: Its type.
-            others: What a constraint says of the axes that are Auto on the caller's mesh too; None: nothing.
-            replicates: Whether a type that names no axis is a constraint too.
+            others: The entries of a sharding constraint, which names axes that are Auto on the caller's mesh too. None:
+                there is no such constraint.
+            replicates: Whether a type that names no axis becomes a constraint, too.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if x is None or not mesh.auto_axes or mesh.size == 1:
@@ -149,16 +149,12 @@ class _Evaluation:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def _entry(self, typed: Any, other: Any, mesh: AbstractMesh) -> Any:
-        """Return what a type and a constraint say about one dim, together."""
-        named = () if other is PartitionSpec.UNCONSTRAINED else entry_names(other)
-        axes = tuple(axis for axis in dict.fromkeys((*entry_names(typed), *named)) if axis in mesh.auto_axes)
+        """Join the entries of a type and of a constraint for one dim."""
+        axes = tuple(axis for axis in dict.fromkeys((*entry_axes(typed), *entry_axes(other))) if axis in mesh.auto_axes)
         return axes or (other if other is PartitionSpec.UNCONSTRAINED else None)
 
-    def _evaluate_one(self, eqn: Any, values: Sequence) -> list:
-        return compat.evaluate_one(self.untyped(eqn), values)
-
     def untyped(self, eqn: Any) -> Any:
-        """Return an equation without the shardings among its parameters."""
+        """Remove the shardings from the parameters of an equation."""
         params = {name: self._untyped_param(value) for name, value in eqn.params.items()}
         params |= {name: None for name in _SHARDINGS if isinstance(params.get(name), NamedSharding)}
         if "ctx_mesh" in params:
@@ -181,7 +177,7 @@ class _Evaluation:
         return value
 
     def _untyped_jaxpr(self, closed: Any) -> Any:
-        """Trace an inner jaxpr again where its values are."""
+        """Trace an inner jaxpr again, on the mesh of the context."""
         jaxpr, consts = compat.opened(closed)
         mesh = jax.sharding.get_abstract_mesh()
         key = (id(closed), mesh)
@@ -192,7 +188,7 @@ class _Evaluation:
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
-        """Evaluate `jax.shard_map` over the mesh in force."""
+        """Evaluate a `jax.shard_map` on the mesh of the context."""
         params, manual = eqn.params, eqn.params["newly_manual_axes"]
         jaxpr, consts = compat.opened(params["jaxpr"])
         inner = dataclasses.replace(self, mesh=_with_manual(self.mesh, manual), known={})
@@ -208,19 +204,16 @@ class _Evaluation:
     def _custom_rule(self, eqn: Any, values: Sequence) -> Sequence:
         """Evaluate a function with its own derivatives. They are traced on the caller's mesh too, when they are needed.
 
-        What the function closes over has no derivative, as in JAX.
+        As in JAX, values that the function closes over have no derivative.
         """
         count = eqn.params["num_consts"]
-        consts, given = values[:count], values[count:]
+        consts, args = values[:count], values[count:]
         jaxpr, bound = compat.opened(eqn.params["call_jaxpr"])
-        avals = [atom.aval for atom in eqn.invars]
-        whole = lambda *xs: compat.evaluate_one(eqn, xs)
-        rule = _Rule(self, whole, avals, [var.aval for var in eqn.outvars], consts)
         value = lambda *xs: self.evaluate(jaxpr, bound, (*consts, *xs))
         value.__name__ = jaxpr.debug_info.func_name
-        if eqn.primitive.name == "custom_jvp_call":
-            return rule.forward(value)(*given)
-        return rule.backward(value)(*given)
+        rule = _DerivativeRule(self, eqn, consts)
+        with_rule = rule.jvp_of if eqn.primitive.name == "custom_jvp_call" else rule.vjp_of
+        return with_rule(value)(*args)
 
 
 _RULES = {
@@ -231,109 +224,108 @@ _RULES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rule:
-    """The derivative of one equation, traced on the caller's mesh.
+class _DerivativeRule:
+    """The derivative of an equation of a function with its own derivatives, traced on the caller's mesh.
 
     Attributes:
-        evaluation: The evaluation that it belongs to.
-        fn: Evaluates the equation where the axes are Explicit.
-        avals: Types of its operands, those first that the function closes over.
-        outs: Types of its results.
-        consts: Values of what the function closes over.
+        evaluation: The evaluation that the equation belongs to.
+        eqn: The equation. Its first operands are the values that the function closes over.
+        consts: These values.
     """
 
     evaluation: _Evaluation
-    fn: Callable
-    avals: list
-    outs: list
+    eqn: Any
     consts: Sequence
 
-    def forward(self, value: Callable) -> Callable:
-        """Call a `jax.custom_jvp` of the values that the function does not close over."""
-        closed_over = len(self.consts)
-        inexact = [i for i, aval in enumerate(self.avals) if i >= closed_over and _has_tangent(aval)]
-        tangents_out = [i for i, aval in enumerate(self.outs) if _has_tangent(aval)]
+    @property
+    def _types(self) -> list:
+        """Return the types of all operands."""
+        return [atom.aval for atom in self.eqn.invars]
+
+    @property
+    def _args(self) -> list:
+        """Return the types of the operands that the function does not close over."""
+        return self._types[len(self.consts) :]
+
+    @property
+    def _outs(self) -> list:
+        """Return the types of the results."""
+        return [var.aval for var in self.eqn.outvars]
+
+    def jvp_of(self, value: Callable) -> Callable:
+        """Return a `jax.custom_jvp` of `value`, a function of the operands that the function does not close over."""
 
         def both(*values):
-            primals, tangents = values[: len(self.avals)], dict(zip(inexact, values[len(self.avals) :], strict=True))
-            moving = [primals[i] for i in inexact]
-            fn = lambda *xs: self.fn(*_merged(primals, inexact, xs))
-            out, tangent = jax.jvp(fn, moving, [tangents[i] for i in inexact])
-            return [*out, *(tangent[i] for i in tangents_out)]
+            operands, tangents = values[: len(self._types)], values[len(self._types) :]
+            fn, args = self._opened(operands)
+            out, tangents_out = jax.jvp(fn, args, _with_zeros(self._args, tangents))
+            return [*out, *_differentiable(self._outs, tangents_out)]
 
         def jvp(primals, tangents):
-            moving = [tangents[i - closed_over] for i in inexact]
-            types = [*self.avals, *(self.avals[i] for i in inexact)]
-            found = self._on_auto(both, types, [*self.consts, *primals, *moving])
-            out, rest = found[: len(self.outs)], dict(zip(tangents_out, found[len(self.outs) :], strict=True))
-            zero = lambda aval: np.zeros(aval.shape, jax.dtypes.float0)
-            return out, [rest[i] if i in rest else zero(aval) for i, aval in enumerate(self.outs)]
+            types = [*self._types, *_differentiable(self._args, self._args)]
+            moving = _differentiable(self._args, tangents)
+            found = self._run(self._traced(both, types), [*self.consts, *primals, *moving])
+            return found[: len(self._outs)], [*_with_zeros(self._outs, found[len(self._outs) :])]
 
         made = jax.custom_jvp(value)
         made.defjvp(jvp)
         return made
 
-    def backward(self, value: Callable) -> Callable:
-        """Call a `jax.custom_vjp` of the values that the function does not close over."""
-        closed_over = len(self.consts)
-        inexact = [i for i, aval in enumerate(self.avals) if i >= closed_over and _has_tangent(aval)]
-        kept: list = []  # the structure of what the forward pass keeps, and its types
+    def vjp_of(self, value: Callable) -> Callable:
+        """Return a `jax.custom_vjp` of `value`, a function of the operands that the function does not close over."""
+        kept: dict[str, Any] = {}  # the structure and the types of the residuals, from the trace of the forward pass
 
         def forward(*values):
-            fn = lambda *xs: self.fn(*_merged(values, inexact, xs))
-            out, pull = jax.vjp(fn, *(values[i] for i in inexact))
-            residuals, tree = jax.tree.flatten(pull)
-            kept[:] = [tree]
+            fn, args = self._opened(values)
+            out, pull = jax.vjp(fn, *args)
+            residuals, kept["tree"] = jax.tree.flatten(pull)
             return [*out, *residuals]
 
         def fwd(*values):
-            traced = self._traced(forward, self.avals)
-            types = [atom.aval for atom in compat.opened(traced.closed)[0].outvars][len(self.outs) :]
+            traced = self._traced(forward, self._types)
+            kept["types"] = [atom.aval for atom in compat.opened(traced.closed)[0].outvars][len(self._outs) :]
             found = self._run(traced, [*self.consts, *values])
-            kept[1:] = [types]
-            return found[: len(self.outs)], found[len(self.outs) :]
+            return found[: len(self._outs)], found[len(self._outs) :]
 
         def bwd(residuals, cotangents):
-            tree, types = kept
-            places = [i for i, aval in enumerate(self.outs) if _has_tangent(aval)]
-
             def pull(*values):
-                given = dict(zip(places, values[len(types) :], strict=True))
-                zero = lambda aval: np.zeros(aval.shape, jax.dtypes.float0)
-                full = [given[i] if i in given else zero(aval) for i, aval in enumerate(self.outs)]
-                return list(jax.tree.unflatten(tree, values[: len(types)])(full))
+                of_residuals = jax.tree.unflatten(kept["tree"], values[: len(residuals)])
+                grads = of_residuals([*_with_zeros(self._outs, values[len(residuals) :])])
+                return _differentiable(self._args, grads)
 
-            types_in = [*types, *(self.outs[i] for i in places)]
-            found = self._on_auto(pull, types_in, [*residuals, *(cotangents[i] for i in places)])
-            grads = dict(zip(inexact, found, strict=True))
-            return tuple(grads.get(i) for i in range(closed_over, len(self.avals)))
+            types = [*kept["types"], *_differentiable(self._outs, self._outs)]
+            found = self._run(self._traced(pull, types), [*residuals, *_differentiable(self._outs, cotangents)])
+            return _with_zeros(self._args, found)
 
         made = jax.custom_vjp(value)
         made.defvjp(fwd, bwd)
         return made
 
+    def _opened(self, operands: Sequence) -> tuple[Callable, Sequence]:
+        """Return the equation as a function of the operands that the function does not close over, and these."""
+        consts, args = operands[: len(self.consts)], operands[len(self.consts) :]
+        return lambda *xs: compat.evaluate_one(self.eqn, (*consts, *xs)), args
+
     def _traced(self, fn: Callable, types: Sequence) -> TypedFunction:
+        """Trace a function on the caller's mesh."""
         with jax.sharding.use_abstract_mesh(self.evaluation.mesh):
             closed = jax.make_jaxpr(fn)(*types)
         return TypedFunction(self.evaluation.mesh, closed, self.evaluation.axes)
 
     def _run(self, traced: TypedFunction, values: Sequence) -> list:
+        """Evaluate a traced function on values on Auto axes."""
         jaxpr, consts = compat.opened(traced.closed)
         return self.evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
-    def _on_auto(self, fn: Callable, types: Sequence, values: Sequence) -> list:
-        """Evaluate a function, traced with these types on the caller's mesh, on values on Auto axes."""
-        return self._run(self._traced(fn, types), values)
-
 
 def spec_of(aval: Any) -> PartitionSpec:
-    """Return how a type says that a value is sharded; replicated if it says nothing."""
+    """Return the sharding that a type names; replicated if it names none."""
     sharding = getattr(aval, "sharding", None)
     return _divided(sharding.spec) if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _divided(spec: PartitionSpec) -> PartitionSpec:
-    """Return what a spec says about each dim, without axes over which a sum is still pending (`unreduced`)."""
+    """Drop the `unreduced` axes of a spec, over which a sum is still pending."""
     return PartitionSpec(*spec.partitions)
 
 
@@ -342,7 +334,7 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """Return a type on a mesh."""
+    """Put a type on a mesh."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))
@@ -358,10 +350,15 @@ def _has_tangent(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _merged(values: Sequence, places: Sequence[int], others: Sequence) -> list:
-    """Return the values, with other values in some places."""
-    merged = dict(enumerate(values)) | dict(zip(places, others, strict=True))
-    return [merged[i] for i in range(len(values))]
+def _differentiable(avals: Sequence, values: Sequence) -> list:
+    """Return the values whose types have tangents."""
+    return [x for aval, x in zip(avals, values, strict=True) if _has_tangent(aval)]
+
+
+def _with_zeros(avals: Sequence, tangents: Sequence) -> tuple:
+    """Undo `_differentiable` for tangents or cotangents: add the zeros of all other types."""
+    given = iter(tangents)
+    return tuple(next(given) if _has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals)
 
 
 def _names_sharding(eqn: Any) -> bool:
@@ -369,16 +366,12 @@ def _names_sharding(eqn: Any) -> bool:
     if eqn.primitive.name in _RESHARDS:
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
-    return any(isinstance(sharding, NamedSharding) and bool(axes_of([_divided(sharding.spec)])) for sharding in named)
+    return any(isinstance(sharding, NamedSharding) and bool(axes_of(_divided(sharding.spec))) for sharding in named)
 
 
-def _names_shardings(jaxpr: Any) -> bool:
-    return any(map(_names_sharding, jaxpr.eqns))
-
-
-def _nested(jaxpr: Any) -> Iterator[Any]:
-    """Return a jaxpr and the jaxprs inside it."""
-    yield jaxpr
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Return the equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
+        yield eqn
         for inner in compat.inner_jaxprs(eqn):
-            yield from _nested(inner)
+            yield from _equations(inner)

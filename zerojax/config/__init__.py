@@ -1,4 +1,4 @@
-"""What the caller chose: every option is a frozen record, checked where it is made."""
+"""The options of the caller: frozen records, which are checked when they are made."""
 
 from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count, check_word

@@ -1,4 +1,4 @@
-"""How the dims of a batch are divided: dim 0, the rows, over the data axes, others over axes of the model's."""
+"""The option `batch_spec`: dim 0 of a batch is divided over the data axes, and other dims over other axes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zerojax.config.data_mesh import in_words
+from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """A `PartitionSpec` for every leaf of a batch, or a tree of them; hashable.
+    """A `PartitionSpec` for all leaves of a batch, or a tree of specs, as a hashable record.
 
     Attributes:
-        specs: Those of the tree, in order.
-        structure: The tree's.
+        specs: The leaves of the tree, in order.
+        structure: The structure of the tree.
     """
 
     specs: tuple[PartitionSpec, ...]
@@ -27,16 +27,13 @@ class BatchSpec:
 
     @classmethod
     def of(cls, given: Any) -> BatchSpec | None:
-        """Record what the caller gave; None for None.
-
-        Raises:
-            TypeError: If a leaf is no `PartitionSpec` of names.
-        """
+        """Return the record of a spec or a tree of specs, and None for None. Raise a TypeError for anything else."""
         if given is None:
             return None
         specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
         for spec in specs:
-            if not isinstance(spec, PartitionSpec) or not all(isinstance(name, str) for name in names_of(spec)):
+            entries = tuple(spec) if isinstance(spec, PartitionSpec) else (PartitionSpec.UNCONSTRAINED,)
+            if PartitionSpec.UNCONSTRAINED in entries or not all(isinstance(name, str) for name in axes_of(entries)):
                 raise TypeError(
                     f"batch_spec= is a jax.sharding.PartitionSpec of mesh axes, such as "
                     f'PartitionSpec("data", "sequence"), or a tree of them, not {spec!r}.'
@@ -44,36 +41,27 @@ class BatchSpec:
         return cls(tuple(specs), structure)
 
     def check(self, axis: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-        """Refuse what a mesh cannot do.
+        """Raise a ValueError if a spec does not fit a mesh.
 
-        Args:
-            axis: The axes of the rows.
-            sizes: Name and size of every axis of the mesh.
-
-        Raises:
-            ValueError: If a spec divides rows over other axes, or names an axis twice, or one that is not there.
+        A spec must divide rows over `axis`, and must name axes of the mesh (in `sizes`), each at most once.
         """
         for spec in self.specs:
-            named = names_of(spec)
+            named = axes_of(spec)
             if missing := tuple(name for name in dict.fromkeys(named) if name not in sizes):
                 raise ValueError(
                     f"batch_spec={spec} names {in_words(missing)}, and the axes of the mesh are {tuple(sizes)}. "
                     f"Name axes of the mesh, or build it with an axis called {missing[0]!r}."
                 )
-            if not len(spec) or entry_names(spec[0]) != axis:
+            if not len(spec) or entry_axes(spec[0]) != axis:
                 raise ValueError(
-                    f"batch_spec={spec} does not divide dim 0 over {in_words(axis)}, as rows are: axis={axis!r}. "
+                    f"batch_spec={spec} does not divide dim 0 over {in_words(axis)}, like the rows: axis={axis!r}. "
                     f"Begin it with {(axis[0] if len(axis) == 1 else axis)!r}, or give other axes in axis=."
                 )
             if len(set(named)) < len(named):
-                raise ValueError(f"batch_spec={spec} names an axis twice. Divide one dim over each.")
+                raise ValueError(f"batch_spec={spec} names an axis twice. Divide at most one dim over each axis.")
 
     def over(self, batch: Any) -> Any:
-        """Return the spec of each leaf of a batch, cut to the dims that the leaf has.
-
-        Raises:
-            ValueError: If the tree of specs does not fit that of the batch.
-        """
+        """Return the spec of each leaf of a batch, with at most one entry per dim of the leaf."""
         cut = lambda spec, x: PartitionSpec(*tuple(spec)[: np.ndim(x) if np.isscalar(x) else len(x.shape)])
         try:
             tree = jax.tree.unflatten(self.structure, self.specs)
@@ -84,13 +72,3 @@ class BatchSpec:
                 f"batch_spec= is the tree {self.structure}, and the batch {jax.tree.structure(batch)}. Give one spec "
                 f"for all leaves, or a tree of specs with the structure of the batch, or of its beginning."
             ) from error
-
-
-def entry_names(entry: Any) -> tuple[Any, ...]:
-    """Return the mesh axes of one entry of a `PartitionSpec`."""
-    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
-
-
-def names_of(spec: PartitionSpec) -> list[Any]:
-    """Return all mesh axes that a `PartitionSpec` names, dim by dim."""
-    return [name for entry in spec for name in entry_names(entry)]

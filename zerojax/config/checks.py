@@ -1,17 +1,14 @@
-"""Shared checks of the arguments a caller gives."""
+"""Checks of options, and of the patterns that choose parameters, shared by the records of this room."""
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int) -> None:
-    """Refuse what is no count.
-
-    Raises:
-        TypeError: If it is no int.
-        ValueError: If it is below `least`.
-    """
+    """Raise a TypeError if a count is no int, and a ValueError if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
     if value < least:
@@ -19,10 +16,23 @@ def check_count(name: str, value: Any, unit: str, *, least: int) -> None:
 
 
 def check_word(name: str, value: Any, known: tuple) -> None:
-    """Refuse a word that is none of those known.
-
-    Raises:
-        ValueError: Naming those known.
-    """
+    """Raise a ValueError if a word is none of the known words."""
     if value not in known:
         raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}.")
+
+
+def checked_where(name: str, where: Any) -> Callable | tuple[str, ...] | None:
+    """Return a choice of parameters as a function, a tuple of shell patterns, or None."""
+    if where is None or callable(where):
+        return where
+    patterns = (where,) if isinstance(where, str) else tuple(where)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{name} is a function of (path, leaf) or shell patterns, not {where!r}.")
+    return patterns
+
+
+def chooses(where: Callable[[str, Any], bool] | Sequence[str], path: str, leaf: Any) -> bool:
+    """Return whether a function or some patterns choose the parameter at a "/"-separated path."""
+    if callable(where):
+        return bool(where(path, leaf))
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in where)

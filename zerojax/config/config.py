@@ -1,4 +1,4 @@
-"""What the caller chose, checked once: a transformation and where its parts live."""
+"""The configuration: the wrapped transformation and all options of the caller, checked once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config.batch_spec import BatchSpec
-from zerojax.config.checks import check_count
+from zerojax.config.checks import check_count, check_word
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
-from zerojax.config.mesh_record import MeshRecord
 from zerojax.config.offload import Offload
 from zerojax.config.precision import Precision
 from zerojax.config.wire import Wire
@@ -24,45 +25,75 @@ STAGES = {
     2: "optimizer state and gradients sharded",
     3: "optimizer state, gradients and parameters sharded",
 }
-VIEWS = ("global", "device")
-MATRIX_UPDATES = ("auto", "owner", "sharded")
 PERSIST_BELOW = 8192
 BUCKET_BYTES = 128 << 20
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshRecord:
+    """The parts of a mesh that can be pickled.
+
+    Attributes:
+        shape: The devices along each axis.
+        axis_names: The names of the axes.
+        axis_types: Whether each axis is Auto or Explicit.
+        platform: The platform of the devices, such as `"gpu"`.
+        device_ids: The ids of the devices, in the mesh's order.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    axis_types: tuple[AxisType, ...]
+    platform: str
+    device_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshRecord:
+        """Return the record of a mesh."""
+        devices = list(mesh.devices.flat)
+        ids = tuple(device.id for device in devices)
+        return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
+
+    def mesh(self) -> Mesh:
+        """Rebuild the mesh from the devices of this process. Raise a ValueError if one of them is missing."""
+        try:
+            devices = {device.id: device for device in jax.devices(self.platform)}
+        except RuntimeError:  # this process has no such platform
+            devices = {}
+        if missing := [i for i in self.device_ids if i not in devices]:
+            axes = dict(zip(self.axis_names, self.shape, strict=True))
+            raise ValueError(
+                f"A pickled transformation has a mesh {axes} with the {self.platform} devices {list(self.device_ids)}, "
+                f"and this process has no device {missing[0]}, only {sorted(devices) or 'devices of other platforms'}. "
+                f"A mesh is rebuilt from device ids: load the transformation where JAX sees the same devices (after "
+                f"jax.distributed.initialize), or make it there with zero_shard."
+            )
+        found = np.array([devices[i] for i in self.device_ids]).reshape(self.shape)
+        return Mesh(found, self.axis_names, axis_types=self.axis_types)
+
+
 def with_auto_axes(mesh: Any) -> Any:
-    """Return a mesh, or an abstract one, with the same axes, all of them Auto."""
+    """Return a mesh, or an abstract mesh, with all of its axes Auto."""
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)) if mesh.explicit_axes else mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A transformation and where its parts live.
+    """A transformation and the options of `zero_shard`. It describes all options; some have another type here.
 
     Attributes:
         tx: The optax transformation that is wrapped.
-        stage: ZeRO stage, 0 to 3.
         user_mesh: The mesh as the caller gave it.
-        axis: The mesh axes that rows of the batch are divided over.
-        shard_axis: Which of them the stage shards over; empty: all.
-        params_axis: Which of them parameters are sharded over; empty: as `shard_axis`.
-        persist_below: A leaf with fewer elements is not sharded by dim: at stage 3 its
-            parameter is persistent (replicated), and its gradient and optimizer state are flat.
-        prefetch: How many uses ahead stage 3 starts a gather; 0 disables prefetch.
-        bucket_bytes: A layer's leaves share a bucket up to this many logical bytes.
-        reshard_after_forward: Whether stage 3 drops gathered parameters after the forward pass.
-        precision: Types of a step; None leaves every type as the parameters and the loss have it.
-        trainable: `trainable(path, leaf) -> bool`; None trains every leaf.
-        overwrite: `overwrite(path, leaf) -> bool`: which leaves take their gradient as the new value; None: as named.
-        offload: What is offloaded to host memory or disk; None: nothing.
-        batch_spec: How dims of the batch are divided; None: dim 0 over `axis` alone.
-        view: `"global"`: the loss sees all rows of the batch; `"device"`: each device's its own.
-        wire: What collectives carry in few bits; None: nothing.
-        matrix_updates: Which devices compute the update of a matrix: `"owner"`, `"sharded"`, or the cheaper, `"auto"`.
+        axis: The mesh axes that divide the rows of the batch.
+        shard_axis: The axes over which the stage shards; empty: all of `axis`.
+        params_axis: The axes over which parameters are sharded; empty: as `shard_axis`.
+        trainable: `trainable(path, leaf) -> bool`; None: every leaf is trained.
+        overwrite: `overwrite(path, leaf) -> bool`: leaves that take their gradient as the new value; None: only leaves
+            whose name says so.
 
     Raises:
-        TypeError: If `tx` is no optax transformation, a count is no integer, or another option of another type.
-        ValueError: If the stage is unknown or a count negative, or the stage cannot offload.
+        TypeError: If `tx` is no optax transformation, or an option has another type.
+        ValueError: If an option is out of range, or options contradict each other.
     """
 
     tx: optax.GradientTransformation
@@ -94,15 +125,13 @@ class Config:
         if isinstance(self.stage, bool) or self.stage not in STAGES or not isinstance(self.stage, int):
             known = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
-        if self.view not in VIEWS:
-            raise ValueError(f'Unknown view of the loss {self.view!r}. Give "global" or "device".')
-        if self.matrix_updates not in MATRIX_UPDATES:
-            raise ValueError(f'Unknown matrix_updates={self.matrix_updates!r}. Give "auto", "owner" or "sharded".')
+        check_word("view=", self.view, ("global", "device"))
+        check_word("matrix_updates=", self.matrix_updates, ("auto", "owner", "sharded"))
         for argument in ("shard_axis", "params_axis"):
             if missing := [name for name in getattr(self, argument) if name not in self.axis]:
                 raise ValueError(
                     f"{argument} names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
-                    f"Shards are over all of these axes, or some."
+                    f"Name some of these axes, or leave {argument}= out to shard over all of them."
                 )
         if self.params_axis:
             self._check_params_axis()
@@ -110,59 +139,60 @@ class Config:
             self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
-        if not isinstance(self.precision, Precision | None):
-            raise TypeError(f"precision is a zerojax.Precision, such as Precision.bf16(), not {self.precision!r}.")
-        if not isinstance(self.offload, Offload | None):
-            raise TypeError(f'offload is a zerojax.Offload, such as Offload(optimizer="host"), not {self.offload!r}.')
-        if not isinstance(self.wire, Wire | None):
-            raise TypeError(f'wire is a zerojax.Wire, such as Wire(gather="int8"), not {self.wire!r}.')
+        records = {Precision: "Precision.bf16()", Offload: 'Offload(optimizer="host")', Wire: 'Wire(gather="int8")'}
+        for kind, example in records.items():
+            option = kind.__name__.lower()
+            if not isinstance(value := getattr(self, option), kind | None):
+                raise TypeError(f"{option} is a zerojax.{kind.__name__}, such as {example}, not {value!r}.")
         if self.wire is not None:
             self._check_wire(self.wire)
         if self.offload is not None and self.stage == 0:
             raise ValueError(
                 "Stage 0 shards nothing, so every device would keep the full optimizer state on the host. "
-                "Offload at stage 1, 2 or 3."
+                "Use offload= at stage 1, 2 or 3."
             )
         if self.offload is not None and self.offload.params is not None and self.stage != 3:
             raise ValueError(
-                f'Offload(params="host") needs stage 3: at stage {self.stage} the loss needs every parameter in full, '
-                f"on the device."
+                f'Offload(params="host") needs stage 3: at stage {self.stage} each device holds all parameters. '
+                f"Use stage=3, or leave params= out."
             )
 
     def _check_params_axis(self) -> None:
-        """Refuse what parameters sharded over fewer axes than their optimizer state cannot be combined with."""
+        """Raise a ValueError for an option that cannot be combined with `params_axis`."""
         if self.stage != 3:
             raise ValueError(
-                f"params_axis={self.params_axis!r} needs stage 3: stage {self.stage} keeps parameters replicated."
+                f"params_axis={self.params_axis!r} needs stage 3: stage {self.stage} keeps parameters replicated. Use "
+                f"stage=3, or leave params_axis= out."
             )
         if self.shard_axis:
             raise ValueError(
-                f"shard_axis={self.shard_axis!r} says over which axes everything is sharded, and "
-                f"params_axis={self.params_axis!r} that gradients and optimizer state are over all of axis=. Give one."
+                f"shard_axis={self.shard_axis!r} shards everything over these axes, but with "
+                f"params_axis={self.params_axis!r} gradients and optimizer state are sharded over all of axis=. Give "
+                f"one of them."
             )
         if self.offload is not None and self.offload.params is not None:
             raise ValueError(
-                'Offload(params="host") keeps a parameter as its optimizer state is sharded, and params_axis= over '
+                'Offload(params="host") shards a parameter like its optimizer state, but params_axis= shards it over '
                 "fewer axes. Give one of them."
             )
 
     def _check_wire(self, wire: Wire) -> None:
-        """Refuse to quantise what no collective of the stage carries, or sums that would be rounded again."""
+        """Raise a ValueError if no collective of the stage sends the payload, or would round a sum more than once."""
         if self.stage == 0:
             raise ValueError(
-                "Stage 0 all-reduces gradients: quantised, every partial sum would be rounded, and with wire= none is. "
-                "Take stage 1, 2 or 3, whose reductions send each gradient once."
+                "Stage 0 all-reduces gradients, and with wire= every partial sum would be rounded. Use stage "
+                "1, 2 or 3, whose reductions send each gradient once."
             )
         if wire.gather and self.stage != 3:
             raise ValueError(
-                f"Wire(gather={wire.gather!r}) needs stage 3: stage {self.stage} gathers what it stores, so that "
-                f"the rounded parameters would be all there is. Give Wire(reduce=) alone."
+                f"Wire(gather={wire.gather!r}) needs stage 3: stage {self.stage} stores what it gathers, so that only "
+                f"rounded parameters would remain. Give only Wire(reduce=)."
             )
         if wire.reduce and self.shard_axis:
             raise ValueError(
                 f"shard_axis={self.shard_axis!r} all-reduces shards of gradients over the other axes, and with "
-                f"Wire(reduce={wire.reduce!r}) sums would be rounded once more. Take params_axis=, which "
-                f"reduce-scatters them."
+                f"Wire(reduce={wire.reduce!r}) sums would be rounded once more. Use params_axis=, which "
+                f"reduce-scatters these shards."
             )
         if missing := tuple(axis for axis in wire.over or () if axis not in self.axis):
             raise ValueError(
@@ -173,7 +203,7 @@ class Config:
             self._check_error_feedback(wire)
 
     def _check_error_feedback(self, wire: Wire) -> None:
-        """Refuse to feed back errors of reductions within the backward pass, or of more than one."""
+        """Raise a ValueError unless gradients are reduced across hosts once per step, and quantised there."""
         across = tuple(axis for axis in self.axis if axis not in self.params_axis)
         if not self.params_axis or len(across) != 1:
             found = (
@@ -186,17 +216,17 @@ class Config:
             )
         if wire.over is not None and across[0] not in wire.over:
             raise ValueError(
-                f"Wire(error_feedback=True) is of what goes over {in_words(across)}, and over={wire.over!r} quantises "
-                f"nothing there. Name it, or leave over= out."
+                f"Wire(error_feedback=True) keeps the errors of the reduction over {in_words(across)}, and "
+                f"over={wire.over!r} quantises nothing there. Name this axis in over=, or leave over= out."
             )
 
     def __getstate__(self) -> dict:
-        """Return the fields, with the mesh as its `MeshRecord`: devices cannot be pickled."""
+        """Return the fields, with a `MeshRecord` for the mesh, whose devices cannot be pickled."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"user_mesh": MeshRecord.of(self.user_mesh)}
 
     def __setstate__(self, state: dict) -> None:
-        """Take the fields; the mesh is rebuilt when it is first used, so that loading starts no backend of JAX."""
+        """Set the fields. The mesh is rebuilt at its first use, so that loading starts no backend of JAX."""
         self.__dict__.update(state)
         self.__dict__["_mesh_record"] = self.__dict__.pop("user_mesh")
 
@@ -211,20 +241,20 @@ class Config:
 
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
-        """Return the plans that were made, by layout: the arrays of an optimizer state do not say their logical shapes.
+        """Return the plans that were made, by layout. They know the logical shapes of an optimizer state.
 
-        Kept beside the fields: configurations that are equal have plans of their own, and they are not pickled.
+        The cache is no field: equal configurations have different caches, and it is not pickled.
         """
         return {}
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Return the mesh that everything is computed on: the caller's, with all axes Auto."""
+        """Return the mesh on which everything is computed: the caller's mesh, with all axes Auto."""
         return with_auto_axes(self.user_mesh)
 
     @property
     def stores_compute_dtype(self) -> bool:
-        """Return whether parameters are stored in the type they are computed in. Stage 3 stores what it updates."""
+        """Return whether parameters are stored in the compute type, and not in the type in which they are updated."""
         return self.stage < 3 or self.offload is not None or bool(self.params_axis)
 
     @property
@@ -234,16 +264,16 @@ class Config:
 
     @property
     def has_master_weights(self) -> bool:
-        """Return whether parameters are a copy of master weights in the optimizer state."""
+        """Return whether the optimizer state has master weights, of which the parameters are a copy."""
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 
     @functools.cached_property
     def data(self) -> DataMesh:
-        """Return which axes divide the batch, and which shard each part of the model states."""
+        """Return the axes that divide the batch, and the axes that shard each part of the model states."""
         return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis, self.params_axis)
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
-        """Return the part of the configuration that decides layouts."""
+        """Return the part of the configuration on which layouts depend."""
         return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)

@@ -1,25 +1,28 @@
-"""What a layout depends on: which axes divide the batch and shard each part, and what counts as small."""
+"""The records on which layouts depend, and the conversions between mesh axes and entries of a `PartitionSpec`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class DataMesh:
-    """The data-parallel side of a mesh: names and sizes of axes, no devices.
+    """The data-parallel side of a mesh: names and sizes of axes, without devices.
 
-    Every other axis of the mesh (tensor, expert, sequence) belongs to the compiler. Where the
-    axes of one part begin with those of another, the one divides the other's shards further.
+    Every other axis of the mesh (tensor, expert, sequence) belongs to the compiler. If the axes of gradients begin with
+    the axes of parameters, a gradient's shard is a part of the parameter's shard.
 
     Attributes:
         sizes: Name and size of every axis of the mesh, in its order.
-        batch: Axes the rows of the batch are divided over.
-        params: Axes the parameters are sharded over; empty where they are replicated.
-        grads: Axes the gradients are sharded over.
-        opt_state: Axes the optimizer state is sharded over.
+        batch: Axes that divide the rows of the batch.
+        params: Axes that shard the parameters; empty if parameters are replicated.
+        grads: Axes that shard the gradients; empty if gradients are replicated.
+        opt_state: Axes that shard the optimizer state; empty if it is replicated.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv
@@ -46,10 +49,10 @@ class DataMesh:
 
         Args:
             sizes: Name and size of every axis of the mesh.
-            axes: Axes the rows of the batch are divided over.
+            axes: Axes that divide the rows of the batch.
             stage: ZeRO stage, 0 to 3.
-            shard_axes: Which of them the stage shards over; empty: all. Over the others what it shards is replicated.
-            params_axes: Which of these parameters are sharded over; empty: all. The others divide their shards
+            shard_axes: The axes over which the stage shards; empty: all. Everything is replicated over the others.
+            params_axes: The axes over which parameters are sharded; empty: all. The other axes divide these shards
                 further, for gradients and optimizer state.
         """
         inner = shard_axes or axes
@@ -59,29 +62,29 @@ class DataMesh:
         return cls(tuple(sizes.items()), axes, params=params, grads=sharded(2), opt_state=sharded(1))
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of devices along some axes together; 1 for none."""
+        """Return the number of devices along some axes together; 1 for no axes."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
     @property
     def workers(self) -> int:
-        """Return the number of data-parallel workers, which divide the rows of the batch."""
+        """Return the number of data-parallel workers, which share the rows of the batch."""
         return self.size(self.batch)
 
     @property
     def shards(self) -> int:
-        """Return the number of shards of the stage. At stage 0, which shards nothing, it is the number of workers."""
+        """Return the number of shards. At stage 0, which shards nothing, return the number of workers."""
         return self.size(self.opt_state or self.batch)
 
     def in_words(self) -> str:
-        """Describe the axes that the stage shards over, and those it replicates over."""
+        """Describe the axes over which the stage shards, and the axes over which it replicates."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)
         words = in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
         return words + (f", parameters over {in_words(self.params)}" if self.params not in ((), self.opt_state) else "")
 
     @property
     def across(self) -> tuple[str, ...]:
-        """Return axes of the batch over which a part that the stage shards is replicated (hybrid sharding)."""
+        """Return the axes of the batch over which some sharded part is replicated (hybrid sharding)."""
         parts = [part for part in (self.params, self.grads, self.opt_state) if part]
         return tuple(axis for axis in self.batch if any(axis not in part for part in parts))
 
@@ -93,13 +96,13 @@ class DataMesh:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPolicy:
-    """The part of a configuration that a layout depends on; it rides in `ZeroState`, so it holds no functions.
+    """The part of a configuration on which a layout depends. It is part of `ZeroState`, so it holds no functions.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
-        data: Which axes divide the batch and each part of the model states.
-        persist_below: A leaf of fewer elements is not sharded by dim.
-        stores_compute_dtype: Whether parameters are stored in the type they are computed in.
+        data: The axes that divide the batch and shard each part of the model states.
+        persist_below: Leaves with fewer elements are not sharded by dim.
+        stores_compute_dtype: Whether parameters are stored in the compute type.
         params_on_host: Whether sharded parameters are kept in host memory.
     """
 
@@ -115,10 +118,16 @@ def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def axes_of(specs: Iterable[Iterable]) -> set[str]:
-    """Return all mesh axes that some `PartitionSpec`s name."""
-    entries = [entry for spec in specs for entry in spec if entry]
-    return {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one entry of a `PartitionSpec`; none if the entry is None or unconstrained."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of(*specs: Iterable) -> list[str]:
+    """Return the mesh axes that some `PartitionSpec`s name, dim by dim; an axis as often as it is named."""
+    return [axis for spec in specs for entry in spec for axis in entry_axes(entry)]
 
 
 def in_words(axes: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Choosing leaves by path: a mask given as a tree, as a predicate."""
+"""A mask of leaves, given as a tree of bools, as a predicate of paths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LeafMask:
-    """A mask as a predicate: which of the leaves whose paths are known are meant.
+    """A mask of leaves as a predicate.
 
     Attributes:
-        known: Paths of all leaves of the mask.
-        meant: Those whose value is true.
-        option: The option of `zero_shard` that the mask was given as.
+        known: The paths of all leaves of the mask.
+        meant: The paths of the leaves that are True.
+        option: The option of `zero_shard` that was given the mask.
     """
 
     known: frozenset[str]
@@ -26,12 +26,7 @@ class LeafMask:
 
     @classmethod
     def of(cls, mask: Any, option: str = "trainable") -> LeafMask:
-        """Return the predicate of a tree of bools with the structure of the parameters.
-
-        Raises:
-            TypeError: If a leaf is no bool.
-            ValueError: If two leaves have one path.
-        """
+        """Return the predicate of a tree of bools with the structure of the parameters."""
         leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
         found = {path_of(path): x for path, x in leaves}
         if len(found) < len(leaves):
@@ -45,11 +40,7 @@ class LeafMask:
         return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
-        """Return whether the mask includes the leaf at `path`.
-
-        Raises:
-            ValueError: If the mask has no such leaf.
-        """
+        """Return whether the mask is True for the leaf at `path`. Raise a ValueError if it has no such leaf."""
         if path not in self.known:
             raise ValueError(
                 f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. "
@@ -58,22 +49,17 @@ class LeafMask:
         return path in self.meant
 
     def check(self, paths: Iterable[str]) -> None:
-        """Refuse a mask that has more leaves than the parameters.
-
-        Raises:
-            ValueError: Naming the first such leaf.
-        """
+        """Raise a ValueError if the mask has a leaf that the parameters do not have."""
         if surplus := sorted(self.known.difference(paths)):
             raise ValueError(
-                f"The mask in {self.option}= has a leaf {surplus[0]!r}, which the parameters have not. "
+                f"The mask in {self.option}= has a leaf {surplus[0]!r}, which the parameters do not have. "
                 f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
             )
 
 
 def path_of(keys: tuple) -> str:
-    """Return a leaf's path as predicates get it: its keys, "/"-separated."""
-    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey(
-        "value"
-    ):  # inside an nnx Variable, which may be a leaf too
+    """Return the path of a leaf as predicates get it: its keys, "/"-separated."""
+    # The key inside of an NNX Variable, which in other trees is a leaf itself.
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")

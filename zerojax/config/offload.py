@@ -1,54 +1,52 @@
-"""Which model states are offloaded from the device's memory, and where they are updated."""
+"""The option `Offload`: which model states leave the device's memory, and where they are updated."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import numbers
 import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from zerojax.config.checks import check_count, check_word
+from zerojax.config.checks import check_count, check_word, checked_where, chooses
 
 CHUNK_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What is offloaded from the device's memory, and where it is updated.
+    """The model states that are offloaded from the device's memory, and where they are updated.
 
-    Optimizer state, with the master weights, is kept in pinned host memory or in files, each
-    device's part with the device's host, in chunks that are fetched, updated and put back
-    while their neighbours are transferred. Arrays of fewer than `persist_below` elements, scalars
-    among them, stay on the device. Where `precision` computes in a narrower type, stage 3
-    keeps its shards in that type: the master weights are offloaded with the optimizer state.
+    The optimizer state, with the master weights, is kept in pinned host memory or in files, at the host of the device.
+    It is fetched, updated and written back chunk by chunk, while other chunks are transferred. Arrays of fewer than
+    `persist_below` elements, such as scalars, stay on the device. If `precision` computes in a narrower type, stage 3
+    stores its shards in that type, because the master weights are offloaded.
 
     Attributes:
-        optimizer: `"host"`: pinned host memory. `"disk"`: files under `path`. None: the device.
-        params: `"host"`: at stage 3, shards of parameters are kept in host memory and
-            fetched where they are gathered, in each pass again, and for their update: the
-            device holds those of a few uses or of two updates. Gradients, and leaves below
-            `persist_below`, are on the device. None: the device.
-        update: Where the optax update runs. `"device"`: the state is streamed through
-            the device. `"host"`: gradients are sent to the host, and new parameters back.
-            `"auto"`: link and host memory are measured once, and the faster way is taken.
-        fraction: How much of the optimizer state is offloaded, by bytes, from 0 to 1; the
-            rest stays on the device. `"auto"`: as little as `budget` allows.
-        budget: For `fraction="auto"`: bytes a device has for parameters, gradients,
-            optimizer state and the chunks under way; activations are beyond it.
-        where: Parameters whose state may be offloaded: `where(path, leaf) -> bool`, as for
-            `Precision.keep`, or shell patterns such as `("*/kernel",)`. None: all.
-        path: For `"disk"`: the folder of the files; each process makes its own in it.
-        chunk_bytes: Bytes per device of the largest chunk of an array that is copied at once.
+        optimizer: Where the optimizer state is kept: `"host"` (pinned host memory) or `"disk"` (files under `path`).
+        params: `"host"`: stage 3 keeps shards of parameters in host memory, and fetches them for each gather and for
+            their update, so that the device holds the shards of a few uses. Gradients, and leaves below
+            `persist_below`, are on the device. None: parameters are on the device.
+        update: Where the optax update runs. `"device"`: the state is streamed through the device. `"host"`: gradients
+            are sent to the host, and new parameters back. `"auto"`: the faster way, measured once.
+        fraction: The part of the optimizer state that is offloaded, by bytes, from 0 to 1. `"auto"`: as little as
+            `budget` allows.
+        budget: For `fraction="auto"`: bytes per device for parameters, gradients, optimizer state and chunks in
+            transfer, without activations.
+        where: The parameters whose state may be offloaded: `where(path, leaf) -> bool`, as for `Precision.keep`, or
+            shell patterns such as `("*/kernel",)`. None: all.
+        path: For `"disk"`: the folder of the files. Each process makes its own folder in it.
+        chunk_bytes: The largest number of bytes per device that is copied at once.
 
     Raises:
-        TypeError: If a field is of another type.
-        ValueError: If a word is unknown, a number out of range, or fields do not go together.
+        TypeError: If a field has another type.
+        ValueError: If a word is unknown, a number is out of range, or fields contradict each other.
 
     References:
-        Ren et al. 2021, arXiv 2101.06840 (ZeRO-Offload); Rajbhandari et al. 2021, arXiv
-        2104.07857 (ZeRO-Infinity).
+        Ren et al. 2021, arXiv 2101.06840 (ZeRO-Offload); Rajbhandari et al. 2021, arXiv 2104.07857 (ZeRO-Infinity).
+
+    Examples:
+        >>> tx = zero_shard(optax.adamw(3e-4), stage=3, offload=Offload(optimizer="host"))
     """
 
     optimizer: Literal["host", "disk"] | None = None
@@ -61,14 +59,14 @@ class Offload:
     chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self):
-        """Check every field, and write paths and patterns in one way."""
+        """Check every field, and convert `path` to a string and `where` to a function or a tuple."""
         check_word("Offload(optimizer=)", self.optimizer, (None, "host", "disk"))
         check_word("Offload(params=)", self.params, (None, "host"))
         check_word("Offload(update=)", self.update, ("auto", "device", "host"))
         check_count("Offload(chunk_bytes=)", self.chunk_bytes, "bytes", least=1)
         if self.optimizer is None:
             beside = "; the update of offloaded parameters goes through the host" if self.params else ""
-            raise ValueError(f'Offload() moves nothing without optimizer="host" or optimizer="disk"{beside}.')
+            raise ValueError(f'Offload() offloads nothing. Give optimizer="host" or optimizer="disk"{beside}.')
         self._check_fraction()
         if (self.path is not None) != (self.optimizer == "disk"):
             raise ValueError(
@@ -79,11 +77,7 @@ class Offload:
             object.__setattr__(self, "path", os.fspath(self.path))
             if not self.path:
                 raise ValueError('Offload(path="") names no folder. Give one, or "." for this one.')
-        if self.where is not None and not callable(self.where):
-            patterns = (self.where,) if isinstance(self.where, str) else tuple(self.where)
-            if not all(isinstance(pattern, str) for pattern in patterns):
-                raise TypeError(f"Offload(where=) is a function of (path, leaf) or shell patterns, not {self.where!r}.")
-            object.__setattr__(self, "where", patterns)
+        object.__setattr__(self, "where", checked_where("Offload(where=)", self.where))
 
     def _check_fraction(self) -> None:
         fraction = self.fraction
@@ -94,18 +88,14 @@ class Offload:
         if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
             raise ValueError(f'Offload(fraction=) is a number from 0 to 1 or "auto", not {fraction!r}.')
         if self.budget is not None:
-            raise ValueError('Offload(budget=) is for fraction="auto" alone.')
+            raise ValueError('Offload(budget=) is only for fraction="auto". Give both, or leave budget= out.')
         return None
 
     def covers(self, path: str, leaf: Any) -> bool:
         """Return whether the state of the parameter at a path may be offloaded.
 
         Args:
-            path: "/"-separated.
+            path: The path of the parameter, "/"-separated.
             leaf: A `jax.ShapeDtypeStruct` of logical shape.
         """
-        if self.where is None:
-            return True
-        if callable(self.where):
-            return bool(self.where(path, leaf))
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.where)
+        return self.where is None or chooses(self.where, path, leaf)

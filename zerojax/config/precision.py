@@ -1,4 +1,4 @@
-"""The types a step computes, reduces and updates in, and the loss scale."""
+"""The options `Precision` and `DynamicScale`: the types of a step, and the loss scale."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def common_dtype(first: Any, second: Any) -> np.dtype:
-    """Return the narrowest type that holds the values of both, also where JAX's promotion is strict for the user."""
+    """Return the narrowest type that holds the values of both types, even if the user makes JAX's promotion strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScale:
-    """A loss scale that looks for the largest power of two at which nothing overflows.
+    """A loss scale that rises and falls, so that it stays just below the scale at which gradients overflow.
 
-    A step whose gradients overflow is skipped. The scale is divided by `factor` once
-    `hysteresis` steps have overflowed since it was last raised, and multiplied by it after
-    `growth_interval` clean steps in a row.
+    A step whose gradients overflow is skipped. The scale is divided by `factor` when `hysteresis` steps have overflowed
+    since it was last raised. It is multiplied by `factor` after `growth_interval` clean steps in a row.
 
     Attributes:
         initial: The scale of the first step.
-        growth_interval: Clean steps in a row before the scale grows.
-        factor: What the scale is multiplied and divided by.
-        hysteresis: Overflows before the scale falls; 1 lets each one lower it.
-        floor: The scale never falls below this; steps that overflow there are skipped too.
+        growth_interval: Number of clean steps in a row before the scale grows.
+        factor: The factor by which the scale grows and falls.
+        hysteresis: Number of overflows before the scale falls. With 1, each overflow lowers it.
+        floor: The smallest scale. Steps that overflow at this scale are also skipped.
 
     Raises:
         ValueError: If a number is out of range.
 
     References:
         Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
+
+    Examples:
+        >>> precision = Precision.fp16(loss_scale=DynamicScale(initial=2.0**12))
     """
 
     initial: float = 2.0**16
@@ -69,35 +71,34 @@ class DynamicScale:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which types a step computes, sums and keeps its parameters.
+    """The types in which a step computes, sums gradients and keeps parameters.
 
-    Stage 3 keeps the shards in `master` and casts them to `compute` before they are
-    gathered. Stages 0 to 2 keep a full copy in `compute`, and the master weights, sharded
-    as the stage shards them, in the optimizer state. Inputs are cast too, or a layer that
-    computes in the widest type it is given would compute in float32.
+    Stage 3 keeps shards in `master`, and casts them to `compute` before they are gathered. Stages 0 to 2 keep a full
+    copy of the parameters in `compute`, and the master weights in the optimizer state, sharded like it.
 
     Attributes:
         compute: Floating type of the parameters that the loss function sees.
         reduce: Floating type in which gradients are summed over devices and microbatches.
         master: Floating type of the weights that the optimizer updates.
-        loss_scale: None; a constant; `"dynamic"`, which is `DynamicScale()`; or one of
-            your own. `train_step` multiplies the loss by it and divides the gradient.
-            Return the loss in float32: float16 cannot carry 2^16 back.
-        keep: `keep(path, leaf) -> bool`: parameters that the loss sees in `master`
-            (norms, routers). `path` is "/"-separated, `leaf` a `jax.ShapeDtypeStruct` of
-            logical shape. Default: none.
-        cast_inputs: Whether the loss sees float leaves of the batch in `compute`, so that
-            products run in it. Integers and bools stay, one number a row (a target, a weight)
-            and further arguments too. Keep masks of tokens bool: a sum of many narrow ones is
-            rounded.
+        loss_scale: The factor by which `train_step` multiplies the loss, and divides the gradient: None, a constant, a
+            `DynamicScale`, or `"dynamic"` for `DynamicScale()`. Return the loss in float32, because float16 cannot
+            represent a cotangent of 2^16.
+        keep: `keep(path, leaf) -> bool` chooses parameters that the loss sees in `master`, such as norms and routers.
+            `path` is "/"-separated, and `leaf` is a `jax.ShapeDtypeStruct` of logical shape. None: no parameter.
+        cast_inputs: Whether the loss sees float leaves of the batch in `compute`. Otherwise a layer that computes in
+            the widest type of its inputs would compute in float32. Leaves with one number per row (a target, a
+            weight), integers, bools and further arguments are never cast. Give masks of tokens as bools: a sum of many
+            narrow floats would be rounded.
 
     Raises:
         TypeError: If a type is no floating type, or `keep` is not callable.
-        ValueError: If `master` is narrower than `compute`, the scale is not positive, or a
-            type needs x64 and that is off.
+        ValueError: If `master` is narrower than `compute`, the scale is not positive, or a type needs x64.
 
     References:
         Micikevicius et al. 2018, arXiv 1710.03740.
+
+    Examples:
+        >>> tx = zero_shard(optax.adamw(3e-4), stage=3, precision=Precision.bf16())
     """
 
     compute: Any = jnp.float32
@@ -111,14 +112,14 @@ class Precision:
         """Return the type in which the loss sees a leaf of the batch.
 
         Args:
-            shape: Of the leaf; one of a number a row is not cast.
-            dtype: The type it is given in.
+            shape: The shape of the leaf. A leaf with one number per row is not cast.
+            dtype: The type of the leaf.
         """
         is_cast = self.cast_inputs and len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating)
         return self.compute if is_cast else dtype
 
     def __post_init__(self):
-        """Check every field, and write types and scale in one way."""
+        """Check every field, and convert types to dtypes and the scale to a float or a `DynamicScale`."""
         for name in ("compute", "reduce", "master"):
             dtype = jnp.dtype(getattr(self, name))
             if not jnp.issubdtype(dtype, jnp.floating):
@@ -127,12 +128,12 @@ class Precision:
             if jax.dtypes.canonicalize_dtype(dtype) != dtype:
                 raise ValueError(
                     f"Precision({name}={dtype}) needs jax.config.update('jax_enable_x64', True), without which JAX "
-                    f"makes float32 of it."
+                    f"would use float32. Enable it, or use a narrower type."
                 )
         if common_dtype(self.compute, self.master) != self.master:
             raise ValueError(
                 f"Precision(master={self.master}) is narrower than compute={self.compute}: the optimizer would update "
-                f"coarser weights than the loss sees. Give master=jnp.float32, or another that holds all of its values."
+                f"coarser weights than the loss sees. Give master=jnp.float32, or another type that is not narrower."
             )
         if self.keep is not None and not callable(self.keep):
             raise TypeError(f"Precision(keep=) is a function of (path, leaf), not {type(self.keep).__name__}.")
@@ -153,15 +154,15 @@ class Precision:
 
     @classmethod
     def fp32(cls, **changes: Any) -> Precision:
-        """Return a precision with everything in float32. `changes` are fields of `Precision`."""
+        """Return a precision with all types float32. `changes` are fields of `Precision`."""
         return cls(**changes)
 
     @classmethod
     def bf16(cls, **changes: Any) -> Precision:
-        """Compute in bfloat16; sums and master weights in float32. `changes` are fields of `Precision`."""
+        """Return a precision that computes in bfloat16 and sums and updates in float32. `changes` are fields."""
         return cls(**{"compute": jnp.bfloat16, **changes})
 
     @classmethod
     def fp16(cls, **changes: Any) -> Precision:
-        """Compute in float16 with a dynamic loss scale. `changes` are fields of `Precision`."""
+        """Return a precision that computes in float16, with a dynamic loss scale. `changes` are fields."""
         return cls(**{"compute": jnp.float16, "loss_scale": "dynamic", **changes})

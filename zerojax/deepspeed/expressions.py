@@ -1,7 +1,4 @@
-"""Python as a syntax tree: printed with `ast.unparse`, and evaluated node by node, without `exec`.
-
-A configuration's values enter a tree as constants only, so that no text of a file can become code.
-"""
+"""Python text: built from names and literals, and evaluated node by node, without `exec`."""
 
 from __future__ import annotations
 
@@ -32,50 +29,32 @@ OPERATORS: Mapping[type, Callable] = {
 }
 
 
-def literal(value: Any) -> ast.expr:
-    """Return a tree unchanged, and a number, a string or a tuple as a tree."""
-    if isinstance(value, ast.expr):
-        return value
-    if isinstance(value, tuple):
-        return ast.Tuple([literal(one) for one in value], ast.Load())
-    assert value is None or type(value) in (bool, int, float, str), type(value)
-    return ast.Constant(value)
+class Code(str):
+    """Python text that `call` prints as it is. Every other value is printed as a literal and cannot become code."""
+
+    __repr__ = str.__str__
 
 
-def name(dotted: str) -> ast.expr:
-    """Return the tree of a name such as `"optax.adamw"`."""
-    first, *others = dotted.split(".")
-    tree: ast.expr = ast.Name(first, ast.Load())
-    for attribute in others:
-        tree = ast.Attribute(tree, attribute, ast.Load())
-    return tree
+def call(function: str, *args: Any, **kwargs: Any) -> Code:
+    """Return the text of a call, such as `optax.adamw(0.1, b1=0.9)`."""
+    arguments = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return Code(f"{function}({', '.join(arguments)})")
 
 
-def call(function: str, *args: Any, **kwargs: Any) -> ast.expr:
-    """Return the tree of a call, such as `optax.adamw(0.1, b1=0.9)`."""
-    keywords = [ast.keyword(argument, literal(value)) for argument, value in kwargs.items()]
-    return ast.Call(name(function), [literal(value) for value in args], keywords)
-
-
-def binary(left: Any, operation: ast.operator, right: Any) -> ast.expr:
-    """Return the tree of an operation on two values."""
-    return ast.BinOp(literal(left), operation, literal(right))
-
-
-def parse(text: str) -> ast.expr:
-    """Return the tree of a user's expression.
+def user_expression(text: str) -> Code:
+    """Check that the user's text is one Python expression, and return it in the form that `ast` prints.
 
     Raises:
-        TypeError: If it is no text.
-        ValueError: If the text is no single Python expression.
+        TypeError: If `text` is not a string.
+        ValueError: If `text` is not a single Python expression.
     """
     if not isinstance(text, str):
         raise TypeError(
-            f'optimizer= is Python as a string, such as "optax.adamw(3e-4)", not a {type(text).__name__}. An optax '
-            f"transformation itself goes to zero_shard, in the place of found.optimizer."
+            f'optimizer= is Python as a string, such as "optax.adamw(3e-4)", not a {type(text).__name__}. Give '
+            f"an optax transformation to zero_shard, instead of found.optimizer."
         )
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        return Code(ast.unparse(ast.parse(text.strip(), mode="eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"optimizer={text!r} is no Python expression ({error}). Give a single expression, such as "
@@ -83,46 +62,51 @@ def parse(text: str) -> ast.expr:
         ) from error
 
 
-def evaluate(tree: ast.expr, variables: Mapping[str, Any]) -> Any:
+def defined(source: str) -> dict[str, Any]:
+    """Return the variables that printed definitions define, each evaluated from its syntax tree."""
+    found: dict[str, Any] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            found[ast.unparse(node.targets[0])] = _evaluate(node.value, {**NAMES, **found})
+    return found
+
+
+def _evaluate(tree: ast.expr, names: Mapping[str, Any]) -> Any:
     """Return the value of a tree of names, calls, literals and arithmetic.
 
-    Args:
-        tree: To evaluate.
-        variables: Known beside `NAMES`.
-
     Raises:
-        ValueError: If the tree has a name that is not known, or anything else, such as a lambda.
+        ValueError: If the tree has an unknown name, or a node of another kind, such as a lambda.
     """
-    value = lambda node: evaluate(node, variables)
+    value = lambda node: _evaluate(node, names)
     match tree:
         case ast.Constant(value=constant):
             return constant
-        case ast.Name(id=known) if known in variables or known in NAMES:
-            return variables[known] if known in variables else NAMES[known]
-        case ast.Attribute(value=owner, attr=attribute) if not attribute.startswith("_"):
-            return getattr(value(owner), attribute)
-        case ast.Call(func=function, args=args, keywords=keywords) if all(one.arg for one in keywords):
-            return value(function)(*map(value, args), **{str(one.arg): value(one.value) for one in keywords})
+        case ast.Name(id=known) if known in names:
+            return names[known]
+        case ast.Attribute(value=base, attr=attribute) if not attribute.startswith("_"):
+            return getattr(value(base), attribute)
+        case ast.Call(func=function, args=args, keywords=keywords) if all(keyword.arg for keyword in keywords):
+            return value(function)(*map(value, args), **{str(word.arg): value(word.value) for word in keywords})
         case ast.Tuple(elts=items):
             return tuple(map(value, items))
         case ast.List(elts=items):
             return list(map(value, items))
         case ast.Dict(keys=keys, values=values) if all(key is not None for key in keys):
-            return {value(key): value(one) for key, one in zip(keys, values, strict=True) if key is not None}
+            return dict(zip(map(value, keys), map(value, values), strict=True))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATORS:
             return OPERATORS[type(operation)](value(left), value(right))
         case ast.UnaryOp(op=operation, operand=operand) if type(operation) in OPERATORS:
             return OPERATORS[type(operation)](value(operand))
     raise ValueError(
         f"{ast.unparse(tree)!r} in optimizer= is not evaluated: only calls, literals and arithmetic on "
-        f"{', '.join(MODULES)} and zerojax are. Build the transformation in Python, and give it to zero_shard in the "
-        f"place of found.optimizer."
+        f"{', '.join(MODULES)} and zerojax are. Build the transformation in Python, and give it to zero_shard instead "
+        f"of found.optimizer."
     )
 
 
-def imports(trees: list[ast.expr]) -> list[str]:
-    """Return the import statements that the trees need, with the empty lines around them."""
-    used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+def imports(text: str) -> list[str]:
+    """Return the import statements that definitions need, with the empty lines around them."""
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     lines = [*(line for module, line in MODULES.items() if module in used), "", "import zerojax"]
     if ours := [known for known in OURS if known in used]:
         lines.append(f"from zerojax import {', '.join(ours)}")

@@ -7,12 +7,12 @@ References:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from zerojax.deepspeed.expressions import Code
 from zerojax.deepspeed.schema import ANY, BLOCK, TEXT, TRUTH, TRUTH_OR_NULL, Rule, integer, number, word
-
-Fate = Literal["mapped", "not needed", "not there"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,164 +20,187 @@ class Key:
     """What becomes of one key.
 
     Attributes:
-        fate: `"mapped"` to something here; `"not needed"`; `"not there"` yet, or on purpose.
-        how: What it is mapped to, or why it is not.
-        off: Values with which it asks for nothing.
-        stops: Whether a run that asks for it would compute something else here, so that it is refused.
-        open: Whether anything may be below it, which is not read.
-        rule: Which values it takes.
+        fate: `"mapped"` to something here. `"not needed"`: training is the same without the key. `"not there"`: the key
+            has no counterpart, and is ignored. `"refused"`: training would differ, so asking for it is an error.
+        how: What the key is mapped to, or why it is not mapped.
+        rule: Which values the key takes.
+        gives: Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. None contributes none.
+        open: Whether the key's object is kept whole, so that its entries are not read.
     """
 
-    fate: Fate
+    fate: Literal["mapped", "not needed", "not there", "refused"]
     how: str
-    off: tuple[Any, ...] = (None, False, "none")
-    stops: bool = False
-    open: bool = False
     rule: Rule = ANY
+    gives: Callable[[Any], Mapping[str, Any]] = lambda value: {}
+    open: bool = False
 
 
-def mapped(how: str, rule: Rule, off: tuple[Any, ...] = (None,), *, is_open: bool = False) -> Key:
-    """Return a key with a counterpart, whose values follow a rule."""
-    return Key("mapped", how, off, open=is_open, rule=rule)
+def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how: str = "") -> Key:
+    """Map a key to one argument.
+
+    Args:
+        name: The argument, such as `"Wire.gather"`.
+        rule: Which values the key takes.
+        values: The argument for each value of the key; any other value contributes nothing. None: the value itself.
+        how: What the page says; by default the name and the only value, such as `Wire(gather="int8")`.
+    """
+    gives = lambda value: {name: value if values is None else values.get(value)}
+    only = repr(*values.values()).replace("'", '"') if values and len(values) == 1 else ""
+    return Key("mapped", how or f"{name.replace('.', '(')}={only})", rule, gives)
 
 
-def unneeded(why: str, *, is_open: bool = False) -> Key:
-    """Describe a key whose purpose is met without it."""
-    return Key("not needed", why, open=is_open)
+def host_groups(name: str, least: int, off: tuple[int, ...]) -> Key:
+    """Map a number of devices per group to a mesh, its axes, and the argument that names the inner axis."""
+    mesh = lambda size: Code(f"jax.make_mesh((jax.device_count() // {size}, {size}), ('host', 'gpu'))")
+    axes = {"zero_shard.axis": ("host", "gpu"), f"zero_shard.{name}": "gpu"}
+    gives = lambda size: {} if size in off else {"zero_shard.mesh": mesh(size), **axes}
+    return Key("mapped", f'{name}="gpu" on a mesh of ("host", "gpu")', integer(least), gives)
 
 
-def missing(why: str, *off: Any, stops: bool = False, is_open: bool = False) -> Key:
-    """Describe a key without a counterpart."""
-    return Key("not there", why, (None, False, "none", *off), stops, is_open)
+def asked(value: Any) -> bool:
+    """Return whether a value asks for something."""
+    enabled = value.get("enabled", True) if isinstance(value, Mapping) else value
+    return enabled not in (None, False, "none") and value != {}
 
 
-LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, whatever err_beta, and never reset"
+def without_effect(fate: Literal["not needed", "not there", "refused"], table: str) -> dict[str, Key]:
+    """Read lines of keys and their common reason. `zero.` stands for `zero_optimization.`; a star marks an open key."""
+    found = {}
+    for line in table.strip().splitlines():
+        names, how = line.split(": ", 1)
+        for name in names.split():
+            path = name.rstrip("*").replace("zero.", "zero_optimization.")
+            found[path] = Key(fate, how, open=name.endswith("*"))
+    return found
+
+
 BUCKETS = "leaves of a layer share a bucket, bounded by zero_shard(bucket_bytes=)"
 COMPILED = "XLA plans memory and overlap when the step is compiled; zero_shard(prefetch=) says how far ahead"
 CHECKPOINTS = "a checkpoint has logical leaves: any stage and number of devices reads it"
-LOGS = "zerojax.Log, and jax.profiler for traces"
 PINNED = "host memory is pinned, and chunks are streamed: Offload(chunk_bytes=)"
-
-LARGEST_SCALE = 2.0**127
+BLOCKS = "zerojax.block(fn) marks what is gathered at once"
+EXPORT = "zerojax export writes full weights, to safetensors"
+LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, whatever err_beta, and never reset"
+ELEMENTS = "zero_shard(persist_below=), in elements"
+FROZEN = 'Wire(gather="int8"), which takes frozen weights too'
+HOST_OR_DISK = 'Offload(optimizer="host" or "disk")'
 COUNT = integer(1, null=True)
-DEVICE = word("none", "cpu", "nvme", null=True)
-TYPE = word("fp32", "fp16", "bf16", null=True)
+SCALE = number(0, 2.0**127)
+FLOOR = number(0, 2.0**127, above=True)
 ARGUMENTS = dataclasses.replace(BLOCK, what="an object of arguments")
+TYPE = word("fp32", "fp16", "bf16", null=True)
+TYPES = {"fp32": Code("jnp.float32"), "fp16": Code("jnp.float16"), "bf16": Code("jnp.bfloat16")}
+DEVICE = word("none", "cpu", "nvme", null=True)
+PARAMS = dataclasses.replace(
+    word("none", "cpu", null=True), what='"none" or "cpu": they are on the device or in host memory'
+)
 
 ZERO = {
-    "stage": mapped("zero_shard(stage=)", integer(0, 3)),
-    "contiguous_gradients": unneeded(COMPILED),
-    "reduce_scatter": unneeded("gradients are reduce-scattered wherever the stage shards them"),
-    "reduce_bucket_size": unneeded(BUCKETS),
-    "use_multi_rank_bucket_allreduce": unneeded(BUCKETS),
-    "allgather_partitions": unneeded("one all-gather of all that the update changed"),
-    "allgather_bucket_size": unneeded(BUCKETS),
-    "overlap_comm": unneeded(COMPILED),
-    "load_from_fp32_weights": unneeded(CHECKPOINTS),
-    "elastic_checkpoint": unneeded(CHECKPOINTS),
-    "sub_group_size": unneeded(PINNED),
-    "stage3_prefetch_bucket_size": unneeded(COMPILED),
-    "stage3_param_persistence_threshold": mapped("zero_shard(persist_below=), in elements", integer(0)),
-    "stage3_model_persistence_threshold": unneeded("persistence is decided leaf by leaf"),
-    "stage3_max_live_parameters": unneeded(COMPILED),
-    "stage3_max_reuse_distance": unneeded(COMPILED),
-    "stage3_gather_16bit_weights_on_model_save": unneeded("zerojax export writes full weights, to safetensors"),
-    "stage3_gather_fp16_weights_on_model_save": unneeded("zerojax export writes full weights, to safetensors"),
-    "stage3_module_granularity_threshold": unneeded("zerojax.block marks what is gathered together"),
-    "stage3_use_all_reduce_for_fetch_params": unneeded("parameters are all-gathered"),
-    "stage3_allgather_sequential": unneeded(BUCKETS),
-    "ignore_unused_parameters": unneeded("a parameter that the loss does not use has a gradient of zeros, as in JAX"),
-    "legacy_stage1": unneeded("there is one stage 1"),
-    "round_robin_gradients": unneeded("shards are even"),
-    "zero_hpz_partition_size": mapped('params_axis="gpu" on a mesh of ("host", "gpu")', integer(1), (None, 1)),
-    "zero_quantized_weights": mapped('Wire(gather="int8")', TRUTH, (None, False)),
-    "zero_quantized_nontrainable_weights": mapped(
-        'Wire(gather="int8"), which takes frozen weights too', TRUTH, (None, False)
+    "stage": argument("zero_shard.stage", integer(0, 3)),
+    "stage3_param_persistence_threshold": argument("zero_shard.persist_below", integer(0), how=ELEMENTS),
+    "zero_hpz_partition_size": host_groups("params_axis", 1, off=(1,)),
+    "mics_shard_size": host_groups("shard_axis", -1, off=(-1, 0)),
+    "zero_quantized_weights": argument("Wire.gather", TRUTH, {True: "int8"}),
+    "zero_quantized_nontrainable_weights": argument("Wire.gather", TRUTH, {True: "int8"}, FROZEN),
+    "zero_quantized_gradients": argument("Wire.reduce", TRUTH, {True: "int4"}),
+    "zeropp_loco_param": Key(
+        "mapped", LOCO, BLOCK, lambda value: {"Wire.error_feedback": asked(value) or None}, open=True
     ),
-    "zero_quantized_gradients": mapped('Wire(reduce="int4")', TRUTH, (None, False)),
-    "zeropp_loco_param": mapped(LOCO, BLOCK, (None, False), is_open=True),
-    "mics_shard_size": mapped('shard_axis="gpu" on a mesh of ("host", "gpu")', integer(-1), (None, -1, 0)),
-    "mics_hierarchical_params_gather": unneeded("gathers stay within a host"),
-    "memory_efficient_linear": unneeded(COMPILED),
-    "pipeline_loading_checkpoint": unneeded(CHECKPOINTS),
-    "override_module_apply": unneeded("modules are not changed"),
-    "log_trace_cache_warnings": unneeded("the order of uses is that of the traced loss"),
-    "enable_sanity_checks": unneeded("zerojax.check holds a step against its contract"),
-    "save_muon_momentum_buffer_in_memory": unneeded("optimizer state is on the device unless it is offloaded"),
-    "leaf_module.classes": unneeded("zerojax.block(fn) marks what is gathered at once"),
-    "leaf_module.names": unneeded("zerojax.block(fn) marks what is gathered at once"),
-    "leaf_module.name_suffixes": unneeded("zerojax.block(fn) marks what is gathered at once"),
-    "cpu_offload": mapped('deprecated there: Offload(optimizer="host")', TRUTH_OR_NULL, (None, False)),
-    "cpu_offload_param": mapped('deprecated there: Offload(params="host")', TRUTH_OR_NULL, (None, False)),
-    "cpu_offload_use_pin_memory": unneeded(PINNED),
-    "offload_param.device": mapped('Offload(params="host"); on NVMe there are none', DEVICE, (None, "none")),
-    "offload_param.nvme_path": missing("parameters are on the device or in host memory"),
-    "offload_param.buffer_count": unneeded(PINNED),
-    "offload_param.buffer_size": unneeded(PINNED),
-    "offload_param.max_in_cpu": unneeded("all sharded parameters are in host memory, or none is"),
-    "offload_param.pin_memory": unneeded(PINNED),
-    "offload_optimizer.device": mapped('Offload(optimizer="host" or "disk")', DEVICE, (None, "none")),
-    "offload_optimizer.nvme_path": mapped("Offload(path=)", TEXT),
-    "offload_optimizer.buffer_count": unneeded(PINNED),
-    "offload_optimizer.pin_memory": unneeded(PINNED),
-    "offload_optimizer.pipeline_read": unneeded("chunks are read while others are updated"),
-    "offload_optimizer.pipeline_write": unneeded("chunks are written while others are updated"),
-    "offload_optimizer.fast_init": unneeded("state is made group by group where it stays"),
-    "offload_optimizer.ratio": mapped("Offload(fraction=)", number(0, 1), (None, 1.0)),
-    "offload_optimizer.super_offload": unneeded("Offload(update=) measures whether the host or the device is faster"),
-    "offload_optimizer.cpuadam_cores_perc": unneeded("XLA's threads update on the host"),
-    "zenflow": missing("it updates with gradients of earlier steps", is_open=True, stops=True),
+    "cpu_offload": argument("Offload.optimizer", TRUTH_OR_NULL, {True: "host"}),
+    "cpu_offload_param": argument("Offload.params", TRUTH_OR_NULL, {True: "host"}),
+    "offload_param.device": argument("Offload.params", PARAMS, {"cpu": "host"}),
+    "offload_optimizer.device": argument("Offload.optimizer", DEVICE, {"cpu": "host", "nvme": "disk"}, HOST_OR_DISK),
+    "offload_optimizer.nvme_path": argument("Offload.path", TEXT),
+    "offload_optimizer.ratio": argument("Offload.fraction", number(0, 1)),
 }
 TOP = {
-    "train_batch_size": mapped("rows of the batch that a step is given", COUNT),
-    "train_micro_batch_size_per_gpu": mapped("rows of the batch / devices / accumulate", COUNT),
-    "gradient_accumulation_steps": mapped("train_step(accumulate=)", COUNT),
-    "optimizer.type": mapped("an optax transformation", TEXT),
-    "optimizer.params": mapped("its arguments", ARGUMENTS),
-    "optimizer.legacy_fusion": unneeded("XLA fuses the update"),
-    "scheduler.type": mapped("an optax schedule, such as zerojax.deepspeed.warmup_lr", TEXT),
-    "scheduler.params": mapped("its arguments", ARGUMENTS),
-    "fp16.enabled": mapped("Precision.fp16()", TRUTH, (None, False)),
-    "fp16.auto_cast": unneeded("Precision casts the batch"),
-    "fp16.loss_scale": mapped("Precision(loss_scale=); 0: DynamicScale", number(0, LARGEST_SCALE)),
-    "fp16.initial_scale_power": mapped("DynamicScale(initial=2**...)", integer(0, 127)),
-    "fp16.loss_scale_window": mapped("DynamicScale(growth_interval=)", integer(1)),
-    "fp16.hysteresis": mapped("DynamicScale(hysteresis=)", integer(1)),
-    "fp16.consecutive_hysteresis": missing("overflows count until the scale grows", stops=True),
-    "fp16.min_loss_scale": mapped("DynamicScale(floor=)", number(0, LARGEST_SCALE, above=True)),
-    "fp16.fp16_master_weights_and_grads": missing("master weights are float32: Precision(master=)", stops=True),
-    "bf16.enabled": mapped("Precision.bf16()", TRUTH, (None, False)),
-    "bf16.immediate_grad_update": unneeded("gradients are summed in Precision(reduce=) as they are computed"),
-    "bf16.check_grad_overflow": mapped("train_step(skip_nonfinite=True)", TRUTH, (None, False)),
-    "bf16.bf16_master_weights_and_grads": missing("master weights are float32: Precision(master=)", stops=True),
-    "bf16.bf16_optimizer_states": missing("moments have the type that optax gives them (mu_dtype=)", stops=True),
-    "amp": missing("Apex's levels; take fp16 or bf16", is_open=True, stops=True),
-    "torch_autocast": missing("types are chosen leaf by leaf: Precision(keep=)", is_open=True, stops=True),
-    "data_types.grad_accum_dtype": mapped("Precision(reduce=)", TYPE),
-    "gradient_clipping": mapped("optax.clip_by_global_norm; 1.0 if not given, as there since 2026-06", number(), ()),
-    "communication_data_type": mapped("Precision(reduce=)", TYPE),
-    "gradient_allreduce_op": unneeded("gradients are those of the mean over all rows"),
-    "prescale_gradients": unneeded("the mean is taken in the loss, before the backward pass"),
-    "gradient_predivide_factor": unneeded("the mean is taken in the loss, before the backward pass"),
-    "sparse_gradients": unneeded("gradients are dense, and the same"),
-    "activation_checkpointing": unneeded("jax.checkpoint in the model, zerojax.offload.remat_policy", is_open=True),
-    "checkpoint": unneeded("zerojax.checkpoint.Checkpointer, which writes beside the training", is_open=True),
-    "aio": unneeded("files are written in large blocks: Offload(chunk_bytes=)", is_open=True),
-    "compile": unneeded("every step is compiled", is_open=True),
-    "tensor_parallel": missing("the model says how it is divided: examples/parallel.py", is_open=True),
-    "expert_parallel": missing("the model says how it is divided: examples/parallel.py", is_open=True),
-    "elasticity": unneeded("a checkpoint goes on with any number of devices; the batch stays yours", is_open=True),
-    "autotuning": unneeded("zerojax.plan.fit finds stage, microbatches and axes, from shapes", is_open=True),
-    "flops_profiler": unneeded("zerojax.plan counts products and the least time of a step", is_open=True),
-    "comms_logger": unneeded("zerojax.collectives(compiled) lists all of them", is_open=True),
-    "tensorboard": unneeded(LOGS, is_open=True),
-    "wandb": unneeded(LOGS, is_open=True),
-    "csv_monitor": unneeded(LOGS, is_open=True),
-    "zero_allow_untested_optimizer": unneeded("any optax transformation is exact"),
-    "zero_force_ds_cpu_optimizer": unneeded("Offload(update=) says where the update runs"),
-    "steps_per_print": unneeded(LOGS),
-    "wall_clock_breakdown": unneeded(LOGS),
-    "dump_state": unneeded("print(state.plan)"),
-    "seed": unneeded("keys are given to what draws from them"),
+    "train_batch_size": Key("mapped", "rows of the batch that a step is given", COUNT),
+    "train_micro_batch_size_per_gpu": Key("mapped", "rows of the batch / devices / accumulate", COUNT),
+    "gradient_accumulation_steps": Key("mapped", "train_step(accumulate=)", COUNT),
+    "optimizer.type": Key("mapped", "an optax transformation", TEXT),
+    "optimizer.params": Key("mapped", "its arguments", ARGUMENTS),
+    "scheduler.type": Key("mapped", "an optax schedule, such as zerojax.deepspeed.warmup_lr", TEXT),
+    "scheduler.params": Key("mapped", "its arguments", ARGUMENTS),
+    "gradient_clipping": Key("mapped", "optax.clip_by_global_norm; 1.0 if not given, as there since 2026-06", number()),
+    "fp16.enabled": argument("Precision.kind", TRUTH, {True: "fp16"}, "Precision.fp16()"),
+    "fp16.loss_scale": argument("Precision.loss_scale", SCALE, how="Precision(loss_scale=); 0: DynamicScale"),
+    "fp16.initial_scale_power": argument("DynamicScale.initial", integer(0, 127), how="DynamicScale(initial=2**...)"),
+    "fp16.loss_scale_window": argument("DynamicScale.growth_interval", integer(1)),
+    "fp16.hysteresis": argument("DynamicScale.hysteresis", integer(1)),
+    "fp16.min_loss_scale": argument("DynamicScale.floor", FLOOR),
+    "bf16.enabled": argument("Precision.kind", TRUTH, {True: "bf16"}, "Precision.bf16()"),
+    "bf16.check_grad_overflow": argument("train_step.skip_nonfinite", TRUTH, {True: True}),
+    "data_types.grad_accum_dtype": argument("Precision.reduce", TYPE, TYPES),
+    "communication_data_type": argument("Precision.reduce", TYPE, TYPES),
 }
-KEYS = MappingProxyType(TOP | {f"zero_optimization.{name}": key for name, key in ZERO.items()})
+REFUSED = """
+zero.zenflow*: it updates with gradients of earlier steps
+fp16.consecutive_hysteresis: overflows count until the scale grows
+fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads: master weights are float32: Precision(master=)
+bf16.bf16_optimizer_states: moments have the type that optax gives them (mu_dtype=)
+amp*: Apex's levels; take fp16 or bf16
+torch_autocast*: types are chosen leaf by leaf: Precision(keep=)
+"""
+NOT_THERE = """
+tensor_parallel* expert_parallel*: the model says how it is divided: examples/parallel.py
+zero.offload_param.nvme_path: parameters are on the device or in host memory
+"""
+NOT_NEEDED = f"""
+zero.reduce_bucket_size zero.use_multi_rank_bucket_allreduce zero.allgather_bucket_size: {BUCKETS}
+zero.stage3_allgather_sequential: {BUCKETS}
+zero.contiguous_gradients zero.overlap_comm zero.stage3_prefetch_bucket_size: {COMPILED}
+zero.stage3_max_live_parameters zero.stage3_max_reuse_distance zero.memory_efficient_linear: {COMPILED}
+zero.load_from_fp32_weights zero.elastic_checkpoint zero.pipeline_loading_checkpoint: {CHECKPOINTS}
+zero.sub_group_size zero.cpu_offload_use_pin_memory: {PINNED}
+zero.offload_param.buffer_count zero.offload_param.buffer_size zero.offload_param.pin_memory: {PINNED}
+zero.offload_optimizer.buffer_count zero.offload_optimizer.pin_memory: {PINNED}
+zero.leaf_module.classes zero.leaf_module.names zero.leaf_module.name_suffixes: {BLOCKS}
+zero.stage3_module_granularity_threshold: {BLOCKS}
+zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save: {EXPORT}
+tensorboard* wandb* csv_monitor* steps_per_print wall_clock_breakdown: zerojax.Log, and jax.profiler for traces
+prescale_gradients gradient_predivide_factor: the mean is taken in the loss, before the backward pass
+zero.reduce_scatter: gradients are reduce-scattered wherever the stage shards them
+zero.allgather_partitions: one all-gather of all that the update changed
+zero.stage3_model_persistence_threshold: persistence is decided leaf by leaf
+zero.stage3_use_all_reduce_for_fetch_params: parameters are all-gathered
+zero.ignore_unused_parameters: a parameter that the loss does not use has a gradient of zeros, as in JAX
+zero.legacy_stage1: there is one stage 1
+zero.round_robin_gradients: shards are even
+zero.mics_hierarchical_params_gather: gathers stay within a host
+zero.override_module_apply: modules are not changed
+zero.log_trace_cache_warnings: the order of uses is that of the traced loss
+zero.enable_sanity_checks: zerojax.check holds a step against its contract
+zero.save_muon_momentum_buffer_in_memory: optimizer state is on the device unless it is offloaded
+zero.offload_param.max_in_cpu: all sharded parameters are in host memory, or none is
+zero.offload_optimizer.pipeline_read: chunks are read while others are updated
+zero.offload_optimizer.pipeline_write: chunks are written while others are updated
+zero.offload_optimizer.fast_init: state is made group by group where it stays
+zero.offload_optimizer.super_offload: Offload(update=) measures whether the host or the device is faster
+zero.offload_optimizer.cpuadam_cores_perc: XLA's threads update on the host
+optimizer.legacy_fusion: XLA fuses the update
+fp16.auto_cast: Precision casts the batch
+bf16.immediate_grad_update: gradients are summed in Precision(reduce=) as they are computed
+gradient_allreduce_op: gradients are those of the mean over all rows
+sparse_gradients: gradients are dense, and the same
+activation_checkpointing*: jax.checkpoint in the model, zerojax.offload.remat_policy
+checkpoint*: zerojax.checkpoint.Checkpointer, which writes beside the training
+aio*: files are written in large blocks: Offload(chunk_bytes=)
+compile*: every step is compiled
+elasticity*: a checkpoint goes on with any number of devices; the batch stays yours
+autotuning*: zerojax.plan.fit finds stage, microbatches and axes, from shapes
+flops_profiler*: zerojax.plan counts products and the least time of a step
+comms_logger*: zerojax.collectives(compiled) lists all of them
+zero_allow_untested_optimizer: any optax transformation is exact
+zero_force_ds_cpu_optimizer: Offload(update=) says where the update runs
+dump_state: print(state.plan)
+seed: keys are given to what draws from them
+"""
+KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        **TOP,
+        **{f"zero_optimization.{name}": key for name, key in ZERO.items()},
+        **without_effect("refused", REFUSED),
+        **without_effect("not there", NOT_THERE),
+        **without_effect("not needed", NOT_NEEDED),
+    }
+)

@@ -2,117 +2,134 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zerojax.deepspeed.expressions import call, literal
-from zerojax.deepspeed.schema import ANY, TRUTH, Rule, integer, number, pair, shown, word
+from zerojax.deepspeed.expressions import Code, call
+from zerojax.deepspeed.schema import ANY, TRUTH, Rule, integer, number, only, pair, shown, word
 
+GIVE = 'Give an optax transformation: from_deepspeed(..., optimizer="optax.adamw(3e-4)").'
+ONE_BIT = "its gradients are compressed to one bit after a warm-up"
+WIDTHS = "its rates depend on each layer's width, which optax.multi_transform says by label"
+TRUST = "its trust ratio is clamped, and optax's is not"
 NO_COUNTERPART = {
-    "onebitadam": "its gradients are compressed to one bit after a warm-up",
-    "zerooneadam": "its gradients are compressed to one bit after a warm-up",
-    "onebitlamb": "its gradients are compressed to one bit after a warm-up",
-    "muadam": "rates depend on each layer's width, which optax.multi_transform says by label",
-    "muadamw": "rates depend on each layer's width, which optax.multi_transform says by label",
-    "musgd": "rates depend on each layer's width, which optax.multi_transform says by label",
-    "muon": "which parameters are matrices is said by optax.contrib.muon's arguments: docs/muon.md",
-    "lamb": "its trust ratio is clamped, and optax's is not",
-    "fusedlamb": "its trust ratio is clamped, and optax's is not",
-    "adagrad": "it adds eps beside the root, and optax's within it",
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), ONE_BIT),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), WIDTHS),
+    **dict.fromkeys(("lamb", "fusedlamb"), TRUST),
+    "muon": "optax.contrib.muon's arguments say which parameters are matrices: docs/muon.md",
+    "adagrad": "it adds eps to the root, and optax adds eps within the root",
 }
-# Ignored: how it is computed, and not what.
-FUSED = ("torch_adam", "freeze_step", "foreach", "fused", "capturable")
+# Each table: an argument of DeepSpeed's, the rule of its values, and DeepSpeed's default.
+RATE = {"lr": (number(), 1e-3), "weight_decay": (number(), 0.0)}
 BETAS = pair(number(0, 1, below=True))
-RATES = {"lr": number(), "weight_decay": number()}
-ADAM = RATES | {"betas": BETAS, "eps": number(), "adam_w_mode": TRUTH, "amsgrad": TRUTH, "bias_correction": TRUTH}
-ADAM |= dict.fromkeys(FUSED, ANY)
-LION = RATES | {"betas": BETAS}
-SGD = RATES | {"momentum": number(), "dampening": number(), "nesterov": TRUTH}
+LION = RATE | {"betas": (BETAS, (0.9, 0.99))}
+ADAM = RATE | {
+    "betas": (BETAS, (0.9, 0.999)),
+    "eps": (number(), 1e-8),
+    "adam_w_mode": (TRUTH, True),
+    "amsgrad": (only(False, "optax.adamw is not AMSGrad; write other optimizers as optimizer="), False),
+    "bias_correction": (only(True, "optax.adamw corrects the bias; write other optimizers as optimizer="), True),
+    # These say how the update is computed, and do not change its result.
+    **dict.fromkeys(("torch_adam", "freeze_step", "foreach", "fused", "capturable"), (ANY, None)),
+}
+SGD = RATE | {
+    "momentum": (number(), 0.0),
+    "nesterov": (TRUTH, False),
+    "dampening": (only(0, "optax.sgd has no dampening; write other optimizers as optimizer="), 0),
+}
+# Each table: an argument of DeepSpeed's, the rule of its values, DeepSpeed's default, and the name of ours.
+REQUIRED = object()
 WARMUP = {
-    "warmup_type": word("log", "linear"),
-    "warmup_num_steps": integer(0),
-    "last_batch_iteration": integer(-1),
+    "warmup_type": (word("log", "linear"), "log", "log"),
+    "warmup_num_steps": (integer(0), 1000, "warmup_steps"),
+    "last_batch_iteration": (only(-1, "a checkpoint has the count of updates"), -1, None),
 }
-RISE = {"warmup_min_lr": number(), "warmup_max_lr": number()}
-TOTAL = {"total_num_steps": integer(1)}
-# Of each schedule: our function, the rules of its arguments.
-SCHEDULES: Mapping[str, tuple[str, Mapping[str, Rule]]] = {
-    "WarmupLR": ("warmup_lr", WARMUP | RISE),
-    "WarmupDecayLR": ("warmup_decay_lr", WARMUP | RISE | TOTAL),
-    "WarmupCosineLR": (
-        "warmup_cosine_lr",
-        WARMUP | TOTAL | {"warmup_min_ratio": number(0, 1), "cos_min_ratio": number(0, 1)},
-    ),
+RISE = {"warmup_min_lr": (number(), 0.0, "min_lr"), "warmup_max_lr": (number(), 1e-3, "max_lr")}
+TOTAL = {"total_num_steps": (integer(1), REQUIRED, "total_steps")}
+SHARES = {
+    "warmup_min_ratio": (number(0, 1), 0.0, "warmup_min_ratio"),
+    "cos_min_ratio": (number(0, 1), 1e-4, "cos_min_ratio"),
+}
+SCHEDULES: Mapping[str, tuple[str, Mapping[str, tuple[Rule, Any, str | None]]]] = {
+    "WarmupLR": ("zerojax.deepspeed.warmup_lr", WARMUP | RISE),
+    "WarmupDecayLR": ("zerojax.deepspeed.warmup_decay_lr", WARMUP | RISE | TOTAL),
+    "WarmupCosineLR": ("zerojax.deepspeed.warmup_cosine_lr", WARMUP | TOTAL | SHARES),
 }
 
 
-def optimizer_expression(values: Mapping[str, Any]) -> ast.expr:
-    """Return the file's optimizer, with its schedule, as a tree of Python.
+def optimizer_code(values: Mapping[str, Any]) -> Code:
+    """Return the file's optimizer, with its schedule, as Python.
 
     Raises:
-        ValueError: If there is none, it has no counterpart, or an argument has none or a value that is none of its own.
+        ValueError: If the file has no optimizer, or an optimizer, a schedule or an argument has no counterpart.
     """
-    name = values.get("optimizer.type")
-    if name is None:
+    kind = values.get("optimizer.type")
+    if kind is None:
+        raise ValueError(f"The configuration names no optimizer, so the script must have made it. {GIVE}")
+    if why := NO_COUNTERPART.get(kind.lower()):
+        raise ValueError(f"optimizer.type={kind!r} has no counterpart: {why}. {GIVE}")
+    if kind.lower() not in OPTIMIZERS:
+        raise ValueError(f"optimizer.type={shown(kind)} is none of {', '.join(OPTIMIZERS)}. {GIVE}")
+    make, table = OPTIMIZERS[kind.lower()]
+    given = _arguments(values, "optimizer.params.", table, kind)
+    return make(kind.lower(), given, _rate(values, given["lr"]))
+
+
+def _arguments(values: Mapping[str, Any], prefix: str, table: Mapping[str, tuple], user: str) -> dict[str, Any]:
+    """Return the checked arguments below a prefix, with defaults for missing arguments."""
+    found = {name: row[1] for name, row in table.items()}
+    for path, value in values.items():
+        name = path.removeprefix(prefix)
+        if name != path and name not in table:
+            raise ValueError(f"{path} has no counterpart for {user}. Remove it, or write the optimizer as optimizer=.")
+        if name != path:
+            found[name] = table[name][0].check(path, value)
+    return found
+
+
+def _rate(values: Mapping[str, Any], lr: float) -> Any:
+    """Return the learning rate: a number, or the Python of a schedule."""
+    kind = values.get("scheduler.type")
+    if kind is None:
+        return lr
+    if kind not in SCHEDULES:
         raise ValueError(
-            "The configuration names no optimizer: it was made in the script. Give the optax transformation: "
-            'from_deepspeed(..., optimizer="optax.adamw(3e-4)").'
+            f"scheduler.type={shown(kind)}: of DeepSpeed's schedules there are {', '.join(SCHEDULES)}. "
+            f"Give an optax transformation with a schedule as optimizer=."
         )
-    kind = name.lower()
-    if kind in NO_COUNTERPART:
-        raise ValueError(
-            f"optimizer.type={name!r}: {NO_COUNTERPART[kind]}. Give an optax transformation: "
-            f'from_deepspeed(..., optimizer="optax.adamw(3e-4)").'
-        )
-    if kind not in MAKERS:
-        raise ValueError(f"optimizer.type={shown(name)} is none of {', '.join(MAKERS)}. Give it as optimizer=.")
-    make, rules = MAKERS[kind]
-    given = _arguments(values, "optimizer.params.", rules, f"has no counterpart for {name}. Give optimizer=")
-    return make(kind, given, _schedule(values, given.get("lr", 1e-3)))
+    function, table = SCHEDULES[kind]
+    given = _arguments(values, "scheduler.params.", table, kind)
+    if missing := [name for name, value in given.items() if value is REQUIRED]:
+        raise ValueError(f"{kind} needs scheduler.params.{missing[0]}. Give it in the file or in auto=.")
+    given["warmup_type"] = given["warmup_type"] == "log"
+    arguments = {ours: given[name] for name, (_, _, ours) in table.items() if ours is not None}
+    return call(function, *([lr] if kind == "WarmupCosineLR" else []), **arguments)
 
 
-def _arguments(values: Mapping[str, Any], prefix: str, rules: Mapping[str, Rule], unknown: str) -> dict[str, Any]:
-    """Return the checked arguments below a prefix.
-
-    Raises:
-        ValueError: If there is no rule for one, or one does not follow its rule.
-    """
-    given = {path[len(prefix) :]: value for path, value in values.items() if path.startswith(prefix)}
-    if others := [name for name in given if name not in rules]:
-        raise ValueError(f"{prefix}{others[0]} {unknown}.")
-    return {name: rules[name].check(f"{prefix}{name}", value) for name, value in given.items()}
-
-
-def _decayed(decay: float, inner: ast.expr) -> ast.expr:
+def _decayed(decay: float, optimizer: Code) -> Code:
     """Add weight decay to the gradients, before the optimizer sees them."""
-    return call("optax.chain", call("optax.add_decayed_weights", decay), inner) if decay else inner
+    return call("optax.chain", call("optax.add_decayed_weights", decay), optimizer) if decay else optimizer
 
 
-def _adam(kind: str, given: dict, rate: ast.expr) -> ast.expr:
-    b1, b2 = given.get("betas", (0.9, 0.999))
-    decay = given.get("weight_decay", 0.0)
-    if given.get("amsgrad", False) or not given.get("bias_correction", True):
-        raise ValueError("amsgrad, or Adam without bias correction, has no counterpart by this name. Give optimizer=.")
-    arguments = {"b1": b1, "b2": b2, "eps": given.get("eps", 1e-8)}
-    if kind == "adamw" or given.get("adam_w_mode", True):
-        return call("optax.adamw", rate, **arguments, weight_decay=decay)
-    return _decayed(decay, call("optax.adam", rate, **arguments))
+def _adam(kind: str, given: dict[str, Any], rate: Any) -> Code:
+    b1, b2 = given["betas"]
+    moments = {"b1": b1, "b2": b2, "eps": given["eps"]}
+    if kind == "adamw" or given["adam_w_mode"]:
+        return call("optax.adamw", rate, **moments, weight_decay=given["weight_decay"])
+    return _decayed(given["weight_decay"], call("optax.adam", rate, **moments))
 
 
-def _lion(kind: str, given: dict, rate: ast.expr) -> ast.expr:
-    b1, b2 = given.get("betas", (0.9, 0.99))
-    return call("optax.lion", rate, b1=b1, b2=b2, weight_decay=given.get("weight_decay", 0.0))
+def _lion(kind: str, given: dict[str, Any], rate: Any) -> Code:
+    b1, b2 = given["betas"]
+    return call("optax.lion", rate, b1=b1, b2=b2, weight_decay=given["weight_decay"])
 
 
-def _sgd(kind: str, given: dict, rate: ast.expr) -> ast.expr:
-    if given.get("dampening", 0):
-        raise ValueError("optimizer.params.dampening has no counterpart in optax.sgd. Give optimizer=.")
-    sgd = call("optax.sgd", rate, momentum=given.get("momentum") or None, nesterov=given.get("nesterov", False))
-    return _decayed(given.get("weight_decay", 0.0), sgd)
+def _sgd(kind: str, given: dict[str, Any], rate: Any) -> Code:
+    sgd = call("optax.sgd", rate, momentum=given["momentum"] or None, nesterov=given["nesterov"])
+    return _decayed(given["weight_decay"], sgd)
 
 
-MAKERS: Mapping[str, tuple[Callable[[str, dict, ast.expr], ast.expr], Mapping[str, Rule]]] = {
+OPTIMIZERS: Mapping[str, tuple[Callable[[str, dict, Any], Code], Mapping[str, tuple[Rule, Any]]]] = {
     "adam": (_adam, ADAM),
     "adamw": (_adam, ADAM),
     "fusedadam": (_adam, ADAM),
@@ -120,31 +137,3 @@ MAKERS: Mapping[str, tuple[Callable[[str, dict, ast.expr], ast.expr], Mapping[st
     "fusedlion": (_lion, LION),
     "sgd": (_sgd, SGD),
 }
-
-
-def _schedule(values: Mapping[str, Any], lr: float) -> ast.expr:
-    """Return the learning rate as a tree of Python: a number, or a schedule."""
-    name = values.get("scheduler.type")
-    if name is None:
-        return literal(lr)
-    if name not in SCHEDULES:
-        raise ValueError(
-            f"scheduler.type={shown(name)}: of DeepSpeed's schedules there are WarmupLR, WarmupDecayLR and "
-            f"WarmupCosineLR. Give an optax transformation with a schedule as optimizer=."
-        )
-    function, rules = SCHEDULES[name]
-    given = _arguments(values, "scheduler.params.", rules, f"is no argument of {name}")
-    if given.get("last_batch_iteration", -1) != -1:
-        raise ValueError("scheduler.params.last_batch_iteration: a checkpoint has the count of updates. Remove it.")
-    arguments: dict[str, Any] = {"warmup_steps": given.get("warmup_num_steps", 1000)}
-    arguments["log"] = given.get("warmup_type", "log") == "log"
-    if "total_num_steps" in rules:
-        if "total_num_steps" not in given:
-            raise ValueError(f"{name} needs scheduler.params.total_num_steps.")
-        arguments["total_steps"] = given["total_num_steps"]
-    if name == "WarmupCosineLR":
-        arguments["warmup_min_ratio"] = given.get("warmup_min_ratio", 0.0)
-        arguments["cos_min_ratio"] = given.get("cos_min_ratio", 1e-4)
-        return call(f"zerojax.deepspeed.{function}", lr, **arguments)
-    arguments["min_lr"] = given.get("warmup_min_lr", 0.0)
-    return call(f"zerojax.deepspeed.{function}", given.get("warmup_max_lr", 1e-3), **arguments)

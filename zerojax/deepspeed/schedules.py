@@ -1,6 +1,7 @@
 """DeepSpeed's learning rate schedules as functions of optax's count of updates.
 
-DeepSpeed sets the rate of an update after the one before: the first two have that of step 0, the third that of step 1.
+DeepSpeed sets the rate of an update after the update before it. So the first two updates have the rate of step 0, and
+the third has the rate of step 1.
 
 References:
     DeepSpeed's documentation, "Learning Rate Schedulers".
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 def warmup_lr(
     max_lr: float = 1e-3, *, min_lr: float = 0.0, warmup_steps: int = 1000, log: bool = True
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupLR`: rise from one rate to another, which then stays.
+    """Return `WarmupLR`: the rate rises from `min_lr` to `max_lr`, and then stays.
 
     Args:
         max_lr: `warmup_max_lr`.
         min_lr: `warmup_min_lr`.
         warmup_steps: `warmup_num_steps`, in updates.
-        log: Whether `warmup_type` is `"log"`, DeepSpeed's default: by the logarithm of the step. Else `"linear"`.
+        log: Whether `warmup_type` is `"log"`, DeepSpeed's default: the rate follows the logarithm of the step.
+            Otherwise `"linear"`.
 
     Returns:
         An optax schedule.
@@ -39,17 +41,9 @@ def warmup_lr(
 def warmup_decay_lr(
     max_lr: float = 1e-3, *, total_steps: int, min_lr: float = 0.0, warmup_steps: int = 1000, log: bool = True
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupDecayLR`: `warmup_lr`, then linearly down to `min_lr` at `total_num_steps`.
+    """Return `WarmupDecayLR`: `warmup_lr`, then linearly down to `min_lr` after `total_steps` (`total_num_steps`).
 
-    Args:
-        max_lr: `warmup_max_lr`.
-        total_steps: `total_num_steps`, in updates.
-        min_lr: `warmup_min_lr`.
-        warmup_steps: `warmup_num_steps`, in updates.
-        log: As for `warmup_lr`.
-
-    Returns:
-        An optax schedule.
+    The other arguments are those of `warmup_lr`.
     """
     warmup = _warmup(warmup_steps, log=log)
     warmup_steps = max(2, warmup_steps)
@@ -71,18 +65,9 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     log: bool = True,
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupCosineLR`: up, then down along half a cosine. All rates are shares of the optimizer's.
+    """Return `WarmupCosineLR`: from `warmup_min_ratio * lr` up to `lr`, then by a cosine to `cos_min_ratio * lr`.
 
-    Args:
-        lr: The optimizer's rate.
-        total_steps: `total_num_steps`, in updates.
-        warmup_min_ratio: Share at the first step.
-        warmup_steps: `warmup_num_steps`, in updates.
-        cos_min_ratio: Share at the last step.
-        log: As for `warmup_lr`.
-
-    Returns:
-        An optax schedule.
+    `lr` is the optimizer's rate. The other arguments are those of `warmup_decay_lr`.
     """
     warmup = _warmup(warmup_steps, log=log)
     warmup_steps = max(2, warmup_steps)
@@ -103,7 +88,7 @@ def _step(count):
 
 
 def _warmup(steps: int, *, log: bool) -> Callable:
-    """Return the share of the way from the lower to the higher rate."""
+    """Return how far a step is on the way from the lower to the higher rate, from 0 to 1."""
     steps = max(2, steps)
     rise = (lambda step: jnp.log(step + 1) / math.log(steps)) if log else (lambda step: step / steps)
     return lambda step: jnp.where(step < steps, rise(step), 1.0)

@@ -10,7 +10,7 @@ indexing   the table: slices, gathers and scatters
 follow     walks through a jaxpr, its calls, loops and branches
 """
 
-from zerojax.dims.follow import Follower, follow
+from zerojax.dims.follow import Follower
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, stacked
 
-__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "State", "at", "follow", "stacked"]
+__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "State", "at", "stacked"]

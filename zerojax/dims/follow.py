@@ -1,8 +1,12 @@
-"""Walk through a jaxpr and say for each value where the followed dim is."""
+"""Walk through a jaxpr, its calls, loops and branches, and say for each value where the followed dim is.
+
+The engine and `comm.partial_sums` follow the rows of a batch with one `Follower` per trace; `optim.dims` follows the
+dim of a stack of matrices with the same rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
@@ -10,18 +14,15 @@ from zerojax.dims import indexing, moves, products
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, joined, stacked, unstacked
 
 RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
-# Calls whose operands are those of a jaxpr among their parameters, under one of these names.
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_CUSTOM = frozenset("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin".split())
-_ROUNDS = 4  # through a loop's body, until what it carries does not change any more
+_ROUNDS = 4  # The most times that a loop's body is followed, until the states of its carry do not change any more.
 
 
 class Follower:
-    """Follows one dim through jaxprs. Lives as long as one analysis.
+    """Follows one dim through jaxprs. It lives as long as one analysis, and remembers the results of each jaxpr.
 
     Attributes:
-        count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number
-            of devices that hold blocks of it.
+        count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number of
+            devices that hold blocks of it.
     """
 
     def __init__(self, count: int):
@@ -30,12 +31,7 @@ class Follower:
         self._results: dict[Any, tuple[Any, list[State]]] = {}
 
     def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
-        """Return the state of every variable of a jaxpr.
-
-        Args:
-            jaxpr: An open jaxpr.
-            given: The states of its arguments. Its constants have no place.
-        """
+        """Return the state of every variable of an open jaxpr, given those of its arguments. Constants have none."""
         found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
@@ -48,25 +44,21 @@ class Follower:
         return found
 
     def with_implied(self, jaxpr: Any, found: Mapping[Any, State]) -> dict[Any, State]:
-        """Add places to values that have none, if they are combined element by element with values that have.
+        """Add places to values that have none, if they are combined element by element with values that have some.
 
-        Noise and learned positions with one entry per row are such values. Nothing of the batch is in them, but
-        their cotangents hold rows.
-
-        Args:
-            jaxpr: An open jaxpr.
-            found: What `states` says of it.
+        Noise and learned positions with one entry per row are such values. They do not depend on the batch, but their
+        cotangents hold rows. `found` are the `states` of the jaxpr.
         """
         implied = dict(found)
         for eqn in reversed(jaxpr.eqns):
             if eqn.primitive.name not in moves.IMPLIES:
                 continue
             state = implied[eqn.outvars[0]]
-            if state is None or not state.of:
+            if state is None or not state.places:
                 continue
             for atom in jaxprs.variables_in(eqn.invars):
                 given = implied[atom]
-                if given is not None and not given.of and atom.aval.shape:
+                if given is not None and not given.places and atom.aval.shape:
                     implied[atom] = moves.implied(eqn, state, atom, given)
         return implied
 
@@ -76,7 +68,7 @@ class Follower:
         if key not in self._results:
             found = self.states(jaxpr, given)
             results = [NOWHERE if compat.is_literal(a) else found[a] for a in jaxpr.outvars]
-            self._results[key] = jaxpr, results  # kept, so that no other jaxpr gets its id
+            self._results[key] = jaxpr, results  # The jaxpr is kept, so that no other jaxpr gets its id.
         return self._results[key][1]
 
     def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
@@ -91,24 +83,30 @@ class Follower:
             return self._through_while(eqn, states)
         if name == "cond":
             return self._through_cond(eqn, states)
-        if (body := _body(eqn)) is not None:
+        if (body := compat.evaluated_body(eqn)) is not None:
             return self.results(body, states)
-        return [NOWHERE if all(state is not None and not state.of for state in states) else UNKNOWN] * len(eqn.outvars)
+        return [NOWHERE if all(state is not None and not state.places for state in states) else UNKNOWN] * len(
+            eqn.outvars
+        )
 
     def into_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
         """Return the states of the arguments of a loop's body: its constants, its carry in all iterations, its rows."""
         body, sliced = compat.opened(loop.body)[0], loop.consts + loop.carry
-        rows = [unstacked(state) for state in states[sliced:]]
-        carry = list(states[loop.consts : sliced])
+        consts, rows = states[: loop.consts], [unstacked(state) for state in states[sliced:]]
+        carry = self._carried(states[loop.consts : sliced], lambda carry: self.results(body, [*consts, *carry, *rows]))
+        return [*consts, *(carry or [UNKNOWN] * loop.carry), *rows]
+
+    def _carried(
+        self, carry: Sequence[State], body: Callable[[Sequence[State]], Sequence[State]]
+    ) -> list[State] | None:
+        """Return the states of a loop's carry that hold in every iteration, or None if none are found soon."""
+        carry = list(carry)
         for _ in range(_ROUNDS):
-            outs = self.results(body, [*states[: loop.consts], *carry, *rows])[: loop.carry]
-            again = [joined(*pair) for pair in zip(carry, outs, strict=True)]
+            again = [joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # a scan returns rows behind it
             if again == carry:
-                break
+                return carry
             carry = again
-        else:
-            carry = [UNKNOWN] * loop.carry
-        return [*states[: loop.consts], *carry, *rows]
+        return None
 
     def _through_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
         inside = self.into_loop(loop, states)
@@ -119,44 +117,17 @@ class Follower:
         """Follow a while loop. A carry keeps the dim in one place, and all rows have one number of iterations."""
         first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
-        carry = list(states[first + consts :])
-        for _ in range(_ROUNDS):
-            outs = self.results(body, [*states[first : first + consts], *carry])
-            again = [joined(*pair) for pair in zip(carry, outs, strict=True)]
-            if again == carry:
-                (stop,) = self.results(test, [*states[:first], *carry])
-                return carry if stop is not None and not stop.of else [UNKNOWN] * len(carry)
-            carry = again
-        return [UNKNOWN] * len(carry)
+        of_body, carry = states[first : first + consts], states[first + consts :]
+        lasting = self._carried(carry, lambda carry: self.results(body, [*of_body, *carry]))
+        (stop,) = [UNKNOWN] if lasting is None else self.results(test, [*states[:first], *lasting])
+        return lasting if lasting is not None and stop is not None and not stop.places else [UNKNOWN] * len(carry)
 
     def _through_cond(self, eqn: Any, states: Sequence[State]) -> list[State]:
         found = [self.results(compat.opened(branch)[0], states[1:]) for branch in eqn.params["branches"]]
         outs = found[0]
         for other in found[1:]:
             outs = [joined(*pair) for pair in zip(outs, other, strict=True)]
-        return outs if states[0] is not None and not states[0].of else [UNKNOWN] * len(outs)
-
-
-def follow(jaxpr: Any, given: Sequence[State], *, count: int) -> list[State]:
-    """Follow a dim of some of a jaxpr's arguments to its results.
-
-    Args:
-        jaxpr: An open jaxpr.
-        given: For each argument its state: `at(dim)`, or `NOWHERE` if it does not have the dim.
-        count: The number of entries that are followed; see `Follower`.
-
-    Returns:
-        For each result its state; `UNKNOWN` if it was mixed with other dims, or an equation is not known.
-    """
-    return Follower(count).results(jaxpr, given)
-
-
-def _body(eqn: Any) -> Any:
-    """Return the jaxpr that an equation evaluates on its operands, or None."""
-    if eqn.primitive.name in _CUSTOM:
-        inner = next((eqn.params[name] for name in _BODIES if compat.is_jaxpr(eqn.params.get(name))), None)
-        return None if inner is None else compat.opened(inner)[0]
-    return compat.inlined_body(eqn)
+        return outs if states[0] is not None and not states[0].places else [UNKNOWN] * len(outs)
 
 
 def _is_nowhere(var: Any) -> bool:

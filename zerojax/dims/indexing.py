@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from zerojax import compat
-from zerojax.dims.moves import Rule, cut
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State
+from zerojax import compat, jaxprs
+from zerojax.dims.moves import PlaceRule, cut
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, one_per_dim
 
 # What a scatter does where several updates meet one element does not depend on their order.
 _UNORDERED = frozenset("scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min scatter-mul".split())
@@ -20,7 +20,7 @@ def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `slice`. Strides are allowed except along the followed dim."""
     params, state = eqn.params, states[0]
     old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
-    if state is not None and strides and any(strides[place.dim] != 1 for place in state.of):
+    if state is not None and strides and any(strides[place.dim] != 1 for place in state.places):
         return UNKNOWN
     return cut(state, old, new, params["start_indices"])
 
@@ -28,7 +28,7 @@ def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
 def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `dynamic_slice`, which must take the followed dim whole."""
     operand, *starts = states
-    if any(start is None or start.of for start in starts):
+    if any(start is None or start.places for start in starts):
         return UNKNOWN
     old = eqn.invars[0].aval.shape
     return cut(operand, old, eqn.outvars[0].aval.shape, [None] * len(old))
@@ -38,12 +38,12 @@ def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) ->
     """Follow `dynamic_update_slice`, which must take the followed dim whole."""
     operand, update, *starts = states
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
-    if operand is None or update is None or any(start is None or start.of for start in starts):
+    if operand is None or update is None or any(start is None or start.places for start in starts):
         return UNKNOWN
-    of = operand.of or update.of
-    whole = all(old[place.dim] == new[place.dim] for place in of)
-    agree = not operand.of or operand.of == update.of or not update.of
-    return Places(of) if whole and agree else UNKNOWN
+    places = operand.places or update.places
+    whole = all(old[place.dim] == new[place.dim] for place in places)
+    agree = not operand.places or operand.places == update.places or not update.places
+    return Places(places) if whole and agree else UNKNOWN
 
 
 def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -57,24 +57,23 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
     kept = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in batching]
     windows = dict(zip(kept, map(int, numbers.offset_dims), strict=True))
     batch = [d for d in range(ndim) if d not in numbers.offset_dims]
-    of, counted = set(), set()
-    for place in operand.of:
+    index_map, found = list(map(int, numbers.start_index_map)), set()
+    for place in operand.places:
         dim = place.dim
         if dim in windows and sizes[dim] == shape[dim]:
-            of.add(place.to(windows[dim]))
+            found.add(place.to(windows[dim]))
         elif dim in batching:
             paired = int(numbers.start_indices_batching_dims[batching.index(dim)])
-            of.add(place.to(batch[paired]))
-        elif place.outer == 1 and (found := _counting(eqn.invars[1], dim, numbers.start_index_map, shape, context)):
-            of.add(Place(batch[found.dim]))
-            counted.add(found.dim)
+            found.add(place.to(batch[paired]))
+        elif place.outer == 1 and (at := _counting(eqn.invars[1], dim, index_map, shape, context)) is not None:
+            found.add(Place(batch[at]))
         else:
             return UNKNOWN
-    for place in indices.of:
+    for place in indices.places:
         if place.dim == len(batch):  # in the numbers of one index
             return UNKNOWN
-        of.add(place.to(batch[place.dim]))
-    return Places(frozenset(of)) if len({place.dim for place in of}) == len(of) else UNKNOWN
+        found.add(place.to(batch[place.dim]))
+    return one_per_dim(found)
 
 
 def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -88,44 +87,41 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
     windows = dict(zip(map(int, numbers.update_window_dims), kept, strict=True))
     scattered = [d for d in range(len(shapes[2])) if d not in windows]
     paired = dict(zip(map(int, numbers.scatter_indices_batching_dims), batching, strict=True))
-    of, summed = set(), False
-    rows = {place.to(scattered[place.dim]) for place in indices.of if place.dim < len(scattered)}
-    if len(rows) < len(indices.of):
+    found, summed = set(), False
+    rows = {place.to(scattered[place.dim]) for place in indices.places if place.dim < len(scattered)}
+    if len(rows) < len(indices.places):
         return UNKNOWN
-    for place in updates.of | rows:
+    for place in updates.places | rows:
         dim = place.dim
         if dim in windows:
             if shapes[2][dim] != shapes[0][windows[dim]]:
                 return UNKNOWN
-            of.add(place.to(windows[dim]))
+            found.add(place.to(windows[dim]))
         elif (at_index := scattered.index(dim)) in paired:
-            of.add(place.to(paired[at_index]))
-        elif place.outer == 1 and (found := _counted(eqn, at_index, shapes[0], context)) is not None:
-            of.add(Place(found))
+            found.add(place.to(paired[at_index]))
+        elif place.outer == 1 and (counted := _counted(eqn, at_index, shapes[0], context)) is not None:
+            found.add(Place(counted))
         else:
             summed = True
     if summed and eqn.primitive.name not in _UNORDERED:
         return UNKNOWN
-    if operand.of and not operand.of <= of:
+    if operand.places and not operand.places <= found:
         return UNKNOWN
-    return Places(frozenset(of)) if len({place.dim for place in of}) == len(of) else UNKNOWN
+    return one_per_dim(found)
 
 
 def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
     """Return the dim of the operand that a dim of the indices counts through, or None."""
-    to_operand = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    for operand_dim in map(int, to_operand):
-        found = _counting(eqn.invars[1], operand_dim, to_operand, shape, context)
-        if found is not None and found.dim == dim:
-            return operand_dim
-    return None
+    to_operand = list(map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims))
+    counted = (d for d in to_operand if _counting(eqn.invars[1], d, to_operand, shape, context) == dim)
+    return next(counted, None)
 
 
-def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> Place | None:
+def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> int | None:
     """Return the dim of some indices along which they count through one dim of the operand, like `arange`, or None."""
-    if dim not in map(int, index_map) or compat.is_literal(indices):
+    if dim not in index_map or compat.is_literal(indices):
         return None
-    part = list(map(int, index_map)).index(dim)
+    part = index_map.index(dim)
     pieces, made = [indices], context.made.get(indices)
     if made is not None and made.primitive.name == "concatenate":
         pieces = list(made.invars)
@@ -138,7 +134,7 @@ def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[
     for place, size in enumerate(values.shape[:-1]):
         wanted = np.arange(size).reshape([-1 if d == place else 1 for d in range(values.ndim)])
         if size == shape[dim] and size > 1 and np.array_equal(values, np.broadcast_to(wanted, values.shape)):
-            return Place(place)
+            return place
     return None
 
 
@@ -147,37 +143,9 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
     if compat.is_literal(atom):
         return np.asarray(atom.val)
     eqn = context.made.get(atom)
-    if eqn is None or eqn.primitive.name not in _EVALUATED or atom.aval.size > _MOST_EVALUATED:
+    if eqn is None or atom.aval.size > _MOST_EVALUATED:
         return None
-    values = [_constant(operand, context) for operand in eqn.invars]
-    if any(value is None for value in values):
-        return None
-    return np.asarray(_EVALUATED[eqn.primitive.name](eqn, *values))
-
-
-def _broadcast(eqn: Any, value: np.ndarray) -> np.ndarray:
-    shape, dims = eqn.outvars[0].aval.shape, list(map(int, eqn.params["broadcast_dimensions"]))
-    spread = [value.shape[dims.index(dim)] if dim in dims else 1 for dim in range(len(shape))]
-    return np.broadcast_to(value.reshape(spread), shape)
-
-
-def _numbers(eqn: Any) -> np.ndarray:
-    shape, dim = eqn.outvars[0].aval.shape, int(eqn.params["dimension"])
-    return np.broadcast_to(np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
-
-
-_EVALUATED: dict[str, Callable[..., Any]] = {
-    "iota": _numbers,
-    "broadcast_in_dim": _broadcast,
-    "reshape": lambda eqn, value: value.reshape(eqn.outvars[0].aval.shape),
-    "convert_element_type": lambda eqn, value: value.astype(eqn.params["new_dtype"]),
-    "select_n": lambda eqn, which, *cases: np.where(which, *cases[::-1]) if len(cases) == 2 else cases[0],
-    "lt": lambda eqn, a, b: a < b,
-    "ge": lambda eqn, a, b: a >= b,
-    "add": lambda eqn, a, b: a + b,
-    "sub": lambda eqn, a, b: a - b,
-    "mul": lambda eqn, a, b: a * b,
-}
+    return jaxprs.on_numpy(eqn, [_constant(operand, context) for operand in eqn.invars])
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -186,7 +154,7 @@ def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PlaceRule] = {
     "slice": slice_,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,

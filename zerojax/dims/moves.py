@@ -10,20 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
+from zerojax.jaxprs import ELEMENTWISE
 
-Rule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
+PlaceRule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
 
-# Each element of the result is computed from the elements at the same place of the operands, which may be scalars.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
-    mul mulhi name ne neg nextafter not one_minus_square or philox2x32 philox4x32 polygamma polynomial
-    population_count pow pvary random_gamma_grad real reduce_precision regularized_incomplete_beta rem reshard round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 threefry4x32 xor zeta
-    """.split()
+# Each element of the result is at the place of the operands' elements that it is computed from. These four kinds join
+# the arithmetic: random numbers from counters, names, notes for the compiler, and `pvary`.
+SAME_PLACE = ELEMENTWISE | frozenset(
+    "name philox2x32 philox4x32 pvary reshard sharding_constraint threefry2x32 threefry4x32".split()
 )
 # Each result is the operand at its place.
 _PASSED = frozenset("optimization_barrier device_put layout_constraint with_memory_space_constraint".split())
@@ -56,11 +50,6 @@ def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[Sta
     return [together(full) if full and shape else NOWHERE] * len(eqn.outvars)
 
 
-def passed(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Return every operand as it is."""
-    return list(states)
-
-
 def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `broadcast_in_dim`. The result is uniform along the dims that it adds."""
     to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
@@ -84,11 +73,6 @@ def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
     return moved(states[0], [order.index(dim) for dim in range(len(order))])
 
 
-def squeeze(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `squeeze`."""
-    return moved(states[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
-
-
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
     """Return where each dim goes if some are removed."""
     gone = {int(dim) for dim in dims}
@@ -100,23 +84,25 @@ def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | li
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     state = together(states[: len(states) // 2] if name == "reduce" else states)
-    if state is not None and name in ("argmax", "argmin") and any(state.along(int(axis)) for axis in axes):
-        state = UNKNOWN
+    state = _off(axes, state) if name in ("argmax", "argmin") else state
     return [moved(state, without(axes, len(eqn.invars[0].aval.shape)))] * results
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Sort, accumulate or reverse along one dim, which must not be the followed one."""
-    params, state = eqn.params, together(states)
+    params = eqn.params
     dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
-    if state is not None and any(state.along(int(dim)) for dim in dims):
-        state = UNKNOWN
-    return [_ragged(state, dims)] * len(eqn.outvars)
+    return [_ragged(_off(dims, together(states)), dims)] * len(eqn.outvars)
+
+
+def _off(dims: Sequence[int], state: State) -> State:
+    """Return the state, or unknown if the followed dim lies in one of `dims`."""
+    return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
 
 
 def _ragged(state: State, dims: Sequence[int]) -> State:
     """Return the state of a value that is not uniform along some dims."""
-    return state if state is None else Places(state.of, state.uniform.difference(map(int, dims)))
+    return state if state is None else Places(state.places, state.uniform.difference(map(int, dims)))
 
 
 def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -147,7 +133,7 @@ def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
     """Slice: other dims anyhow, the followed one by whole blocks of entries. A start that is not known is None."""
-    for place in () if state is None else state.of:
+    for place in () if state is None else state.places:
         dim = place.dim
         if old[dim] == new[dim]:
             continue
@@ -160,35 +146,30 @@ def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[i
 
 
 def _replaced(state: Places, place: Place, outer: int) -> Places:
-    return Places(state.of - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
+    return Places(state.places - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
 
 
-def leading(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Keep the places in the leading dims, which operands and results share."""
-    state = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
-    return batched(state, len(eqn.outvars[0].aval.shape))
+def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
+    """Combine the states of the operands that are no scalars."""
+    return together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
 
 
 def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
     """Slide a window, which must have the size 1 along the followed dim."""
-    operands = [state for state, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape]
-    state = together(operands)
-    sizes = eqn.params["window_dimensions"]
-    if state is not None and any(sizes[place.dim] != 1 for place in state.of):
-        state = UNKNOWN
-    return [state if state is None else Places(state.of)] * len(eqn.outvars)
+    slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
+    state = _off(slid, _of_arrays(eqn, states))
+    return [state if state is None else Places(state.places)] * len(eqn.outvars)
 
 
 def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `split`, which makes a slice for each result."""
-    axis, start, found = int(eqn.params["axis"]), 0, []
+    axis, start, slices = int(eqn.params["axis"]), 0, []
     old = eqn.invars[0].aval.shape
-    for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+    for size in eqn.params["sizes"]:
         new = (*old[:axis], size, *old[axis + 1 :])
-        found.append(cut(states[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
+        slices.append(cut(states[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
         start += int(size)
-        assert len(new) == len(var.aval.shape)
-    return found
+    return slices
 
 
 def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -199,56 +180,33 @@ def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `unstack`, which slices the operand along one dim. It must not be the followed dim."""
-    axis, ndim, state = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape), states[0]
-    if state is not None and state.along(axis):
-        state = UNKNOWN
-    return [moved(state, without((axis,), ndim))] * len(eqn.outvars)
+    axes, ndim = (eqn.params["axis"],), len(eqn.invars[0].aval.shape)
+    return [moved(_off(axes, states[0]), without(axes, ndim))] * len(eqn.outvars)
 
 
 def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `tile`, except along the followed dim."""
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
-    state = states[0]
-    if len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape) or (state and any(map(state.along, repeated))):
-        return UNKNOWN
-    return _ragged(state, repeated)
-
-
-def attention(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow fused attention. Dim 0 of every operand and result is a batch dim."""
-    full = together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
-    return [batched(full, 1)] * len(eqn.outvars)
-
-
-def transform(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `fft`, which mixes the last dims."""
-    return batched(states[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
+    adds_dims = len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape)
+    return UNKNOWN if adds_dims else _ragged(_off(repeated, states[0]), repeated)
 
 
 def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Follow `top_k` along its axis, which is the last one by default."""
     ndim = len(eqn.invars[0].aval.shape)
     axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
-    state = states[0]
-    if state is not None and state.along(axis):
-        state = UNKNOWN
-    return [_ragged(state, (axis,))] * len(eqn.outvars)
-
-
-def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `bitcast_convert_type`, which may add or remove a last dim."""
-    return batched(states[0], min(len(eqn.invars[0].aval.shape), len(eqn.outvars[0].aval.shape)))
+    return [_ragged(_off((axis,), states[0]), (axis,))] * len(eqn.outvars)
 
 
 def batched(state: State, ndim: int) -> State:
     """Return the state of a result whose first `ndim` dims are the operand's, and whose other dims are mixed."""
-    if state is None or any(place.dim >= ndim for place in state.of):
+    if state is None or any(place.dim >= ndim for place in state.places):
         return UNKNOWN
-    return Places(state.of)
+    return Places(state.places)
 
 
 # Primitives through which the place of a result implies that of an operand without one.
-IMPLIES = ELEMENTWISE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
+IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
 
 
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
@@ -274,27 +232,38 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(_PASSED, passed),
+def _ndim(atom: Any) -> int:
+    return len(atom.aval.shape)
+
+
+RULES: dict[str, PlaceRule] = {
+    **dict.fromkeys(SAME_PLACE, elementwise),
+    **dict.fromkeys(_PASSED, lambda eqn, states, context: list(states)),
     **dict.fromkeys(_REDUCTIONS, reduction),
     **dict.fromkeys(_ALONG, along),
-    **dict.fromkeys(_LEADING, leading),
+    **dict.fromkeys(_LEADING, lambda eqn, states, context: batched(_of_arrays(eqn, states), _ndim(eqn.outvars[0]))),
     **dict.fromkeys(_WINDOWS, window),
     "broadcast_in_dim": broadcast,
     "reshape": reshape,
     "transpose": transpose,
-    "squeeze": squeeze,
+    "squeeze": lambda eqn, states, context: moved(states[0], without(eqn.params["dimensions"], _ndim(eqn.invars[0]))),
     "concatenate": concatenate,
     "pad": pad,
     "split": split,
     "stack": stack,
     "unstack": unstack,
     "tile": tile,
-    "dot_product_attention_fwd_wrapper": attention,
-    "dot_product_attention_bwd_wrapper": attention,
-    "fft": transform,
+    # Fused attention: dim 0 of every operand and result is a batch dim.
+    **dict.fromkeys(
+        ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
+        lambda eqn, states, context: batched(_of_arrays(eqn, states), 1),
+    ),
+    # A Fourier transform mixes the last dims.
+    "fft": lambda eqn, states, context: batched(states[0], _ndim(eqn.invars[0]) - len(eqn.params["fft_lengths"])),
     "top_k": top_k,
     "approx_top_k": top_k,
-    "bitcast_convert_type": bitcast,
+    # A bitcast may add or remove a last dim.
+    "bitcast_convert_type": lambda eqn, states, context: batched(
+        states[0], min(_ndim(eqn.invars[0]), _ndim(eqn.outvars[0]))
+    ),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -45,26 +45,26 @@ class Places:
     """Where the followed dim lies in a value.
 
     Attributes:
-        of: Its places. None: the value is the same however the followed dim is permuted. Two: both are permuted,
-            as in the similarities of all rows with all rows.
+        places: Where it lies. Empty: the value is the same however the followed dim is permuted. Two: both dims are
+            permuted, as in the similarities of all rows with all rows.
         uniform: Dims along which all entries are equal, as a broadcast makes them.
     """
 
-    of: frozenset[Place] = frozenset()
+    places: frozenset[Place] = frozenset()
     uniform: frozenset[int] = frozenset()
 
     @property
     def only(self) -> Place | None:
         """Return the place if there is exactly one, else None."""
-        return next(iter(self.of)) if len(self.of) == 1 else None
+        return next(iter(self.places)) if len(self.places) == 1 else None
 
     def along(self, dim: int) -> Place | None:
         """Return the place in one dim of the value, or None."""
-        return next((place for place in self.of if place.dim == dim), None)
+        return next((place for place in self.places if place.dim == dim), None)
 
     def allows(self, places: Iterable[Place]) -> bool:
         """Return whether the value may also be permuted along further places: it has none, or is uniform there."""
-        return not self.of or all(place in self.of or place.dim in self.uniform for place in places)
+        return not self.places or all(place in self.places or place.dim in self.uniform for place in places)
 
 
 State = Places | None  # None: unknown
@@ -85,9 +85,14 @@ class Context:
     made: Mapping[Any, Any]
 
 
-def at(dim: int, outer: int = 1) -> Places:
-    """Return the state of a value that has the followed dim in one place."""
-    return Places(frozenset((Place(dim, outer),)))
+def at(dim: int) -> Places:
+    """Return the state of a value of which one dim is the followed dim."""
+    return Places(frozenset((Place(dim),)))
+
+
+def one_per_dim(places: Collection[Place]) -> State:
+    """Return the state of a value with these places, unless a dim would have two."""
+    return Places(frozenset(places)) if len({place.dim for place in places}) == len(places) else UNKNOWN
 
 
 def together(states: Sequence[State]) -> State:
@@ -98,19 +103,19 @@ def together(states: Sequence[State]) -> State:
     known = [state for state in states if state is not None]
     if len(known) < len(states):
         return UNKNOWN
-    of = frozenset().union(*(state.of for state in known))
-    if not all(state.allows(of) for state in known) or len({place.dim for place in of}) < len(of):
+    places = frozenset().union(*(state.places for state in known))
+    if not all(state.allows(places) for state in known) or one_per_dim(places) is UNKNOWN:
         return UNKNOWN
-    return Places(of, frozenset.intersection(*(state.uniform for state in known)))
+    return Places(places, frozenset.intersection(*(state.uniform for state in known)))
 
 
 def joined(a: State, b: State) -> State:
     """Join what two branches, or a loop's start and its body, say of one value."""
     if a == b:
         return a
-    if a is None or b is None or (a.of and b.of and a.of != b.of):
+    if a is None or b is None or (a.places and b.places and a.places != b.places):
         return UNKNOWN
-    return Places(a.of or b.of, a.uniform & b.uniform)
+    return Places(a.places or b.places, a.uniform & b.uniform)
 
 
 def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:
@@ -121,11 +126,11 @@ def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> 
         to: For each dim of the operand, the dim of the result; None: it is summed or squeezed away.
         added: Dims of the result along which it is uniform.
     """
-    if state is None or (not state.of and not state.uniform and not added):
+    if state is None or (not state.places and not state.uniform and not added):
         return state
-    of = frozenset(place.to(new) for place in state.of if (new := to[place.dim]) is not None)
+    places = frozenset(place.to(new) for place in state.places if (new := to[place.dim]) is not None)
     uniform = {new for dim in state.uniform if (new := to[dim]) is not None}
-    return Places(of, frozenset(uniform.union(added)))
+    return Places(places, frozenset(uniform.union(added)))
 
 
 def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -> State:
@@ -137,19 +142,19 @@ def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -
         return UNKNOWN
     if 0 in new:
         return NOWHERE
-    of = set()
-    for place in state.of:
+    places = set()
+    for place in state.places:
         before = math.prod(old[: place.dim]) * place.outer
         found = _place_of(before, before * count, new) or _in_last_part(old, place, new, count)
         if found is None:
             return UNKNOWN
-        of.add(found)
+        places.add(found)
     ends, uniform = {math.prod(old[:dim]): dim for dim in range(len(old)) if old[dim] > 1}, set()
     for dim, size in enumerate(new):
         before = ends.get(math.prod(new[:dim]))
         if size > 1 and before in state.uniform and old[before] == size:
             uniform.add(dim)
-    return Places(frozenset(of), frozenset(uniform))
+    return Places(frozenset(places), frozenset(uniform))
 
 
 def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
@@ -176,15 +181,15 @@ def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: i
 
 def unstacked(state: State) -> State:
     """Return the state of one slice along dim 0, as an iteration of a scan reads it."""
-    if state is None or state.along(0) is not None:
-        return UNKNOWN
-    of = frozenset(place.to(place.dim - 1) for place in state.of)
-    return Places(of, frozenset(dim - 1 for dim in state.uniform if dim))
+    return UNKNOWN if state is None or state.along(0) is not None else _shifted(state, -1)
 
 
 def stacked(state: State) -> State:
     """Return the state of a stack along a new dim 0, as the iterations of a scan write it."""
-    if state is None:
-        return UNKNOWN
-    of = frozenset(place.to(place.dim + 1) for place in state.of)
-    return Places(of, frozenset(dim + 1 for dim in state.uniform))
+    return UNKNOWN if state is None else _shifted(state, 1)
+
+
+def _shifted(state: Places, by: int) -> Places:
+    """Return a state with every dim moved `by` places. A dim that would move in front of dim 0 is dropped."""
+    places = frozenset(place.to(place.dim + by) for place in state.places)
+    return Places(places, frozenset(dim + by for dim in state.uniform if dim + by >= 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.dims.moves import Rule, batched
+from zerojax.dims.moves import PlaceRule, batched
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, together
 
 # Decompositions of matrices in the last two dims; the dims before them are a batch.
@@ -22,18 +22,15 @@ def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
     contracted, batch = eqn.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in eqn.invars]
     free = [[d for d in range(len(shapes[n])) if d not in contracted[n] and d not in batch[n]] for n in (0, 1)]
-    if not lhs.of and not rhs.of:
+    if not lhs.places and not rhs.places:
         return NOWHERE
     if not all(_agree(lhs, rhs, int(i), int(j)) for dims in (contracted, batch) for i, j in zip(*dims, strict=True)):
         return UNKNOWN
-    of = {found.to(n) for n, pair in enumerate(zip(*batch, strict=True)) if (found := _of(lhs, rhs, *pair))}
+    pairs = enumerate(zip(*batch, strict=True))
+    found = {place.to(n) for n, (i, j) in pairs if (place := lhs.along(int(i)) or rhs.along(int(j)))}
     for state, dims, start in ((lhs, free[0], len(batch[0])), (rhs, free[1], len(batch[0]) + len(free[0]))):
-        of |= {place.to(start + n) for n, dim in enumerate(dims) if (place := state.along(dim))}
-    return Places(frozenset(of))
-
-
-def _of(lhs: Places, rhs: Places, i: int, j: int) -> Place | None:
-    return lhs.along(int(i)) or rhs.along(int(j))
+        found |= {place.to(start + n) for n, dim in enumerate(dims) if (place := state.along(dim))}
+    return Places(frozenset(found))
 
 
 def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
@@ -42,8 +39,8 @@ def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
     if a is not None and b is not None:
         return a.outer == b.outer
     if a is not None:
-        return not rhs.of or j in rhs.uniform
-    return b is None or not lhs.of or i in lhs.uniform
+        return not rhs.places or j in rhs.uniform
+    return b is None or not lhs.places or i in lhs.uniform
 
 
 def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -55,24 +52,24 @@ def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
     (rows, features, *_), (out_features, in_features, *_) = numbers.lhs_spec, numbers.rhs_spec
     batch_of_out, features_of_out = numbers.out_spec[:2]
     grouped = params["feature_group_count"] > 1
-    of = set()
-    for place in lhs.of:
-        if place.dim == rows and params["batch_group_count"] == 1 and (not rhs.of or grouped):
-            of.add(place.to(batch_of_out))
+    found = set()
+    for place in lhs.places:
+        if place.dim == rows and params["batch_group_count"] == 1 and (not rhs.places or grouped):
+            found.add(place.to(batch_of_out))
         elif place.dim == features and not grouped and _agree(lhs, rhs, features, in_features):
             continue
         elif place.dim == features and _in_groups(place, rhs.along(out_features), params, context):
-            of.add(Place(features_of_out))
+            found.add(Place(features_of_out))
         else:
             return UNKNOWN
-    for place in rhs.of:
-        if place.dim == out_features and (not grouped or Place(features_of_out) in of or not lhs.of):
+    for place in rhs.places:
+        if place.dim == out_features and (not grouped or Place(features_of_out) in found or not lhs.places):
             if grouped and not _in_groups(place, place, params, context):
                 return UNKNOWN
-            of.add(place.to(features_of_out))
+            found.add(place.to(features_of_out))
         elif place.dim != in_features or grouped or not _agree(lhs, rhs, features, in_features):
             return UNKNOWN
-    return Places(frozenset(of))
+    return Places(frozenset(found))
 
 
 def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> bool:
@@ -87,7 +84,7 @@ def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[S
     return [state] * len(eqn.outvars)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PlaceRule] = {
     "dot_general": dot,
     "conv_general_dilated": convolution,
     **dict.fromkeys(DECOMPOSITIONS, decomposition),

@@ -1,4 +1,7 @@
-"""From drafts to segments: which equations a segment repeats, what it reads, and what it passes on."""
+"""Complete the drafts of segments: which equations a segment repeats, what it reads, and what it passes on.
+
+`rules` makes `Draft`s, and `planner` calls `assembled` with them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +19,10 @@ class Draft:
     """A segment before its inputs and outputs are known.
 
     Attributes:
-        make: Its class, or what makes one of it.
-        eqns: Its equations.
-        gathers: Variables that it gathers for later segments, in place of equations.
-        reads: Which variables it reads as another segment gathered them.
+        make: The segment's class, or a function with the same arguments.
+        eqns: The segment's equations.
+        gathers: Variables to gather for later segments. Such a segment has no equations.
+        reads: For variables that an earlier segment gathered, the `Gathered` values to read instead.
     """
 
     make: Callable[..., Segment]
@@ -31,14 +34,7 @@ class Draft:
 def assembled(
     jaxpr, drafts: Sequence[Draft], params: Mapping[Any, ShardedParam], repeated: Mapping
 ) -> tuple[Segment, ...]:
-    """Return the segments with their inputs and outputs.
-
-    Args:
-        jaxpr: The function.
-        drafts: In the order in which they run.
-        params: Sharded parameters and slices of their shards, by variable.
-        repeated: The equations that segments repeat, by their results.
-    """
+    """Return the segments of the drafts, in their order; `params` and `repeated` are those of `Decisions`."""
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     closed = [_with_repeated(draft, params, repeated, order) for draft in drafts]
     readers: dict = {}
@@ -62,7 +58,7 @@ def assembled(
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """Return `(equations, parameters used, others read)`, with repeated equations put before the draft's own."""
+    """Return `(equations, parameters used, others read)` of a draft, with the repeated equations in front."""
     needed: dict = {}
     pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     pending = [v for v in pending if v not in draft.reads]

@@ -1,4 +1,8 @@
-"""`gather_on_use`: a loss function of full parameters, rewritten to take shards."""
+"""The entry of the engine: `gather_on_use` rewrites a loss of full parameters to take shards; `block` marks a layer.
+
+`train.view` calls `gather_on_use` at stage 3. It traces the loss (`trace_loss`), which `planner` divides into segments,
+and returns the program as a differentiable function (`run.as_function`).
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +14,10 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, Follower, State, at
 from zerojax.gather.planner import BLOCK_NAME, planned
-from zerojax.gather.program import Program
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
 from zerojax.gather.schedule import Options
+from zerojax.gather.segments import Program
 from zerojax.layout.leaf import Leaf
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -30,30 +34,29 @@ def gather_on_use(
 ) -> Callable:
     """Rewrite `fn(params, *args)` to take shards of `params`.
 
-    Every sharded parameter is all-gathered where it is used, dropped, gathered once more in
-    the backward pass, and its gradient is reduce-scattered. `fn` is not changed: it is
-    traced on logical shapes and its equations are evaluated again.
+    Every sharded parameter is all-gathered where it is used, dropped, and gathered again in the backward pass. Its
+    gradient is reduce-scattered. `fn` is traced on logical shapes, and its equations are evaluated again on gathered
+    parameters.
 
     Args:
         fn: Any function of parameters and further arguments.
         layout: A tree of `Leaf` with the structure of `params`.
-        comm: What gathers shards and reduces gradients. The result is used where its collectives may
-            be: `ManualCollectives` inside a `jax.shard_map` that is manual over its axes.
-        prefetch: How many uses ahead a gather may start; 0 starts each when its use is due.
-        reshard_after_forward: False keeps gathered parameters for the backward pass:
-            two collectives a parameter instead of three, at the cost of their memory.
-        of_rows: Which of `args`, by index, hold the rows of the batch on dim 0.
+        comm: The collectives that gather shards and reduce gradients. With `ManualCollectives`, `wrapped` must be
+            called inside a `jax.shard_map` that is manual over their axes.
+        prefetch: How many uses ahead a gather may start; 0 starts each gather when its use is due.
+        reshard_after_forward: False keeps gathered parameters for the backward pass: two collectives per parameter
+            instead of three, at the cost of their memory.
+        of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
 
     Returns:
-        `wrapped(shards, *args)`, which returns what `fn` does. Its derivative with respect to
-        a sharded parameter is a shard of the sum over devices, zeros in the padding; with
-        respect to anything else it is this device's own. It can be differentiated in reverse;
-        the gradient then in either mode. A parameter may be given as a `StandIn`; a shard in host
-        memory has to be, and is copied to the device where it is gathered.
+        `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
+        is a shard of the sum over devices, with zeros in the padding. With respect to anything else it is this device's
+        derivative. It can be differentiated in reverse mode, and its gradient in either mode. A parameter may be given
+        as a `StandIn`. A shard in host memory must be, and is copied to the device where it is gathered.
 
     Raises:
-        ValueError: If `prefetch` is negative, or a shard is not laid out as its leaf says.
-        TypeError: If `layout` has not the structure of `params`.
+        ValueError: If `prefetch` is negative, or if a shard does not have the layout that its leaf describes.
+        TypeError: If `layout` does not have the structure of `params`.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -72,8 +75,9 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-        program, arrays, consts, structure = traced(fn, tree, leaves, full, args, of_rows, comm.follower)
-        # Shapes alone: a backward pass that closes over a tracer keeps the trace of the derivative alive.
+        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower)
+        # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
+        # the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
         results = run(*shards, *arrays, *consts, *zeros.values())
         return jax.tree.unflatten(structure, results)
@@ -81,14 +85,14 @@ def gather_on_use(
     return wrapped
 
 
-class Traced(NamedTuple):
-    """A function as a program.
+class TracedLoss(NamedTuple):
+    """A loss as a program.
 
     Attributes:
-        program: Its arguments are the parameters, then `arrays`, then `consts`.
-        arrays: Those of the function's further arguments that are arrays.
-        consts: Arrays that it closes over.
-        structure: Of what it returns.
+        program: The program. Its arguments are the parameters, then `arrays`, then `consts`.
+        arrays: The arrays among the further arguments of the loss.
+        consts: Arrays that the loss closes over.
+        structure: The tree structure of its results.
     """
 
     program: Program
@@ -97,7 +101,7 @@ class Traced(NamedTuple):
     structure: Any
 
 
-def traced(
+def trace_loss(
     fn: Callable,
     tree: Any,
     leaves: Sequence[Leaf],
@@ -105,17 +109,11 @@ def traced(
     args: Sequence,
     of_rows: Collection[int] = (),
     follower: Follower | None = None,
-) -> Traced:
-    """Trace `fn` on full parameters and divide it into segments.
+) -> TracedLoss:
+    """Trace `fn(params, *args)` and divide it into segments.
 
-    Args:
-        fn: As for `gather_on_use`.
-        tree: Structure of the parameters.
-        leaves: How each of them is laid out.
-        full: Arrays or shapes of them; logical shape.
-        args: Further arguments of `fn`; shapes are enough.
-        of_rows: Which of `args` hold the rows of the batch on dim 0.
-        follower: Follows the rows through the program; None does not.
+    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` follows
+    the rows of the batch from the arguments `of_rows` through the program.
     """
     arrays, put_back = split_arrays(args)
     given = [NOWHERE] * len(full) + row_states(args, of_rows, follower)
@@ -126,22 +124,18 @@ def traced(
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
     program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves], given, follower)
-    return Traced(program, arrays, consts, jax.tree.structure(shape))
+    return TracedLoss(program, arrays, consts, jax.tree.structure(shape))
 
 
 def check_types(jaxpr: Any) -> None:
-    """Refuse values that are no arrays: of the user's own types, by `jax.experimental.hijax`.
-
-    Raises:
-        TypeError: With the type, and the line where one is made.
-    """
+    """Raise a TypeError if the loss makes a value of a type that the user defines with `jax.experimental.hijax`."""
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
             if not hasattr(var.aval, "dtype") and not compat.is_ref(var) and compat.is_high(var):
                 raise TypeError(
-                    f"The loss makes a value of type {var.aval} at {compat.line_of(eqn)}. At stage 3 a loss is divided "
-                    "where it uses its parameters, by the sizes of its arrays, and a value of a type of "
-                    "jax.experimental.hijax has none. Compute with arrays there, or use stage 2."
+                    f"The loss makes a value of type {var.aval} at {compat.line_of(eqn)}. Stage 3 divides a loss by "
+                    "the sizes of its arrays, and a value of a type of jax.experimental.hijax has no size. "
+                    "Compute with arrays there, or use stage 2."
                 )
         for inner in compat.inner_jaxprs(eqn):
             check_types(inner)
@@ -150,14 +144,13 @@ def check_types(jaxpr: Any) -> None:
 def block(fn: Callable) -> Callable:
     """Mark `fn` as one layer: its parameters are gathered together, and dropped when it returns.
 
-    For models whose layers are not under `jax.checkpoint`. Nothing else changes: outside
-    of `gather_on_use` this is `jax.jit`.
+    Use it for models whose layers are not under `jax.checkpoint`. Outside of stage 3 it is `jax.jit`.
 
     Args:
-        fn: A function of arrays; parameters must be arguments, or closed over.
+        fn: A function of arrays. It takes parameters as arguments, or closes over them.
 
     Returns:
-        A function that does what `fn` does.
+        A function with the results of `fn`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -175,10 +168,10 @@ def block(fn: Callable) -> Callable:
 
 def _leaves_of(layout, tree) -> list[Leaf]:
     """Return the layout's leaves in the order of the parameters, whose structure is `tree`."""
-    leaves, found = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
-    if tree != found:
+    leaves, structure = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
+    if tree != structure:
         raise TypeError(
-            f"The layout does not fit the parameters: it has the structure {found}, they have {tree}. Build the "
+            f"The layout does not fit the parameters: it has the structure {structure}, they have {tree}. Build the "
             "layout from the same tree of parameters."
         )
     return leaves
@@ -190,16 +183,16 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
 
     def put_back(arrays):
-        rest = iter(arrays)
-        return tree.unflatten([next(rest) if on else x for x, on in zip(leaves, is_array, strict=True)])
+        remaining = iter(arrays)
+        return tree.unflatten([next(remaining) if on else x for x, on in zip(leaves, is_array, strict=True)])
 
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
 
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
-    """Say where each array among `args` holds the rows of the batch: on dim 0 of those that are named.
+    """Return where each array among `args` holds the rows of the batch: on dim 0 if its argument is in `of_rows`.
 
-    An array whose rows the devices do not divide evenly, such as the batch of an evaluation, is whole on each of them.
+    An array with a number of rows that the devices do not divide, as in an evaluation, is whole on each device.
     """
     count = 1 if follower is None else follower.count
     return [

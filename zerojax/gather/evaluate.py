@@ -1,9 +1,10 @@
-"""Evaluate a jaxpr whose parameters are given in the narrow type they were gathered in.
+"""Evaluate a jaxpr on parameters that were gathered in a narrower type than the jaxpr expects.
 
-A model keeps float32 parameters and computes in bfloat16: somewhere in a layer, often
-inside its remat, there is a cast. Gathering after the cast moves half the bytes, so the
-shard is cast first; `Narrow` marks a value for which the layer's own cast is already made.
-Any other equation that reads a `Narrow` gets it widened.
+`assembly` asks `demanded` for the type in which each use casts its parameter. Segments and scans call `evaluate`.
+
+A model may keep float32 parameters and compute in bfloat16: somewhere in a layer, often inside its remat, is a cast.
+Casting the shard before the gather halves the bytes. A `Narrow` is a gathered value for which that cast is already
+made. The cast's equation returns it as it is, and any other equation that reads it gets it widened.
 """
 
 import dataclasses
@@ -16,20 +17,22 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import ShardedParam, narrower
 
+# Equations of one operand that commute with a cast.
 LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", "name", "stop_gradient", "copy"})
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A gathered parameter in the type its uses cast it to.
+    """A gathered parameter in the type to which its uses cast it.
 
     Attributes:
         value: The array, already cast.
-        dtype: The type the jaxpr expects.
+        dtype: The type that the jaxpr expects.
     """
 
     value: jax.Array
-    dtype: np.dtype
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
 
 def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
@@ -38,15 +41,15 @@ def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
 
 
 def widen(value):
-    """Return the array that a jaxpr expects. Only values that went through a `Narrow` cost a cast."""
+    """Return the array that a jaxpr expects, given a value that may be `Narrow`."""
     return lax.convert_element_type(value.value, value.dtype) if isinstance(value, Narrow) else value
 
 
 def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
-    """Evaluate a jaxpr, some of whose arguments may be `Narrow`; the results never are.
+    """Evaluate a jaxpr on arguments that may be `Narrow`, and return arrays.
 
-    Calls are inlined: autodiff would otherwise return their residuals as results of one
-    equation, and which of them depend on parameters alone could not be told.
+    Calls are inlined. Autodiff would otherwise return their residuals as results of one equation, and `vjp` could not
+    tell which of them depend on parameters alone.
     """
     return [widen(value) for value in jaxprs.evaluate(jaxpr, consts, args, _rule)]
 
@@ -56,7 +59,7 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
     if (body := compat.called(eqn)) is not None:
         return evaluate(*compat.opened(body), values)
     if compat.is_remat(eqn):
-        return _remat(eqn, values)
+        return jaxprs.evaluate_remat(eqn, values, evaluate)
     if not any(isinstance(value, Narrow) for value in values):
         return None
     if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:
@@ -66,40 +69,27 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
     return compat.evaluate_one(eqn, [widen(value) for value in values])
 
 
-def _remat(eqn, values: Sequence) -> list:
-    """Evaluate the user's own `jax.checkpoint`, with the user's policy, on `values`."""
-    dtypes = [value.dtype if isinstance(value, Narrow) else None for value in values]
-    arrays = [value.value if isinstance(value, Narrow) else value for value in values]
-
-    def body(*arrays):
-        inner = [a if d is None else Narrow(a, d) for a, d in zip(arrays, dtypes, strict=True)]
-        return evaluate(*compat.opened(eqn.params["jaxpr"]), inner)
-
-    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-    return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
-
-
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
     """Return, for each of `variables`, the narrower type that every use of it casts it to, or None."""
     uses, results = jaxprs.uses_of(jaxpr)
-    found = [_demands(var, uses, results) for var in variables]
-    return [next(iter(types)) if len(types) == 1 and None not in types else None for types in found]
+    demands = [_demands(var, uses, results) for var in variables]
+    return [next(iter(types)) if len(types) == 1 else None for types in demands]
 
 
 def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
     """Return the types that `var` is cast to, with None for each use that does not cast to a narrower type."""
-    found: set[np.dtype | None] = {None} if var in results else set()
+    types: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = eqn.primitive.name
         if name == "convert_element_type" and narrower(eqn.params["new_dtype"], var.aval.dtype):
-            found.add(np.dtype(eqn.params["new_dtype"]))
+            types.add(np.dtype(eqn.params["new_dtype"]))
         elif name in LAYOUTS and len(eqn.invars) == 1:
-            found |= _demands(eqn.outvars[0], uses, results)
+            types |= _demands(eqn.outvars[0], uses, results)
         elif (body := _body(eqn, index)) is not None:
-            found |= _demands(body.invars[index], *jaxprs.uses_of(body))
+            types |= _demands(body.invars[index], *jaxprs.uses_of(body))
         else:
-            found.add(None)
-    return found
+            types.add(None)
+    return types
 
 
 def _body(eqn, index: int):

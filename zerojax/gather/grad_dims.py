@@ -1,8 +1,9 @@
-"""In which order of dims the gradient of a parameter is made.
+"""The order of dims in which a parameter's gradient is computed. `assembly` asks for it, `schedule` applies it.
 
-The gradient of `w` in `x @ w` is a product that JAX transposes to the order of `w`. A
-compiler may fold that transpose into the product and pick a slower kernel for it, or copy
-the full gradient. Reduce-scattered as the product leaves it, only the shard is transposed.
+JAX computes the gradient of `w` in `x @ w` as a product, and transposes the product to the order of `w`. If a
+reduce-scatter follows, the compiler may fold that transpose into the product and pick a slower kernel for it, or copy
+the full gradient. So the gradient is reduce-scattered with its dims in the product's order, and only the shard is
+transposed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,29 +13,32 @@ from zerojax.jaxprs import uses_of
 
 
 def orders(jaxpr, variables: Sequence) -> list[tuple[int, ...]]:
-    """Return, for each of `variables`, its dims in the order of the gradient, or `()` if the order is its own."""
+    """Return, for each variable, its dims in the order of its gradient, or `()` if that is their own order."""
     uses, _ = uses_of(jaxpr)
-    found = [_orders(var, uses) for var in variables]
-    return [next(iter(some)) if len(some) == 1 else () for some in found]
+    choices = [_orders(var, uses) for var in variables]
+    return [next(iter(orders)) if len(orders) == 1 else () for orders in choices]
 
 
 def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
-    """Return the orders of dims in which the uses of `var` make its gradient."""
-    found: set[tuple[int, ...]] = set()
+    """Return the orders of dims in which the uses of a variable compute its gradient."""
+    orders: set[tuple[int, ...]] = set()
     for eqn, index in uses.get(var, ()):
         if eqn.primitive.name == "dot_general":
-            found.add(_of_product(eqn, index))
+            orders.add(_of_product(eqn, index))
         elif eqn.primitive.name == "convert_element_type":
-            found |= _orders(eqn.outvars[0], uses)
+            orders |= _orders(eqn.outvars[0], uses)
         elif (body := compat.inlined_body(eqn)) is not None:
-            found |= _orders(body.invars[index], uses_of(body)[0])
+            orders |= _orders(body.invars[index], uses_of(body)[0])
         else:
-            found.add(())
-    return found
+            orders.add(())
+    return orders
 
 
 def _of_product(eqn, index: int) -> tuple[int, ...]:
-    """Return batch dims, free dims, and contracted dims in the order of the other operand's contracted dims."""
+    """Return the order in which a product's gradient has the dims of one operand, or `()` for their own order.
+
+    The gradient has the batch dims, then the free dims, then the contracted dims as the other operand orders them.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     pairs = sorted(zip(contracted[1 - index], contracted[index], strict=True))
     summed = [dim for _, dim in pairs]

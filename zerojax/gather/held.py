@@ -1,36 +1,36 @@
-"""Matrix products of parameters alone that cost too much to repeat in every segment that reads them."""
+"""Which matrix products of parameters alone are computed once and held, instead of repeated in every segment.
+
+The planner first plans without held values, then calls `worth_holding`, and plans again if it names any. An example are
+Newton-Schulz iterations on a weight that several layers read.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 
 from zerojax import compat, jaxprs
-from zerojax.gather.program import Program
+from zerojax.gather.segments import Program
 
-REPEATED = 0.05  # Share of all FLOPs: if repeated equations cost more, they are worth holding.
-MOST_HELD = 4  # Times the bytes of the largest use: the most that may be held.
+REPEATED = 0.05  # Repeated equations that cost more than this share of all FLOPs are worth holding.
+MOST_HELD = 4  # Held values take at most this many times the bytes of the largest use.
 
 
 def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
-    """Return the results of repeated equations to compute once: those that segments read and that need a product.
+    """Return the values to hold: results of repeated equations that contain a product, and that segments read.
 
-    Args:
-        jaxpr: The function.
-        program: Its segments if nothing is held.
-        params: Variables of the sharded parameters, and of slices of their shards.
-        repeated: The equations that segments repeat, by their results.
+    `program` is the program if nothing is held. `params` and `repeated` are those of `Decisions`.
     """
     counts = Counter(id(eqn) for segment in program.segments for eqn in segment.jaxpr.eqns)
     again = {id(eqn): (counts[id(eqn)] - 1) * product_flops(eqn) for eqn in repeated.values()}
     if sum(again.values()) <= REPEATED * sum(map(product_flops, jaxpr.eqns)):
         return frozenset()
-    costly: dict = {}  # of parameters alone
+    costly: dict = {}  # for each value of parameters alone, whether a product is behind it
     for var, eqn in repeated.items():
         reads = jaxprs.variables_in(eqn.invars)
         if all(v in params or v in costly for v in reads):
             costly[var] = again[id(eqn)] > 0 or any(costly.get(v) for v in reads)
     uses, _ = jaxprs.uses_of(jaxpr)
-    held: dict = {}  # for each costly value, whether it is of one that is held
+    held: dict = {}  # for each candidate, whether it is computed from another candidate
     for var, on in costly.items():
         of_held = any(held.get(v) is not None for v in jaxprs.variables_in(repeated[var].invars))
         is_read = any(eqn.outvars[0] not in costly for eqn, _ in uses.get(var, ()) if eqn.outvars)

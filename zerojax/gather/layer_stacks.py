@@ -1,14 +1,15 @@
-"""Loops over a stack of layers, as scans over the parameter itself, which stays sharded until its iteration.
+"""Turn loops over a stack of layers into scans over the parameter, which stays sharded until its iteration.
 
-`fori_loop` with `stack[i]`, and a scan over `jnp.arange`, have the stack as a constant, which would
-be gathered before the loop: what the index is in each iteration is computed here with NumPy. What
-is done to the stack before the loop, layer by layer (scaled, masked, transposed, `tanh`), is done in it.
+`planner` calls `evaluated`, `combined` and `over_stacks` while it inlines the loss.
+
+A `fori_loop` with `stack[i]`, or a scan over `jnp.arange`, has the stack as a constant, which would be gathered before
+the loop. So the index of each iteration is computed here with NumPy. Equations that change the stack before the loop,
+layer by layer (scaled, masked, transposed, `tanh`), move into the loop.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,32 +17,21 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.sharded_param import OF_STACKS, narrower
+from zerojax.gather.sharded_param import OF_STACKS, WEIGHT_ARITHMETIC, narrower
 
-_ARITHMETIC: Mapping[str, Callable] = MappingProxyType(
-    {
-        "add": lambda eqn, a, b: a + b,
-        "sub": lambda eqn, a, b: a - b,
-        "mul": lambda eqn, a, b: a * b,
-        "lt": lambda eqn, a, b: a < b,
-        "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
-        "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
-        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
-    }
-)
-_LONGEST_LOOP = 2**16  # what NumPy computes at trace time is small
-_OF_SHARDS = frozenset({"slice", "dynamic_slice", "squeeze"})  # what `sharded_param` applies before the gather
+_LONGEST_LOOP = 2**16  # More numbers than this are not computed while tracing.
+_OF_SHARDS = frozenset({"slice", "dynamic_slice", "squeeze"})  # `sharded_param` applies them before the gather.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derived:
-    """A sharded parameter, what is computed of one, or what is broadcast to be combined with one.
+    """A sharded parameter, a value computed from one, or an array that is broadcast to be combined with one.
 
     Attributes:
         value: The array.
-        eqn: What computed it; None for a parameter, or an array that is taken as it is.
-        operands: The equation's: `Derived`, or scalars.
-        of_params: Whether there is a sharded parameter in it.
+        eqn: The equation that computed it; None for a parameter, or for an array that is used unchanged.
+        operands: The operands of the equation: `Derived`, or scalars.
+        of_params: Whether the value depends on a sharded parameter.
     """
 
     value: Any
@@ -51,7 +41,7 @@ class Derived:
 
     @functools.cached_property
     def leaves(self) -> "tuple[Derived, ...] | None":
-        """Return what to scan over so that an iteration can compute its row, or None if a row needs other rows."""
+        """Return the values to scan over, whose rows give a row of this value, or None if a row needs other rows."""
         if self._is_leaf:
             return (self,)
         if not self._is_by_row:
@@ -61,20 +51,20 @@ class Derived:
 
     @functools.cached_property
     def _is_leaf(self) -> bool:
-        """Return whether this can be scanned over while it is sharded, or is not a parameter."""
+        """Return whether a loop can scan over this value itself: it stays sharded, or depends on no parameter."""
         if self.eqn is None or self.eqn.primitive.name in _OF_SHARDS:
             return True
-        of, name = self.operands[0], self.eqn.primitive.name
+        operand, name = self.operands[0], self.eqn.primitive.name
         if name in ("concatenate", "stack"):
             return all(isinstance(x, Derived) for x in self.operands)
         if name in OF_STACKS:
-            return isinstance(of, Derived) and of._is_leaf and not self._is_by_row
-        is_cast = name == "convert_element_type" and isinstance(of, Derived) and of.eqn is None
-        return is_cast and narrower(self.value.dtype, of.value.dtype)
+            return isinstance(operand, Derived) and operand._is_leaf and not self._is_by_row
+        is_cast = name == "convert_element_type" and isinstance(operand, Derived) and operand.eqn is None
+        return is_cast and narrower(self.value.dtype, operand.value.dtype)
 
     @functools.cached_property
     def _is_by_row(self) -> bool:
-        """Return whether the equation leaves dim 0 alone."""
+        """Return whether the equation computes each row of dim 0 from the same rows of its operands."""
         name, shape = self.eqn.primitive.name, self.value.shape
         shapes = [np.shape(x.value if isinstance(x, Derived) else x) for x in self.operands]
         if name == "transpose":
@@ -82,19 +72,19 @@ class Derived:
         if name == "reshape":
             return len(shapes) == 1 and shape[:1] == shapes[0][:1]
         return name == "broadcast_in_dim" or (
-            name in jaxprs.ELEMENTWISE and all(len(x) in (0, len(shape)) for x in shapes)
+            name in WEIGHT_ARITHMETIC and all(len(x) in (0, len(shape)) for x in shapes)
         )
 
     @functools.cached_property
     def _by_row(self) -> "tuple[Derived, ...]":
-        """Return the operands of which a row of this value needs the same row."""
+        """Return the operands that have dim 0, too."""
         if self.eqn.primitive.name == "broadcast_in_dim" and self.eqn.params["broadcast_dimensions"][:1] != (0,):
             return ()
         arrays = [x for x in self.operands if isinstance(x, Derived)]
         return tuple(x for x in arrays if x.value.shape[:1] == self.value.shape[:1])
 
     def row(self, rows: dict) -> Any:
-        """Compute one row of this value. `rows` has the rows of its leaves, and receives what is computed."""
+        """Compute one row of this value. `rows` has the rows of its leaves, and remembers computed rows."""
         if self not in rows:
             rows[self] = self._computed(rows)
         return rows[self]
@@ -121,18 +111,12 @@ class Derived:
 
 
 def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
-    """Return the results of an elementwise equation on a parameter and another value, as `Derived`.
+    """Return the results of an elementwise equation on a parameter and another value as `Derived`.
 
-    Args:
-        eqn: The equation.
-        values: Of its operands.
-        results: The arrays.
-
-    Returns:
-        None if the equation does something else.
+    `values` are the operands' values, and `results` the arrays. For any other equation, return None.
     """
     name, stacks = eqn.primitive.name, [x for x in values if isinstance(x, Derived) and x.of_params and x.leaves]
-    of_params = name in jaxprs.ELEMENTWISE and any(x.value.shape == results[0].shape for x in stacks)
+    of_params = name in WEIGHT_ARITHMETIC and any(x.value.shape == results[0].shape for x in stacks)
     if not of_params and not (name == "broadcast_in_dim" and results[0].ndim > 1):
         return None
     is_bare = lambda x: not isinstance(x, Derived) and np.ndim(x) > 0
@@ -143,17 +127,13 @@ def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What an iteration reads of a stack, in place of the stack.
-
-    Attributes:
-        value: The row.
-    """
+    """The row that an iteration reads of a stack. The body of the loop is evaluated with it instead of the stack."""
 
     value: Any
 
 
 class _Rows(NamedTuple):
-    """Which rows the iterations of a loop read, in the order of the loop's own rows."""
+    """The rows of a stack that the iterations of a loop read: `count` rows from `start`, `step` apart."""
 
     start: int
     step: int
@@ -169,15 +149,10 @@ class _Rows(NamedTuple):
 
 
 def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
-    """Evaluate a loop over the parameters that the stacks it uses are made of.
+    """Evaluate a loop as a scan over the parameters from which its stacks are computed.
 
-    Args:
-        eqn: Any equation.
-        values: Of its operands; `Derived` if they are made of sharded parameters.
-        known: Values, as NumPy arrays, of variables outside of the loop.
-
-    Returns:
-        Its results; None if it is no loop, or scans over parameters already.
+    `values` are the operands' values, and `known` has NumPy arrays for variables outside of the loop. Return None if
+    the equation is no loop, or needs no change.
     """
     loop = compat.loop_of(eqn)
     if loop is None:
@@ -204,12 +179,11 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
     sliced = [i for i in range(split, len(values)) if i not in chosen]
 
     def iteration(carry, slices):
-        rest = slices[1]
         computed: dict[_Rows, dict] = {rows: {} for rows in chosen.values()}
         for (leaf, rows), row in zip(leaves, slices[0], strict=True):
             computed[rows][leaf] = row
         given = dict(enumerate(bare[: loop.consts])) | dict(enumerate(carry, loop.consts))
-        given |= dict(zip(sliced, rest, strict=True))
+        given |= dict(zip(sliced, slices[1], strict=True))
         for i, rows in chosen.items():
             row = values[i].row(computed[rows])
             given[i] = _Row(row) if i < loop.consts else row
@@ -224,7 +198,7 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
 
 
 def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
-    """Return the rows that are read, if all reads are of one stack and at equal distances.
+    """Return the rows that a loop reads, if all of its reads have the same indices, at equal distances.
 
     An index that no iteration changes is a scalar.
     """
@@ -237,13 +211,10 @@ def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
 
 
 def evaluated(eqn: Any, known: Mapping) -> np.ndarray | None:
-    """Return the results of an equation on small integers, if their values are known."""
+    """Return the result of an equation on small integers, such as an index, or None if it is not known."""
     if len(eqn.outvars) != 1 or eqn.outvars[0].aval.size > _LONGEST_LOOP:
         return None
-    compute, operands = _ARITHMETIC.get(eqn.primitive.name), _known_operands(eqn, known)
-    if eqn.primitive.name == "iota" and len(eqn.params["shape"]) == 1:
-        return np.arange(eqn.params["shape"][0], dtype=eqn.params["dtype"])
-    return None if compute is None or any(x is None for x in operands) else compute(eqn, *operands)
+    return jaxprs.on_numpy(eqn, _known_operands(eqn, known))
 
 
 def _known_operands(eqn: Any, known: Mapping) -> list:
@@ -251,22 +222,22 @@ def _known_operands(eqn: Any, known: Mapping) -> list:
 
 
 def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
-    """Return the body's variables that depend only on the iteration, each with its value where row 0, 1, 2, ...
+    """Return the arguments of the body that are known in each iteration: counters, and known stacks.
 
-    is read.
+    Each has one value per row of the loop's stacks, in the order of the rows. A reversed loop reads the last row first.
     """
     made = {var: inner for inner in body.eqns for var in inner.outvars}
-    step, found = np.arange(loop.length), {}
+    step, counters = np.arange(loop.length), {}
     for k in range(loop.consts, len(body.invars)):
         var, start = body.invars[k], eqn.invars[k]
         if k >= loop.consts + loop.carry:
             if not compat.is_literal(start) and start in known:
-                found[var] = known[start]
+                counters[var] = known[start]
         elif compat.is_literal(start) and np.shape(start.val) == () and np.dtype(var.aval.dtype).kind in "iu":
             adds = made.get(body.outvars[k - loop.consts])
             if adds is not None and adds.primitive.name == "add" and adds.invars[0] is var and _is_one(adds.invars[1]):
-                found[var] = np.asarray(start.val) + (step[::-1] if loop.reverse else step)
-    return found
+                counters[var] = np.asarray(start.val) + (step[::-1] if loop.reverse else step)
+    return counters
 
 
 def _is_one(atom) -> bool:
@@ -274,8 +245,8 @@ def _is_one(atom) -> bool:
 
 
 def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
-    """Return the index of each row that a loop's body reads of a stack, or None for any other use."""
-    known, found = dict(known), []
+    """Return the index of each row that a loop's body reads of a stack, or None if it uses the stack otherwise."""
+    known, indices = dict(known), []
     for eqn in body.eqns:
         at = [i for i, atom in enumerate(eqn.invars) if atom is stack]
         values = _known_operands(eqn, known)
@@ -284,20 +255,20 @@ def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
             reads = [_indices(inner, inner.invars[i], inside) for i in at]
             if None in reads:
                 return None
-            found += [index for some in reads for index in some or ()]
+            indices += [index for some in reads for index in some or ()]
         elif at:
             if eqn.primitive.name != "dynamic_slice" or eqn.params["slice_sizes"] != (1, *stack.aval.shape[1:]):
                 return None
-            if at != [0] or values[1] is None:  # the other dims are read in full, wherever a clamped index begins
+            if at != [0] or values[1] is None:  # Other dims are read in full, so their clamped index is 0.
                 return None
-            found.append(np.clip(values[1], 0, stack.aval.shape[0] - 1))
+            indices.append(np.clip(values[1], 0, stack.aval.shape[0] - 1))
         elif (value := evaluated(eqn, known)) is not None:
             known[eqn.outvars[0]] = value
-    return None if stack in jaxprs.variables_in(body.outvars) else found
+    return None if stack in jaxprs.variables_in(body.outvars) else indices
 
 
 def _with_rows(jaxpr, consts: Sequence, args: Sequence) -> list:
-    """Evaluate a body that is given rows in place of stacks."""
+    """Evaluate a body that is given rows instead of stacks."""
 
     def rule(eqn, values):
         if not any(isinstance(value, _Row) for value in values):
@@ -306,7 +277,6 @@ def _with_rows(jaxpr, consts: Sequence, args: Sequence) -> list:
             return [lax.expand_dims(values[0].value, [0])]
         if (called := compat.called(eqn)) is not None:
             return _with_rows(*compat.opened(called), values)
-        body = lambda *values: _with_rows(*compat.opened(eqn.params["jaxpr"]), values)
-        return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
+        return jaxprs.evaluate_remat(eqn, values, _with_rows)
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)

@@ -1,4 +1,8 @@
-"""A scan over layers: its operands sorted, and the gathers of one iteration."""
+"""The operands of a scan over layers, sorted by kind, and the gathers of one iteration. Both passes use them.
+
+A scan equation lists its operands as `(*constants, *carry, *stacks)`. Each kind may contain sharded parameters, except
+the carry. This module separates parameters, which the engine gathers, from the others.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,15 +23,15 @@ class Loop:
     """A scan segment's operands, sorted.
 
     Attributes:
-        eqn: The loop itself.
-        is_param: For each of its operands, whether it is a sharded parameter.
+        eqn: The loop.
+        is_param: For each operand of the loop, whether it is a sharded parameter.
         shared: Parameters that every iteration uses: constants of the loop.
         stacked: Stacks of which each iteration uses one layer.
-        others: For each other operand, its index among the segment's others, or None for a literal.
-        literals: For each other operand, its value if it is a literal.
-        consts: How many of the others are constants; then come `carry` carried ones, then slices.
-        carry: How many of the others are carried.
-        results: For each of the segment's results, its index among the body's.
+        others: For each operand that is no parameter, its index among the segment's others, or None for a literal.
+        literals: For each of these operands, its value if it is a literal.
+        consts: The number of others that are constants. They come first.
+        carry: The number of others that are carried. They come next, and slices come last.
+        results: For each result of the segment, its index among the body's results.
     """
 
     eqn: compat.LoopEqn
@@ -42,7 +46,7 @@ class Loop:
 
     @classmethod
     def of(cls, jaxpr, params: Sequence[ShardedParam]) -> "Loop":
-        """Sort the operands of a loop; the jaxpr's first arguments are `params`, and the loop its one equation."""
+        """Sort the operands of a loop: the one equation of `jaxpr`, whose first arguments are `params`."""
         (eqn,) = jaxpr.eqns
         loop = compat.loop_of(eqn)
         assert loop is not None
@@ -65,7 +69,7 @@ class Loop:
 
     @property
     def params(self) -> tuple[ShardedParam, ...]:
-        """Return all parameters, with stacks as stacks."""
+        """Return the shared parameters, then the stacks."""
         return *self.shared, *self.stacked
 
     @property
@@ -74,11 +78,11 @@ class Loop:
         return self.eqn.length
 
     def layer(self, iteration):
-        """Return the layer that an iteration works on."""
+        """Return the index of the layer that an iteration uses."""
         return self.length - 1 - iteration if self.eqn.reverse else iteration
 
     def params_of(self, iteration: int) -> list[ShardedParam]:
-        """Return all parameters of one iteration."""
+        """Return the parameters that one iteration uses."""
         return [*self.shared, *(p.at_layer(self.layer(iteration)) for p in self.stacked)]
 
     def row(self, stack: jax.Array, iteration) -> jax.Array:
@@ -90,7 +94,7 @@ class Loop:
         return lax.dynamic_update_index_in_dim(stack, row, self.layer(iteration), 0)
 
     def values(self, given: Sequence) -> tuple[list, list, list]:
-        """Split the segment's other inputs into `(consts, carry, slices)`."""
+        """Split the values of the segment's others into `(consts, carry, slices)`."""
         values = [
             jnp.asarray(literal) if index is None else given[index]
             for index, literal in zip(self.others, self.literals, strict=True)
@@ -98,10 +102,10 @@ class Loop:
         return values[: self.consts], values[self.consts :][: self.carry], values[self.consts + self.carry :]
 
     def run(self, params: Sequence, others: Sequence) -> list:
-        """Run the body on `(gathered params, consts and carry and slices)`."""
+        """Run the body on gathered parameters and on `(*consts, *carry, *slices)`."""
         gathered = (as_gathered(*pair) for pair in zip(params, self.params, strict=True))
-        rest = iter(others)
-        return evaluate(*compat.opened(self.eqn.body), [next(gathered if on else rest) for on in self.is_param])
+        remaining = iter(others)
+        return evaluate(*compat.opened(self.eqn.body), [next(gathered if on else remaining) for on in self.is_param])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +125,16 @@ class LayerGathers:
     used: Sequence[int]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Start the gathers of one iteration's layers after `anchor`.
+        """Gather the layers of one iteration, after the anchor is computed.
 
-        Returns the layers, None for those not in `used`, and the anchor.
+        Returns:
+            `(layers, anchor)`, with None for layers that are not in `used`, and the anchor behind the barrier.
         """
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}
         layers = [stacked[i].at_layer(0) for i in unique.values()]
         rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
-        # Cast row by row: a cast before the loop would copy the stack.
+        # The cast is made row by row. A cast before the loop would copy the stack.
         anchor, (rows,) = barrier(anchor, self.options.encode(rows, layers))
         gathered = dict(zip(unique, self.options.gather(rows, layers), strict=True))
         return [gathered[p.key] if i in self.used else None for i, p in enumerate(stacked)], anchor

@@ -1,7 +1,7 @@
-"""Equations of a loss that compute the same, merged, as XLA merges them where no barrier is between.
+"""Merge equations of a loss that compute the same value. The planner calls `merged` before it divides the loss.
 
-A step that calls its generator twice on the same input has each of its layers twice. The barriers that order
-the gathers of two uses are not alike, so XLA cannot see that the uses are.
+A step that calls its generator twice on the same input has each of its layers twice. XLA would merge them, but not once
+the engine has put different barriers around the gathers of the two uses.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 
 _APART = frozenset({"optimization_barrier", "rng_uniform"})
 
@@ -18,25 +19,22 @@ _APART = frozenset({"optimization_barrier", "rng_uniform"})
 def merged(jaxpr: Any, params: Collection) -> Any:
     """Merge the equations that compute activations from the same operands.
 
-    What is computed of parameters alone stays, since segments repeat it, and so does what depends on no
-    parameter: a mask or a row of zeros is cheaper computed twice than kept.
-
-    Args:
-        jaxpr: Without constants.
-        params: Those of its arguments that are sharded parameters.
+    Equations on parameters alone are not merged, because segments repeat them anyway. Equations that depend on no
+    parameter are not merged either: computing a mask or a row of zeros twice is cheaper than keeping it.
+    `params` are the arguments that are sharded parameters.
     """
-    same: dict = {}  # a variable -> the first one of the same value
-    found: dict = {}
+    same: dict = {}  # a variable -> the first variable with the same value
+    earlier: dict = {}  # a key without functions -> the equations that have it
     weights, activations = set(params), set()
     eqns: list = []
-    taken: dict = {}  # a result of an equation that is left out -> what to read instead
+    taken: dict = {}  # a result of an equation that is left out -> the variable to read instead
     for eqn in jaxpr.eqns:
         reads = jaxprs.variables_in(eqn.invars)
         if _is_weight(eqn, weights):
             weights.update(eqn.outvars)
         elif not activations.isdisjoint(reads) or not weights.isdisjoint(reads):
             activations.update(eqn.outvars)
-        alike = None if _is_apart(eqn) else _first(eqn, same, found)
+        alike = None if _is_apart(eqn) else _first(eqn, same, earlier)
         if alike is not None:
             pairs = list(zip(eqn.outvars, alike.outvars, strict=True))
             same.update(pairs)
@@ -51,30 +49,24 @@ def merged(jaxpr: Any, params: Collection) -> Any:
     return compat.part_of(jaxpr, eqns, jaxpr.invars, put(jaxpr.outvars))
 
 
-def _first(eqn: Any, same: Mapping, found: dict) -> Any:
-    """Return the earlier equation that computes the same, or add this one to `found` and return None."""
-    before = found.setdefault(jaxprs.equation_key(eqn, same, functions=False), [])
-    for one in before:
-        pairs = zip(eqn.outvars, one.outvars, strict=True)
+def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
+    """Return the earlier equation that computes the same value, or add the equation to `earlier` and return None."""
+    candidates = earlier.setdefault(jaxprs.equation_key(eqn, same, functions=False), [])
+    for candidate in candidates:
+        pairs = zip(eqn.outvars, candidate.outvars, strict=True)
         if any(compat.is_dropped(there) and not compat.is_dropped(here) for here, there in pairs):
             continue
-        if jaxprs.equation_key(eqn, same) == jaxprs.equation_key(one, same) or _pulls_alike(eqn, one):
-            return one
-    before.append(eqn)
+        if jaxprs.equation_key(eqn, same) == jaxprs.equation_key(candidate, same):
+            return candidate
+        # Only the functions of their derivative rules differ: `jax.nn.relu` has a new rule wherever it is called.
+        if (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate):
+            return candidate
+    candidates.append(eqn)
     return None
 
 
-def _pulls_alike(*eqns: Any) -> bool:
-    """Return whether two equations have the same derivative, when only the functions of their rules differ.
-
-    `jax.nn.relu` has a new rule wherever it is called.
-    """
-    pulls = [_pulled(eqn) for eqn in eqns]
-    return pulls[0] is not None and pulls[0] == pulls[1]
-
-
 def _pulled(eqn: Any) -> Any:
-    """Return what an equation's derivative computes, or None if it has no derivative."""
+    """Return a hashable form of an equation's derivative, or None if it has no derivative."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     reads = [v for v in eqn.invars if not compat.is_literal(v)]
     moving = [i for i, v in enumerate(reads) if is_float(v)]
@@ -95,7 +87,7 @@ def _pulled(eqn: Any) -> Any:
         return None
     try:
         closed = jax.make_jaxpr(run)([v.aval for v in reads], wanted)
-    except Exception:  # the user's rule, or an equation that has no derivative
+    except Exception:  # The user's rule failed, or the equation has no derivative.
         return None
     jaxpr, consts = compat.opened(closed)
     # A rule often calls its function once more, for a result that the derivative does not read.
@@ -104,7 +96,7 @@ def _pulled(eqn: Any) -> Any:
 
 
 def _is_apart(eqn: Any) -> bool:
-    """Return whether an equation may give another result each time, or exists to be kept apart."""
+    """Return whether an equation may give another result each time, or must not be merged."""
     return bool(eqn.effects) or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars))
 
 
@@ -114,4 +106,4 @@ def _is_weight(eqn: Any, weights: Collection) -> bool:
     if reads and all(v in weights for v in reads):
         return True
     shapes = [v.aval.shape for v in reads if v in weights]
-    return eqn.primitive.name in jaxprs.ELEMENTWISE and eqn.outvars[0].aval.shape in shapes
+    return eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0].aval.shape in shapes

@@ -1,7 +1,8 @@
-"""A loop whose iterations do not depend on one another (microbatches), each of which runs the body's own program.
+"""A loop over microbatches inside the loss: each iteration runs the program of the loop's body.
 
-Its parameters stay sharded: an iteration gathers them where it uses them, as if it were a loss of its own, and
-its gradients are reduce-scattered before the next one starts. The loop sums shards.
+The rule "loop of its own" makes this segment. The parameters stay sharded: an iteration gathers them where it uses
+them, as if it were a loss, and its gradients are reduce-scattered before the next iteration starts. The loop sums
+shards. The alternative is to gather before the loop, which keeps every parameter for all iterations.
 """
 
 import dataclasses
@@ -14,33 +15,27 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.dims import UNKNOWN
-from zerojax.gather.program import Program
 from zerojax.gather.residuals import NestedResiduals, Static
 from zerojax.gather.run import as_function
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import Segment
+from zerojax.gather.segments import Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.offload.host import to_device
 
-MOST_ITERATIONS = 64  # each gathers the parameters once more, and a loop over tokens has thousands
+MOST_ITERATIONS = 64  # Each iteration gathers the parameters again. A loop over tokens has thousands of iterations.
 
 
 @dataclasses.dataclass(frozen=True)
 class NestedSegment(Segment):
-    """A loop, each iteration of which runs a program.
+    """A loop that runs a program in each iteration.
 
     Attributes:
-        program: The body's; its arguments are the loop's constants, carry and rows, then `consts`.
-        consts: Constants of the program.
+        program: The body's program. Its arguments are the loop's constants, carry and rows, then `consts`.
+        consts: Arrays that the body closes over.
     """
 
     program: Program
     consts: Sequence
-
-    @property
-    def iterations(self) -> int:
-        """Return how often the program runs."""
-        return self.loop.length
 
     @property
     def loop(self) -> compat.LoopEqn:
@@ -78,44 +73,37 @@ class NestedSegment(Segment):
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, NestedResiduals | None]:
         """Run the forward pass; see `Segment`."""
-        _, others = self.start(gathers, ahead=False)
+        _, others = self.take_inputs(gathers, ahead=False)
+        # A shard in host memory is copied to the device before the loop: the loop sums its gradient there.
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
-        given = {**roots, **dict(zip(self.others, others, strict=True))}
-        run = as_function(self.program, gathers.options, zeros={})
+        env = {**gathers.env, **roots, **dict(zip(self.others, others, strict=True))}
+        program = as_function(self.program, gathers.options, zeros={})
         if not moving:
-            return self._loop(run, {**gathers.env, **given}), None
-        wanted = [v for v in given if v in moving]
+            return self._loop(program, env), None
+        live = set(self.live_results(moving))
+        outputs = [i for i, key in enumerate(self.results) if key in live]
+        inputs = [v for v in dict.fromkeys(self.sources) if v in moving]
 
-        def of_moving(values):
-            return self._loop(run, {**gathers.env, **given, **dict(zip(wanted, values, strict=True))})
+        def run(values):
+            results = self._loop(program, {**env, **dict(zip(inputs, values, strict=True))})
+            return [results[i] for i in outputs], results
 
-        return self._differentiated(of_moving, [given[v] for v in wanted], wanted, moving)
+        _, pull, results = jax.vjp(run, [env[v] for v in inputs], has_aux=True)
+        return results, NestedResiduals(pull, Static((outputs, inputs)))
 
     def backward(self, residuals: NestedResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
-        outputs, wanted = residuals.active.value
+        outputs, inputs = residuals.active.value
         cotangents = self.cotangents(outputs, grads)
         if cotangents is None:
             return
         _, (cotangents, due) = gathers.take(cotangents, grads.due, rows=[UNKNOWN] * len(cotangents), ahead=False)
         grads.settle(due)
-        (to_wanted,) = residuals.pull(cotangents)
-        grads.add_others(wanted, gathers.finish(to_wanted))
+        (to_inputs,) = residuals.pull(cotangents)
+        grads.add_others(inputs, gathers.finish(to_inputs))
 
-    def _differentiated(self, run: Callable, values: list, inputs: list, moving: Set) -> tuple[list, NestedResiduals]:
-        """Return `run(values)` and a function that pulls cotangents back to the values, called `inputs`."""
-        live = set(self.live_results(moving))
-        outputs = [i for i, key in enumerate(self.results) if key in live]
-
-        def with_results(values):
-            results = run(values)
-            return [results[i] for i in outputs], results
-
-        _, pull, results = jax.vjp(with_results, values, has_aux=True)
-        return results, NestedResiduals(pull, Static((outputs, inputs)))
-
-    def _loop(self, run: Callable, env: Mapping) -> list:
-        """Return the loop's results, given `run(*arguments of the program)`."""
+    def _loop(self, program: Callable, env: Mapping) -> list:
+        """Return the loop's results, given `program(*arguments)` for its body and the values of the variables."""
         (eqn,) = self.jaxpr.eqns
         loop, by_var = self.loop, dict(zip(self.jaxpr.invars, self.sources, strict=True))
         params = dict(zip(self.jaxpr.invars, self.params, strict=False))
@@ -127,16 +115,15 @@ class NestedSegment(Segment):
                 return params[atom].sliced(env).astype(params[atom].wide)
             return env[by_var[atom]]
 
-        values = [value(atom) for atom in eqn.invars]
-        consts, carry = values[: loop.consts], values[loop.consts :][: loop.carry]
+        values, split = [value(atom) for atom in eqn.invars], loop.consts + loop.carry
 
         def body(carry, rows):
-            results = run(*consts, *carry, *rows, *self.consts)
+            results = program(*values[: loop.consts], *carry, *rows, *self.consts)
             return results[: loop.carry], results[loop.carry :]
 
-        rows = values[loop.consts + loop.carry :]
-        carry, ys = lax.scan(body, carry, rows, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
-        results = dict(zip(eqn.outvars, [*carry, *ys], strict=True))
+        options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
+        carry, stacks = lax.scan(body, values[loop.consts : split], values[split:], **options)
+        results = dict(zip(eqn.outvars, [*carry, *stacks], strict=True))
         return [results[var] for var in self.jaxpr.outvars]
 
 

@@ -1,7 +1,15 @@
-"""Divide a loss function into segments: its jaxpr, equation by equation, where parameters are used."""
+"""The planner: from the jaxpr of a loss to a `Program`. `engine` calls `planned`, and so does the planner for loops.
+
+1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
+2. Drop dead equations, and merge equations that compute the same value (`merged`).
+3. Decide for each equation by the first rule that matches (`rules`), which drafts segments.
+4. Complete the drafts: which equations a segment repeats, what it reads and passes on (`assembly`).
+5. If repeated products cost too much, decide again with these products held (`held`).
+"""
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +23,8 @@ from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
 from zerojax.gather.merged import merged
 from zerojax.gather.nested import MOST_ITERATIONS, iterations_are_independent
-from zerojax.gather.program import Program
 from zerojax.gather.rules import Decisions, is_repeatable
-from zerojax.gather.segments import BlockSegment, Gathered
+from zerojax.gather.segments import BlockSegment, Gathered, Program
 from zerojax.gather.sharded_param import ShardedParam, root_param
 from zerojax.layout.leaf import Leaf
 
@@ -28,39 +35,24 @@ BLOCK_NAME = "zerojax_block"
 def planned(
     closed, leaves: Sequence[Leaf | None], given: Sequence[State], follower: Follower | None
 ) -> tuple[Program, list]:
-    """Return the program of a traced function, and the constants that are its last arguments.
+    """Return the program of a traced function, and the constants that are the program's last arguments.
 
-    `leaves` are the layouts of its first arguments, None for those that are not sharded. `given` says where each of
-    its arguments holds the rows of the batch, which `follower`, if there is one, follows.
+    `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says where
+    the first arguments hold the rows of the batch. In device view there is no `follower`.
     """
     jaxpr, consts = compat.opened(closed)
-    missing = [None] * (len(jaxpr.invars) - len(leaves))
-    sharded = [leaf is not None for leaf in [*leaves, *missing]]
-
-    def flat(args, consts):
-        return inlined(jaxpr, consts, args, sharded)
-
-    again = jax.make_jaxpr(flat)([var.aval for var in jaxpr.invars], list(consts))
-    jaxpr, more = compat.opened(again)
+    again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
+    jaxpr, more = compat.opened(again([var.aval for var in jaxpr.invars], list(consts)))
     bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
     bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])
     missing = [None] * (len(bare.invars) - len(leaves))
-    rest = [NOWHERE] * (len(bare.invars) - len(given))
-    rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, [*given, *rest]))
+    states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
+    rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))
     return plan(bare, [*leaves, *missing], rows, follower), jaxprs.as_jax_values([*consts, *more])
 
 
-def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) -> list:
-    """Evaluate `jaxpr`, inlining the calls (such as `jax.jit`) that parameters are passed to.
-
-    Stacks of layers become what a loop scans over, where it can (`layer_stacks`).
-
-    Args:
-        jaxpr: What to evaluate.
-        consts: Its constants.
-        args: Its arguments.
-        sharded: For each argument, whether it is a sharded parameter.
-    """
+def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | None]) -> list:
+    """Evaluate a jaxpr, inlining the calls that parameters are passed to, and scanning over stacks of layers."""
     known: dict = {}
 
     def rule(eqn, values):
@@ -77,7 +69,8 @@ def inlined(jaxpr, consts: Sequence, args: Sequence, sharded: Sequence[bool]) ->
             return [Derived(x, eqn, tuple(values)) for x in results]
         return combined(eqn, values, results) or results
 
-    marked = [Derived(arg) if on else arg for arg, on in zip(args, sharded, strict=True)]
+    pairs = itertools.zip_longest(args, leaves)
+    marked = [arg if leaf is None else Derived(arg) for arg, leaf in pairs]
     return [_bare(value) for value in jaxprs.evaluate(jaxpr, consts, marked, rule)]
 
 
@@ -88,33 +81,27 @@ def _bare(value):
 def plan(
     jaxpr, leaves: Sequence[Leaf | None], rows: Mapping[Any, State] = MappingProxyType({}), follower: Any = None
 ) -> Program:
-    """Divide an inlined jaxpr into segments.
-
-    Args:
-        jaxpr: Without constants.
-        leaves: For each argument, its layout if it is a sharded parameter, else None.
-        rows: Where each variable holds the rows of the batch.
-        follower: What found that, or None.
-    """
+    """Divide an inlined jaxpr without constants into segments; `leaves` has a layout or None for each argument."""
     nest = functools.partial(_nested, rows=rows, follower=follower)
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
-    decisions, program = _plan(jaxpr, Decisions(jaxpr, params, frozenset(), nest), frozenset())
+    decisions = Decisions(jaxpr, params, frozenset(), nest)
+    program = _program(jaxpr, decisions, rows)
     if held := worth_holding(jaxpr, program, decisions.params, decisions.repeated):
-        _, program = _plan(jaxpr, Decisions(jaxpr, params, held, nest), held)
-    return dataclasses.replace(program, rows=rows)
+        program = _program(jaxpr, Decisions(jaxpr, params, held, nest), rows)
+    return program
 
 
-def _plan(jaxpr, decisions: Decisions, held: frozenset) -> tuple[Decisions, Program]:
-    """Return what is decided about each equation, and the program that follows from it."""
+def _program(jaxpr, decisions: Decisions, rows: Mapping[Any, State]) -> Program:
+    """Decide about each equation, and return the program that follows from the decisions."""
     decisions.decide()
     drafts, params, repeated = decisions.drafts, decisions.params, decisions.repeated
     returned = tuple(dict.fromkeys(v for v in jaxprs.variables_in(jaxpr.outvars) if v in params or v in repeated))
-    if returned:
+    if returned:  # The loss returns parameters: gather them at the end.
         drafts.append(Draft(BlockSegment, [], returned))
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
     segments = assembled(jaxpr, drafts, params, repeated)
     rules = tuple(decisions.rules)
-    return decisions, Program(tuple(jaxpr.invars), segments, outs, decisions.joined, held, {}, rules)
+    return Program(tuple(jaxpr.invars), segments, outs, decisions.joined, decisions.held, rows, rules)
 
 
 def _nested(
@@ -126,17 +113,23 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """Return the program of a loop's body and its constants, if parameters should stay sharded until it uses them."""
+    """Plan the body of a loop over microbatches, or return None if the loop's parameters are better gathered before it.
+
+    Returns:
+        The program of the body, and its constants.
+    """
     constants = set(jaxprs.variables_in(eqn.invars[: loop.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
     if loop.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(loop):
         return None
-    found = [None if compat.is_literal(a) else params.get(a) for a in eqn.invars]
-    if any(param and param.leaf.further > 1 for param in found):  # its gradients are no shards of the body's arguments
+    operands = [None if compat.is_literal(a) else params.get(a) for a in eqn.invars]
+    # Gradients that are sharded over more axes than the parameter do not have the shape of the body's argument.
+    if any(param and param.leaf.further > 1 for param in operands):
         return None
-    leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in found]
+    leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in operands]
     states = [NOWHERE if compat.is_literal(a) else rows.get(a, NOWHERE) for a in eqn.invars]
     inside = [] if follower is None else follower.into_loop(loop, states)
     program, consts = planned(loop.body, leaves, inside, follower)
+    # Worth it only if an iteration gathers less at a time than gathering everything before the loop.
     largest = max((size for segment in program.segments for size in segment.gathered_bytes), default=0)
     return (program, consts) if 2 * largest < sum(leaf.bytes for leaf in leaves if leaf) else None

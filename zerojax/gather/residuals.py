@@ -1,38 +1,36 @@
-"""What the forward pass hands the backward pass."""
+"""Records that go from a segment's forward pass to its backward pass, and the stand-in for a parameter.
+
+`segments`, `scan_forward` and `nested` make residuals, and `run` keeps them between the passes. They are pytrees,
+because JAX carries them as the residuals of the whole program.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """Something known while tracing that goes with arrays from the forward pass to the backward."""
+    """A pytree without leaves: a value known while tracing that accompanies arrays to the backward pass."""
 
     value: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """A tree without arrays, around something static."""
-
-    static: Static = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class StandIn:
-    """A parameter, and zeros that are differentiated instead, for `gather_on_use`.
+    """A parameter for `gather_on_use`, and zeros that are differentiated instead of it.
 
-    A cotangent has the shape and the memory of its primal. Where a gradient needs another shape or
-    memory, zeros that have it stand in, and nothing reads them: on the device for a shard in host memory, and with one
-    partial sum per worker for a parameter whose gradient is reduced later.
+    JAX gives a cotangent the shape and the memory of its primal. Where a gradient needs another shape or memory, zeros
+    that have it are differentiated. No equation reads them. The zeros are on the device for a shard in host memory,
+    and have one partial sum per worker for a parameter whose gradient is reduced later.
 
     Attributes:
         value: The parameter in storage.
-        zeros: Of the shape and in the memory of the gradient, in the parameter's type.
+        zeros: Zeros with the gradient's shape and memory, and the parameter's type.
     """
 
     value: Any
@@ -45,29 +43,29 @@ class NestedResiduals:
     """Residuals of a loop that runs a program of its own in each iteration.
 
     Attributes:
-        pull: Its backward function.
-        active: Which results and which inputs have cotangents.
+        pull: Maps cotangents of the active results to cotangents of the active inputs.
+        active: The indices of the results, and the variables of the inputs, that have cotangents.
     """
 
-    pull: Any
-    active: Static = dataclasses.field(metadata={"static": True})
+    pull: Callable
+    active: Static
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockResiduals:
-    """Residuals of a segment that gathers parameters.
+    """Residuals of a block, a plain segment, or a scan over layers.
 
     Attributes:
-        saved: Activations; of a scan stacks of them, and after them the carry of each iteration.
-        others: Inputs of the segment, None for those that the backward pass does not read.
-        operands: What the slices of the segment's parameters read.
-        gathered: Gathered parameters that are kept; None if they are gathered again.
-        passes: The two passes (`Passes`).
+        saved: Activations. For a scan: stacks of them, then stacks of the carry of each iteration.
+        others: Inputs of the segment that are not gathered; None for an input that the backward pass does not read.
+        operands: Values that the slices of the segment's parameters read (`ShardedParam.operands`).
+        gathered: The gathered parameters, if they are kept; None if the backward pass gathers them again.
+        passes: The `Passes` of the segment, or of one iteration.
     """
 
     saved: Any
     others: Any
     operands: Any
     gathered: Any
-    passes: Static = dataclasses.field(metadata={"static": True})
+    passes: Static

@@ -1,7 +1,10 @@
-"""The rules by which the planner decides what happens to each equation of a loss. The first that matches acts.
+"""The rules by which the planner decides what happens to each equation of a loss. Read the table `RULES` first.
 
-Equations on parameters alone (a transpose, a reshape, a merged LoRA) are not run in place but repeated in every
-segment that reads their result, so that nothing of a gathered parameter's size outlives a segment.
+For each equation, the first rule that matches acts. An action adds to the containers of `Decisions`, from which
+`assembly` makes segments. To add an optimization, add a rule.
+
+Equations on parameters alone (a transpose, a reshape, a merged LoRA) do not run once in their place. Every segment that
+reads their result repeats them, so that nothing as large as a gathered parameter outlives a segment.
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment
 from zerojax.gather.sharded_param import (
     OF_STACKS,
+    WEIGHT_ARITHMETIC,
     ShardedParam,
     can_be_stacked,
     extended,
@@ -29,13 +33,13 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 
 
 class Site(NamedTuple):
-    """An equation, and what of it depends on parameters.
+    """An equation, and which of its operands depend on parameters alone.
 
     Attributes:
-        index: Its index in the function.
+        index: The index of the equation in the function.
         eqn: The equation.
         reads: The variables that it reads.
-        touched: Those that are parameters, slices of their shards, or computed from them alone.
+        touched: The variables among them that are parameters, slices of their shards, or computed from these alone.
     """
 
     index: int
@@ -45,35 +49,30 @@ class Site(NamedTuple):
 
 
 class Decisions:
-    """What is decided so far. Lives as long as one plan.
+    """The decisions so far, and the predicates and actions of the rules. It lives as long as one plan.
 
     Attributes:
+        held: Variables of values to compute once and keep, although they are computed from parameters alone.
         params: Sharded parameters and slices of their shards, by variable.
-        joined: Stacks that are made of parameters of one layout, by their variable.
+        joined: For the variable of each stack that the loss makes of parameters, these parameters.
         repeated: The equations that segments repeat, by their results.
         drafts: The segments so far.
-        rules: Each equation so far, with the name of its rule.
+        rules: The equations so far, each with the name of its rule.
+        between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
     """
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable):
-        """Analyse the whole function once.
-
-        Args:
-            jaxpr: The function; inlined.
-            params: The sharded parameters among its arguments.
-            held: Values to compute once and to keep, although they are computed from parameters alone.
-            nest: Returns the program of a loop's body, and its constants, if it is to have one; see `planner`.
-        """
+        """Analyse an inlined function once, before any decision; `nest` plans the body of a loop (`planner`)."""
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
         self.repeated: dict = {}
         self.drafts = [Draft(PlainSegment, [])]
         self.rules: list[tuple[Any, str]] = []
-        self._jaxpr, self._held, self._nest = jaxpr, held, nest
+        self.held, self._jaxpr, self._nest = held, jaxpr, nest
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
-        self._between_refs = _between_refs(jaxpr)
-        self._uniform: set = set()  # variables that are equal on all devices
+        self.between_refs = _between_refs(jaxpr)
+        self._uniform: set = set()  # Variables that have the same value on all devices.
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
@@ -83,29 +82,21 @@ class Decisions:
             if self._uniform.issuperset(reads) and not eqn.effects and eqn.primitive.name not in _DEVICE_DEPENDENT:
                 self._uniform.update(eqn.outvars)
             for rule in RULES:
-                if (found := rule.matches(self, site)) not in (None, False):
-                    rule.act(self, site, found)
+                if (match := rule.matches(self, site)) not in (None, False):
+                    rule.act(self, site, match)
                     self.rules.append((eqn, rule.name))
                     break
 
-    # Predicates return what the action needs, and None or False if the rule does not match.
-
-    def is_between_refs(self, site: Site) -> bool:
-        """Return whether an equation lies between the first `jax.new_ref` and the last use of a ref."""
-        return site.index in self._between_refs
+    # A predicate returns the last argument of its action, or None or False if the rule does not match.
 
     def keep_together(self, site: Site, _) -> None:
         """Put all equations between the refs into one segment, in their order."""
-        if site.index == self._between_refs.start:
+        if site.index == self.between_refs.start:
             self.drafts.append(Draft(BlockSegment, []))
         self.drafts[-1].eqns.append(site.eqn)
 
-    def is_free_of_params(self, site: Site) -> bool:
-        """Return whether an equation reads nothing that is computed from parameters alone."""
-        return not site.touched
-
     def run_in_place(self, site: Site, _) -> None:
-        """Add the equation to the plain segment that ends here."""
+        """Add the equation to the plain segment before it, or start one."""
         if self.drafts[-1].make is not PlainSegment:
             self.drafts.append(Draft(PlainSegment, []))
         self.drafts[-1].eqns.append(site.eqn)
@@ -113,7 +104,7 @@ class Decisions:
     def of_shard(self, site: Site) -> ShardedParam | None:
         """Return the slice, cast or other view of a parameter that can be computed on its shard."""
         eqn, first = site.eqn, site.eqn.invars[0]
-        # Slicing shards gives one slice only if every device slices at the same index.
+        # Slices of shards are shards of one slice only if every device slices at the same index.
         alone = site.touched == [first] and first in self.params and self._uniform.issuperset(site.reads[1:])
         alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in self._scanned
         return extended(self.params[first], eqn) if alone else None
@@ -123,7 +114,7 @@ class Decisions:
         self.params[site.eqn.outvars[0]] = param
 
     def joined_layers(self, site: Site) -> tuple[ShardedParam, ...] | None:
-        """Return the parameters of one layout that `jnp.stack` joins into what a loop scans over."""
+        """Return the parameters of one layout that `jnp.stack` joins into a stack that a loop scans over."""
         eqn = site.eqn
         return (not self._scanned.isdisjoint(eqn.outvars) and self._members(eqn.outvars[0], eqn)) or None
 
@@ -132,22 +123,18 @@ class Decisions:
         var = site.eqn.outvars[0]
         self.joined[var], self.params[var] = members, stack_of(var, members)
 
-    def is_held(self, site: Site) -> bool:
-        """Return whether a result is computed from parameters alone and costs too much to repeat; see `held`."""
-        return not self._held.isdisjoint(site.eqn.outvars)
-
     def compute_once(self, site: Site, _) -> None:
-        """Make a segment of its own, whose result is kept like an activation."""
+        """Make a segment with this equation, whose result is kept like an activation."""
         self.drafts.append(Draft(HeldSegment, [site.eqn]))
 
     def is_repeatable(self, site: Site) -> bool:
-        """Return whether an equation reads parameters alone and changes their size little, or is a norm that scales."""
+        """Return whether an equation reads parameters alone and may be repeated, or is a norm that scales a weight."""
         eqn = site.eqn
         of_params = [not compat.is_literal(a) and (a in self.params or a in self.repeated) for a in eqn.invars]
         return is_repeatable(eqn, of_params) or (all(of_params) and _scales_a_weight(eqn, self._uses))
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether a parameter is combined elementwise with another value (a mask, noise), for one reader."""
+        """Return whether a weight is combined elementwise with another value (a mask), for a single reader."""
         eqn, (var, *_) = site.eqn, site.eqn.outvars
         readers = self._uses.get(var, ())
         may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in _CONTROL
@@ -158,7 +145,7 @@ class Decisions:
             made = self.repeated.get(atom)
             return atom in self.params or (made is not None and made.primitive.name != "broadcast_in_dim")
 
-        is_elementwise = eqn.primitive.name in jaxprs.ELEMENTWISE and var.aval.ndim > 1
+        is_elementwise = eqn.primitive.name in WEIGHT_ARITHMETIC and var.aval.ndim > 1
         return may_move and is_elementwise and any(map(is_weight, eqn.invars))
 
     def repeat(self, site: Site, _) -> None:
@@ -166,7 +153,7 @@ class Decisions:
         self.repeated |= dict.fromkeys(site.eqn.outvars, site.eqn)
 
     def nested_program(self, site: Site) -> tuple | None:
-        """Return the program of a loop's body and its constants, if parameters stay sharded until it uses them."""
+        """Return the program of a loop's body and its constants, if each iteration should gather for itself."""
         loop = compat.loop_of(site.eqn)
         return None if loop is None else self._nest(site.eqn, loop, site.touched, self.params)
 
@@ -175,12 +162,8 @@ class Decisions:
         program, consts = body
         self.drafts.append(Draft(functools.partial(NestedSegment, program=program, consts=consts), [site.eqn]))
 
-    def loop(self, site: Site) -> compat.LoopEqn | None:
-        """Return the loop that an equation is."""
-        return compat.loop_of(site.eqn)
-
     def gather_per_iteration(self, site: Site, loop: compat.LoopEqn) -> None:
-        """Gather one layer per iteration, and before the loop what it needs whole."""
+        """Gather one layer per iteration. Parameters that the loop needs whole are gathered before it."""
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
@@ -193,10 +176,6 @@ class Decisions:
         early = tuple(dict.fromkeys(early))
         self.drafts += [Draft(BlockSegment, [], early)] * bool(early)
         self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
-
-    def always(self, site: Site) -> bool:
-        """Return True: the last rule takes every equation."""
-        return True
 
     def gather_for_use(self, site: Site, _) -> None:
         """Make a segment that gathers the parameters, computes, and drops them."""
@@ -215,9 +194,9 @@ class Decisions:
         if parts:
             members = tuple(param for part in parts for param in part)
             return members if all(parts) and can_be_stacked(members) else ()
-        of = eqn.invars[0]
-        is_layer = eqn.primitive.name in ("broadcast_in_dim", "reshape") and var.aval.shape == (1, *of.aval.shape)
-        return (self.params[of],) if is_layer and of in self.params else ()
+        layer = eqn.invars[0]
+        adds_dim = eqn.primitive.name in ("broadcast_in_dim", "reshape") and var.aval.shape == (1, *layer.aval.shape)
+        return (self.params[layer],) if adds_dim and layer in self.params else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,10 +204,10 @@ class Rule:
     """What the planner does with equations of one kind.
 
     Attributes:
-        name: As `check` and docs/stage3.md print it.
-        example: A line of a loss that falls under it, where `w` is a parameter.
-        matches: Returns what `act` needs, or None or False if the rule does not match.
-        act: Records the decision.
+        name: The name that `check` and docs/stage3.md print.
+        example: A line of a loss that falls under the rule, where `w` is a parameter.
+        matches: The predicate. It returns the last argument of `act`, or None or False if the rule does not match.
+        act: The action, which records the decision.
     """
 
     name: str
@@ -239,11 +218,17 @@ class Rule:
 
 RUN_IN_PLACE = "activations"
 RULES = (
-    Rule("state", "ref[...] += x", Decisions.is_between_refs, Decisions.keep_together),
-    Rule(RUN_IN_PLACE, "jnp.tanh(x)", Decisions.is_free_of_params, Decisions.run_in_place),
+    # A jaxpr cannot return a ref, so all equations between the first and the last use of refs must share a segment.
+    Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
+    Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
-    Rule("held", "k = w @ v; x @ k; y @ k", Decisions.is_held, Decisions.compute_once),
+    Rule(
+        "held",
+        "k = w @ v; x @ k; y @ k",
+        lambda so_far, site: not so_far.held.isdisjoint(site.eqn.outvars),
+        Decisions.compute_once,
+    ),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
     Rule(
@@ -255,10 +240,10 @@ RULES = (
     Rule(
         "loop over layers",
         "lax.scan(lambda x, w: (x @ w, None), x, w)",
-        Decisions.loop,
+        lambda so_far, site: compat.loop_of(site.eqn),
         Decisions.gather_per_iteration,
     ),
-    Rule("use", "x @ w", Decisions.always, Decisions.gather_for_use),
+    Rule("use", "x @ w", lambda so_far, site: True, Decisions.gather_for_use),
 )
 
 
@@ -274,18 +259,18 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
             return False
     if eqn.effects or eqn.primitive.name in _CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
-    # What shrinks a parameter (a norm, a row) is worth storing, and a segment by itself: repeated, it would
-    # make a penalty on all parameters gather all of them at once.
+    # A result that is much smaller than the parameter (a norm, a row) is cheap to store. If it were repeated, a penalty
+    # on all parameters would be one segment that gathers all of them at once.
     largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
     return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
 
 
 def _scales_a_weight(eqn: Any, uses: Mapping) -> bool:
-    """Return whether an equation sums a weight only in order to scale it (a norm)."""
+    """Return whether an equation reduces a weight only to scale the weight by the result (a norm)."""
     if eqn.primitive.name not in ("reduce_sum", "reduce_max"):
         return False
     readers, shape = uses.get(eqn.outvars[0], ()), eqn.invars[0].aval.shape
-    while len(readers) == 1 and readers[0][0].primitive.name in jaxprs.ELEMENTWISE | {"broadcast_in_dim", "reshape"}:
+    while len(readers) == 1 and readers[0][0].primitive.name in WEIGHT_ARITHMETIC | {"broadcast_in_dim", "reshape"}:
         (out,) = readers[0][0].outvars
         if out.aval.shape == shape:
             return True
@@ -294,6 +279,6 @@ def _scales_a_weight(eqn: Any, uses: Mapping) -> bool:
 
 
 def _between_refs(jaxpr: Any) -> range:
-    """Return indices of equations from the first `jax.new_ref` to the last use of a ref, which share a segment."""
+    """Return the indices of the equations from the first `jax.new_ref` to the last use of a ref."""
     touching = [i for i, eqn in enumerate(jaxpr.eqns) if any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))]
     return range(touching[0], touching[-1] + 1) if touching else range(0)

@@ -1,31 +1,69 @@
-"""Run a program forward, and backward over the residuals of the forward pass."""
+"""Run a program: its segments forward, then backward over the residuals of the forward pass.
+
+`engine` and `nested` call `as_function`. Both passes walk over the segments in order. Each segment computes; the
+`GatherScheduler` starts the gathers of the segments after it; the `GradScheduler` takes its gradients.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.comm.barriers import barrier
-from zerojax.gather.program import Program
-from zerojax.gather.residuals import Fixed, Static
+from zerojax.gather.residuals import Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
-from zerojax.gather.segments import Gathered
+from zerojax.gather.segments import Gathered, Program
 from zerojax.gather.vjp import differentiable
 from zerojax.offload.host import to_device
 
 
-def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:
-    """Run a program.
+def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
+    """Return the program as a function with a backward pass.
 
     Args:
-        program: What to run.
-        args: One array for each of its arguments.
-        active: For each argument, whether its cotangent is wanted; None if there is no backward pass.
+        program: The program.
         options: How to gather.
+        zeros: The zeros of stand-ins, by the index of the argument that they stand in for.
 
     Returns:
-        `(results, residuals)`, one residual a segment, None where there is nothing to pull back.
+        `run(*arguments, *zeros)`, which returns the program's results.
+    """
+    count = len(program.invars)
+
+    @jax.custom_vjp
+    def run(*args):
+        return run_forward(program, args[:count], None, options)[0]
+
+    def forward(*args):
+        active = [arg.perturbed for arg in args[:count]]
+        for place, stand_in in zip(zeros, args[count:], strict=True):
+            active[place] = stand_in.perturbed
+        values = [arg.value for arg in args[:count]]
+        results, kept = run_forward(program, values, active, options)
+        return results, (values, kept, Static(active))
+
+    def backward(residuals, cotangents):
+        args, kept, active = residuals
+        given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
+        grads = run_backward(program, args, active.value, kept, given, options)
+        # An argument that is no parameter may still have one partial sum per worker, on a dim in front of its own.
+        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)
+        pairs = enumerate(zip(grads, program.invars, strict=True))
+        for_args = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
+        for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]
+        return (*for_args, *for_zeros)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:
+    """Run the forward pass, and return `(results, residuals of each segment)`.
+
+    `active` says for each argument whether its cotangent is wanted. It is None if there is no backward pass. A segment
+    that has nothing to pull back has None as residuals.
     """
     env = _env(program, args)
     live = {v for v, on in zip(program.invars, active or (), strict=False) if on and differentiable(v.aval.dtype)}
@@ -45,9 +83,12 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
         if segment.params:
             results = gathers.finish(results) if segment.waits_for_next else results
             gathers.position += 1
-            results, new = _before_backward(results, [segment.results.index(v) for v in ends[index]], new)
+            # A loss that is summed up has a backward pass that reads none of the summands. Without this barrier XLA
+            # computes the summands behind that pass, and keeps gathered parameters for them until then.
+            results, new = _tied(results, [segment.results.index(v) for v in ends[index]], new, lambda _: True)
         if residuals and residuals[-1] is not None:
-            results, residuals[-1] = _after_offload(results, residuals[-1])
+            # Otherwise XLA delays the copy of offloaded residuals to the host, and their memory is not freed.
+            results, residuals[-1] = _tied(results, range(len(results)), residuals[-1], _is_offloaded)
         env.update(zip(segment.results, results, strict=True))
         reached = segment.results if segment.params else [*gathers.frontier, *segment.after(gathers.frontier)]
         gathers.frontier = [v for v in reached if last_read.get(v, 0) > index]
@@ -66,35 +107,27 @@ def _env(program: Program, args: Sequence) -> dict:
 def _ends(program: Program) -> list[list]:
     """Return, for each segment, the results that no later gathering segment needs."""
     needed: set = set()
-    found = []
+    ends = []
     for segment in reversed(program.segments):
-        found.append([v for v in segment.results if v not in needed])
+        ends.append([v for v in segment.results if v not in needed])
         needed.update(segment.others if segment.params else segment.behind(needed))
-    return found[::-1]
+    return ends[::-1]
 
 
-def _before_backward(results: Sequence, ends: Sequence[int], residuals) -> tuple:
-    """Return a segment's results, and its residuals delayed until the results at `ends` are computed.
-
-    The backward pass of a loss that is summed up reads none of the summands. Otherwise XLA computes them behind it,
-    and keeps what they read, gathered parameters among it, until then.
-    """
-    leaves, tree = jax.tree.flatten(residuals)
-    waited, (leaves,) = barrier([results[i] for i in ends], leaves)
-    values = {**dict(enumerate(results)), **dict(zip(ends, waited, strict=True))}
-    return list(values.values()), jax.tree.unflatten(tree, leaves)
+def _is_offloaded(x: jax.Array) -> bool:
+    return compat.in_host_memory(jax.typeof(x))
 
 
-def _after_offload(results: Sequence, residuals) -> tuple:
-    """Return a segment's results, delayed until the offloaded residuals of the segment before have left the device.
-
-    Otherwise XLA delays the copy, and no memory is freed.
-    """
-    leaves, tree = jax.tree.flatten(residuals)
-    offloaded = [i for i, x in enumerate(leaves) if compat.in_host_memory(jax.typeof(x))]
-    results, (copies,) = barrier(results, [leaves[i] for i in offloaded])
-    for i, x in zip(offloaded, copies, strict=True):
-        leaves[i] = x
+def _tied(
+    results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
+) -> tuple[list, Any]:
+    """Return results and residuals of which those at `indices`, and the `chosen` arrays, wait for each other."""
+    results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
+    places = [i for i, x in enumerate(leaves) if chosen(x)]
+    waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])
+    for values, where, new in ((results, indices, waited), (leaves, places, arrays)):
+        for i, x in zip(where, new, strict=True):
+            values[i] = x
     return results, jax.tree.unflatten(tree, leaves)
 
 
@@ -106,18 +139,10 @@ def run_backward(
     cotangents: Sequence,
     options: Options,
 ) -> list:
-    """Pull cotangents back through a program.
+    """Run the backward pass: pull cotangents of the results back to the arguments.
 
-    Args:
-        program: As in `run_forward`.
-        args: As in `run_forward`.
-        active: As in `run_forward`.
-        residuals: As `run_forward` returned them.
-        cotangents: One for each result; None where it is zero.
-        options: As in `run_forward`.
-
-    Returns:
-        One cotangent for each argument; None where it is zero.
+    `program`, `args`, `active` and `options` are those of `run_forward`, which returned the `residuals`. A cotangent
+    that is zero is None, among `cotangents` and among the returned ones.
     """
     env = _env(program, args)
     grads = GradScheduler(env, [*program.invars, *program.held], options)
@@ -139,38 +164,8 @@ def run_backward(
     grads.finish()
     for var, params in program.joined.items():
         for i, param in enumerate(params if var in grads.cotangents else ()):
-            stack = grads.cotangents[var]  # perhaps of summands
+            stack = grads.cotangents[var]
+            # Partial sums have a dim of the workers in front, so the dim of layers is not always dim 0.
             layer = jax.lax.index_in_dim(stack, i, stack.ndim - var.aval.ndim, keepdims=False)
             grads.add(param.root, grads.root_grad(param, layer))
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
-
-
-def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
-    """Return the program as a function of its arguments and stand-ins, with its own backward pass."""
-    count = len(program.invars)
-
-    @jax.custom_vjp
-    def run(*args):
-        return run_forward(program, args[:count], None, options)[0]
-
-    def forward(*args):
-        active = [arg.perturbed for arg in args[:count]]
-        for place, stand_in in zip(zeros, args[count:], strict=True):
-            active[place] = stand_in.perturbed
-        values = [arg.value for arg in args[:count]]
-        results, kept = run_forward(program, values, active, options)
-        return results, (values, kept, Fixed(Static(active)))
-
-    def backward(residuals, cotangents):
-        args, kept, fixed = residuals
-        active = fixed.static.value
-        given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
-        grads = run_backward(program, args, active, kept, given, options)
-        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)  # of per-worker partial sums
-        pairs = enumerate(zip(grads, program.invars, strict=True))
-        own = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
-        for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]
-        return (*own, *for_zeros)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run

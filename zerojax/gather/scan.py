@@ -1,14 +1,13 @@
-"""A scan over layers whose stacked parameters stay sharded until their iteration.
+"""A scan over layers: stacked parameters stay sharded until the iteration that uses them.
 
-Both passes carry this iteration's gathered parameters while they gather the next one's, so
-that the gather hides behind the iteration. Plain autodiff would keep that carry, every layer
-of it; here each pass is a loop of its own (`scan_forward`, `scan_backward`), and each iteration
-writes its residuals in place into stacks. The backward loop reduce-scatters the gradients of
-one iteration while it computes the next one's.
+The rule "loop over layers" makes this segment. Each pass carries the gathered parameters of one iteration while it
+gathers those of the next iteration, so that the gather hides behind the iteration. Plain autodiff would keep that
+carry, which means every layer, as residuals. So the two passes are loops of our own (`scan_forward`, `scan_backward`),
+and each iteration writes its residuals in place into stacks. The backward loop reduce-scatters the gradients of one
+iteration while it computes the next one.
 
-The first and last iterations, which have nothing to gather or nothing to reduce, are peeled:
-so no byte is moved that is not needed. (A clamped index would gather one layer twice, in each
-pass.)
+The first and last iterations gather or reduce less than the others. They are peeled, so that no layer is moved twice.
+The alternative, a clamped index, would gather one layer twice in each pass.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class ScanSegment(Segment):
-    """A loop, each iteration of which gathers its own layers."""
+    """A loop of which each iteration gathers its own layers."""
 
     @functools.cached_property
     def loop(self) -> Loop:
@@ -38,7 +37,7 @@ class ScanSegment(Segment):
         return self.loop.params_of(0)
 
     def last_gather(self, residuals: BlockResiduals) -> Sequence[ShardedParam]:
-        """Return the parameters that the last iteration's backward pass reads."""
+        """Return the parameters that the backward pass of the last iteration reads."""
         if residuals.gathered is not None:
             return []
         last = self.loop.params_of(self.loop.length - 1)
@@ -56,9 +55,10 @@ class ScanSegment(Segment):
 
     @property
     def waits_for_next(self) -> bool:
-        """Return False where the iterations gather nothing: XLA then has the whole loop to hide the next gather behind.
+        """Return False if the iterations gather nothing.
 
-        With a wait, XLA's scheduler ended half of these gathers before the loop.
+        XLA then hides the next segment's gathers behind the whole loop. With a wait, it ended half of these gathers
+        before the loop.
         """
         return bool(self.loop.stacked)
 

@@ -1,12 +1,25 @@
-"""The backward pass of a scan over layers; see `scan`.
+"""The backward pass of a scan over layers. `ScanSegment` calls `backward`.
 
-It is a software pipeline. A layer passes through the stages of `Stage`, one per step of the loop: so while the loop
-computes the gradients of one iteration, it gathers the layer of the next one and reduces the gradients of those
-before. Without prefetch an iteration goes through all stages before the next one starts.
+The loop is a software pipeline. A layer goes through the stages of `Stage`, one stage per step of the loop. While one
+step computes the gradients of an iteration, it gathers the layer of the next iteration and reduces the gradients of the
+iterations before:
+
+    step          gather    compute    reduce within    reduce across
+    n (first)     n - 1     n
+    n - 1         n - 2     n - 1      n
+    n - 2         n - 3     n - 2      n - 1            n
+    ...
+    0 (last)                0          1                2
+
+Only hybrid sharding has the last column. Steps with an empty column are peeled: they run outside of the loop. Clamping
+the index instead would gather or reduce a layer twice. After the last step, the `GradScheduler` does the stages that
+remain. Without prefetch, each iteration goes through all stages before the next one starts (`Backward.in_turn`).
 """
 
 import dataclasses
 import enum
+import functools
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -25,32 +38,34 @@ from zerojax.gather.vjp import Passes
 
 
 class Stage(enum.IntEnum):
-    """The stages of a layer's backward pass, in order. Each stage works one step after the one before it."""
+    """The stages of a layer's backward pass, in order. A layer reaches a stage one step after the stage before it."""
 
     GATHER = enum.auto()
     COMPUTE = enum.auto()
-    REDUCE_WITHIN = enum.auto()  # reduce-scatter, within a group in hybrid sharding
-    REDUCE_ACROSS = enum.auto()  # between the groups of hybrid sharding; nothing otherwise
+    REDUCE_WITHIN = enum.auto()  # The reduce-scatter; in hybrid sharding, over the devices of one group.
+    REDUCE_ACROSS = enum.auto()  # The all-reduce between the groups of hybrid sharding; otherwise nothing.
 
     def iteration(self, computed):
-        """Return the iteration at this stage in the step that computes `computed`. The loop counts down."""
+        """Return the iteration that is at this stage in the step that computes iteration `computed`."""
+        # The loop counts down, so a stage before COMPUTE works on a smaller iteration.
         return computed + (self - Stage.COMPUTE)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LoopState:
-    """What one iteration of the backward loop hands the next.
+class StepState:
+    """The values that one step of the backward loop hands to the next step.
 
     Attributes:
-        carry: Cotangents of the carry.
+        carry: Cotangents of the scan's carry.
         gathered: Gathered layers of the next iteration; empty without prefetch.
-        pending: Gradients of gathered layers that are not reduce-scattered yet.
-        scattered: Those of the iteration before it, to be reduced across; empty without hybrid sharding.
+        pending: The last iteration's gradients of gathered layers, which are not reduce-scattered yet.
+        scattered: Shards of the gradients of the iteration before that one, which are not reduced across groups yet;
+            empty without hybrid sharding.
         shared: Sums of the gradients of parameters that every iteration uses.
         consts: Sums of the cotangents of the constants.
-        slices: Stacks of cotangents of what the iterations sliced.
-        stacks: Stacks of this device's shards of gradients.
+        slices: Stacks of the cotangents of the rows that the iterations read.
+        stacks: Stacks of this device's shards of the layers' gradients.
     """
 
     carry: list
@@ -69,11 +84,12 @@ class Backward:
 
     Attributes:
         loop: The loop.
-        passes: Its body's passes.
-        layers: How the iterations gather.
-        residuals: What the forward pass kept.
-        cotangents: Stacks of the cotangents of the body's results; None where there is none, and for the carry.
-        later: Others that are arguments of the program: their gradients are reduced after the pass.
+        passes: The passes of the loop's body.
+        layers: The gathers of the iterations.
+        residuals: The residuals of the forward pass.
+        cotangents: For each active result of the body: the cotangent of a carry after the last iteration, a stack of
+            cotangents for a result that is stacked, or None if it has none.
+        later: Indices of the others that are arguments of the program. Their cotangents may stay partial sums.
     """
 
     loop: Loop
@@ -89,11 +105,13 @@ class Backward:
         first = len(self.loop.shared)
         return {self.loop.stacked[i - first].key: i - first for i in reversed(self.passes.active_params) if i >= first}
 
-    @property
-    def cotangent_rows(self) -> list[State]:
-        """Return where the cotangents hold the rows of the batch. Cotangents of returned values are stacks."""
-        pairs = zip(self.passes.active_results, self.passes.result_rows, strict=True)
-        return [rows if i < self.loop.carry else stacked(rows) for i, rows in pairs]
+    @functools.cached_property
+    def active_others(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the active others as `(constants, carry, slices)`."""
+        loop, active = self.loop, self.passes.active_others
+        ends = 0, loop.consts, loop.consts + loop.carry, len(loop.others)
+        consts, carry, slices = ([i for i in active if start <= i < end] for start, end in itertools.pairwise(ends))
+        return consts, carry, slices
 
     @property
     def carry_rows(self) -> list[State]:
@@ -101,56 +119,52 @@ class Backward:
         pairs = zip(self.passes.active_results, self.passes.result_rows, strict=True)
         return [rows for i, rows in pairs if i < self.loop.carry]
 
-    def others_in(self, start: int, stop: int | None = None) -> list[int]:
-        """Return the active others from `start` to `stop`."""
-        return [i for i in self.passes.active_others if start <= i and (stop is None or i < stop)]
-
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Return the gathered layers of one iteration, and the anchor behind the barrier."""
+        """Return `(gathered layers, anchor)` of one iteration; see `LayerGathers.gather`. Layers may have been kept."""
         if self.residuals.gathered is None:
             return self.layers.gather(iteration, anchor)
         _, stacks = self.residuals.gathered
         return [None if s is None else self.loop.row(s, iteration) for s in stacks], list(anchor)
 
     def entry(self, gathered: Sequence) -> tuple[list, list]:
-        """Return the parameters of the pass's first iteration, `(shared, layers)`, with None where it reads none."""
+        """Return `(shared parameters, layers)` of the pass's first iteration; None for those that it does not read."""
         if self.residuals.gathered is not None:
             return list(self.residuals.gathered[0]), self.gather(self.loop.length - 1)[0]
-        found = dict(zip(sorted(self.passes.needed), gathered, strict=True))
-        values = [found.get(i) for i in range(len(self.loop.params))]
+        by_index = dict(zip(sorted(self.passes.needed), gathered, strict=True))
+        values = [by_index.get(i) for i in range(len(self.loop.params))]
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
-    def start(self, cotangents: Sequence, gathered: Sequence) -> LoopState:
+    def start(self, cotangents: Sequence, gathered: Sequence) -> StepState:
         """Return the state before the first iteration."""
-        loop, others = self.loop, self.passes.other_shapes
-        inner, comm = loop.consts + loop.carry, self.layers.options.comm
+        loop, others, comm = self.loop, self.passes.other_shapes, self.layers.options.comm
+        of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
-        consts = [zeros(i) for i in self.others_in(0, loop.consts)]
-        # Every row will be written. Filled with a value that is computed only now, and not with zeros, XLA
-        # cannot allocate the stacks early.
+        consts = [zeros(i) for i in of_consts]
+        # Every row will be overwritten. The stacks are filled with a value that is computed only now. If they were
+        # filled with zeros, XLA could allocate them at the start of the program.
         first = next(n for n, c in enumerate(cotangents) if c is not None)
-        seed = comm.element(cotangents[first], self.cotangent_rows[first])
-        rows = [zeros(i) for i in self.others_in(inner)]
+        seed = comm.element(cotangents[first], cotangent_rows(self.passes, loop)[first])
+        rows = [zeros(i) for i in of_slices]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)]
-        shared = [comm.zeros(param.leaf.shape, comm.wire.sum_dtype(param.wide)) for param in used]
+        shared = [comm.zeros(param.leaf.shape, comm.encoding.sum_dtype(param.wide)) for param in used]
         dtypes = [self.layers.shards[i].dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         carry = [c for i, c in zip(self.passes.active_results, cotangents, strict=True) if i < loop.carry]
-        return LoopState(carry, list(gathered), [], [], shared, consts, slices, stacks)
+        return StepState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
     def pipelined(
-        self, shared: Sequence, state: LoopState, iteration, *, fetch: bool = True, zero: Any = 0
-    ) -> LoopState:
+        self, shared: Sequence, state: StepState, iteration, *, fetch: bool = True, zero: Any = 0
+    ) -> StepState:
         """Run one step of the pipeline, which computes one iteration.
 
         Args:
             shared: Gathered parameters that every iteration uses.
-            state: The state before it.
-            iteration: The iteration.
-            fetch: Whether to gather for the next one.
-            zero: A zero that is data-dependent on what the gather has to start after.
+            state: The state before the step.
+            iteration: The iteration that the step computes.
+            fetch: Whether to gather the layers of the next iteration.
+            zero: A zero that XLA computes only after the values behind which the gather must start.
         """
         following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
         stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))
@@ -158,14 +172,14 @@ class Backward:
         pending, state = self._computed([*shared, *state.gathered], state, state.carry, iteration)
         return dataclasses.replace(state, gathered=following, pending=pending, scattered=scattered, stacks=stacks)
 
-    def in_turn(self, shared: Sequence, state: LoopState, iteration) -> LoopState:
+    def in_turn(self, shared: Sequence, state: StepState, iteration) -> StepState:
         """Run all stages of one iteration, one after the other."""
         gathered, carry = self.gather(iteration, state.carry)
         grads, state = self._computed([*shared, *gathered], state, carry, iteration)
         stacks, scattered = self._reduced_within(state.stacks, grads, iteration)
         return dataclasses.replace(state, stacks=self._reduced_across(stacks, scattered, iteration))
 
-    def _computed(self, params: Sequence, state: LoopState, carry: Sequence, iteration) -> tuple[list, LoopState]:
+    def _computed(self, params: Sequence, state: StepState, carry: Sequence, iteration) -> tuple[list, StepState]:
         """Compute one iteration from its gathered parameters: the gradients of its layers, and the new state."""
         loop, passes, comm = self.loop, self.passes, self.layers.options.comm
         inner, given = loop.consts + loop.carry, self.residuals.others
@@ -177,10 +191,10 @@ class Backward:
         to_params, to_others = passes.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
         to_layers, to_shared = self._sorted(to_params)
         to = dict(zip(passes.active_others, to_others, strict=True))
-        to_consts, to_slices = [to[i] for i in self.others_in(0, loop.consts)], [to[i] for i in self.others_in(inner)]
+        to_consts, to_carry, to_slices = ([to[i] for i in indices] for indices in self.active_others)
         return to_layers, dataclasses.replace(
             state,
-            carry=[to[i] for i in self.others_in(loop.consts, inner)],
+            carry=to_carry,
             shared=[comm.add(a, c.astype(a.dtype)) for a, c in zip(state.shared, to_shared, strict=True)],
             consts=[comm.add(a, c) for a, c in zip(state.consts, to_consts, strict=True)],
             slices=[self._write(s, c, iteration) for s, c in zip(state.slices, to_slices, strict=True)],
@@ -188,10 +202,10 @@ class Backward:
 
     def _given(self, carry: Sequence, iteration) -> list:
         """Return the cotangents of the body's active results in one iteration."""
-        rest, results = iter(carry), []
+        of_carry, results = iter(carry), []
         for index, stack in zip(self.passes.active_results, self.cotangents, strict=True):
             if index < self.loop.carry:
-                results.append(next(rest))
+                results.append(next(of_carry))
             elif stack is None:
                 aval = self.passes.forward.jaxpr.outvars[index].aval
                 results.append(compat.zero_cotangent(aval.shape, aval.dtype))
@@ -248,20 +262,20 @@ class Backward:
 def backward(
     segment: Segment, loop: Loop, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler
 ) -> None:
-    """Pull back through a scan segment; see `Segment.backward`."""
+    """Run the backward pass of a scan segment; see `Segment.backward`."""
     passes, options = residuals.passes.value, gathers.options
     cotangents = _cotangents(segment, loop, passes, grads)
     if cotangents is None:
         return
     here = [c for c in cotangents if c is not None]
     flat, structure = jax.tree.flatten(residuals.saved)
-    # Without the barrier the peeled iteration would be common-subexpression-eliminated with the forward one.
-    pairs = zip(passes.active_results, passes.result_rows, cotangents, strict=True)
-    rows = [rows if i < loop.carry else stacked(rows) for i, rows, c in pairs if c is not None]
+    # The residuals pass the barrier, too. Otherwise XLA would merge the first iteration with the last one of the
+    # forward pass, and keep that iteration's values for it.
+    rows = [rows for rows, c in zip(cotangent_rows(passes, loop), cotangents, strict=True) if c is not None]
     entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
     grads.settle(due)
-    rest = iter(here)
-    cotangents = [None if c is None else next(rest) for c in cotangents]
+    behind = iter(here)
+    cotangents = [None if c is None else next(behind) for c in cotangents]
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
     used = [i - len(loop.shared) for i in passes.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
@@ -278,8 +292,8 @@ def backward(
 
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
-) -> LoopState:
-    """Run all iterations: in turn without prefetch, otherwise as a pipeline."""
+) -> StepState:
+    """Run all iterations: as a pipeline, or in turn without prefetch."""
     if gathers.options.prefetch and run.loop.stacked:
         return _pipeline(run, shared, run.start(run.cotangents, gathered), gathers, grads)
     body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)
@@ -287,55 +301,64 @@ def _iterate(
 
 
 def _pipeline(
-    run: Backward, shared: Sequence, state: LoopState, gathers: GatherScheduler, grads: GradScheduler
-) -> LoopState:
-    """Run the pipeline: peel the steps in which a stage has no layer yet, or none is left to gather."""
-    left = run.loop.length - 1
+    run: Backward, shared: Sequence, state: StepState, gathers: GatherScheduler, grads: GradScheduler
+) -> StepState:
+    """Run the pipeline, with the first one or two steps and the last step peeled; see the module."""
+    left = run.loop.length - 1  # The iterations from here down to 0 are not computed yet.
     if run.loop.length > 1:
         zero = run.layers.options.comm.zero_after(state.carry, run.carry_rows)
         state = run.pipelined(shared, state, left, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
         grads.settle(due)
         state, left = dataclasses.replace(state, carry=carry), left - 1
-    if left and run.is_across:  # from the next step on there is something to reduce across
+    if left and run.is_across:  # The second step has nothing to reduce across yet.
         state, left = run.pipelined(shared, state, left), left - 1
     if left:
         body = lambda state, iteration: (run.pipelined(shared, state, iteration), None)
         state, _ = lax.scan(body, state, jnp.arange(1, left + 1), reverse=True)
     (carry,) = gathers.start(state.carry, rows=run.carry_rows)
     state = run.pipelined(shared, dataclasses.replace(state, carry=carry), 0, fetch=False)
-    # Otherwise XLA sinks the reduction of iteration 1 past the one that hides it, or combines it with the last.
+    # Without these barriers XLA moves the reduction of iteration 1 behind iteration 0, which should hide it, or
+    # combines it with the reduction of iteration 0.
     carry, (stacks, scattered) = barrier(state.carry, state.stacks, state.scattered)
     pending = [barrier([grad], stacks + scattered)[0][0] for grad in state.pending]
     return dataclasses.replace(state, carry=carry, pending=pending, scattered=scattered, stacks=stacks)
 
 
-def _finish(segment: Segment, run: Backward, state: LoopState, gathers: GatherScheduler, grads: GradScheduler) -> None:
-    """Hand on what the loop computed."""
-    loop, passes, inner = run.loop, run.passes, run.loop.consts + run.loop.carry
+def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherScheduler, grads: GradScheduler) -> None:
+    """Give the gradients of the loop's parameters and inputs to `grads`."""
+    loop, passes = run.loop, run.passes
     carry = gathers.finish(state.carry)
-    order = [*run.others_in(0, loop.consts), *run.others_in(loop.consts, inner), *run.others_in(inner)]
-    ranks = [passes.other_shapes[i].ndim for i in run.others_in(inner)]
-    # A stack of summands becomes the summands of a stack.
+    ranks = [passes.other_shapes[i].ndim for i in run.active_others[2]]
+    # The loop's stacks have layers first and partial sums per worker second. The scheduler has the workers first.
     slices = [jnp.moveaxis(x, 0, x.ndim - rank - 1) for x, rank in zip(state.slices, ranks, strict=True)]
-    found = dict(zip(order, [*state.consts, *carry, *slices], strict=True))
-    places = {i: place for i in found if (place := loop.others[i]) is not None}
-    grads.add_others([segment.others[place] for place in places.values()], [found[i] for i in places])
+    to = dict(zip(itertools.chain(*run.active_others), [*state.consts, *carry, *slices], strict=True))
+    places = {i: place for i in to if (place := loop.others[i]) is not None}
+    grads.add_others([segment.others[place] for place in places.values()], [to[i] for i in places])
     stacked = [loop.stacked[i] for i in run.trained.values()]
     numbers = [grads.add_stack(*pair) for pair in zip(stacked, state.stacks, strict=True)]
     left = [param.at_layer(loop.layer(0)) for param in stacked] if state.pending else []
     before = [param.at_layer(loop.layer(1)) for param in stacked] if state.scattered else []
     grads.add_scattered(before, state.scattered, numbers[: len(before)])
     shared = [loop.shared[i] for i in passes.active_params if i < len(loop.shared)]
-    sum_dtype = gathers.options.comm.wire.sum_dtype
+    sum_dtype = gathers.options.comm.encoding.sum_dtype
     sums = [c.astype(sum_dtype(p.leaf.dtype)) for p, c in zip(shared, state.shared, strict=True)]
     stacks = {param.key: number for param, number in zip(left, numbers, strict=False)}
     exposed = not gathers.is_hidden_after
     grads.add_params([*shared, *left], [*sums, *state.pending], exposed=exposed, stacks=stacks)
 
 
+def cotangent_rows(passes: Passes, loop: Loop) -> list[State]:
+    """Return where the cotangents of a loop hold the rows of the batch. Those of stacked results are stacks."""
+    pairs = zip(passes.active_results, passes.result_rows, strict=True)
+    return [rows if i < loop.carry else stacked(rows) for i, rows in pairs]
+
+
 def _cotangents(segment: Segment, loop: Loop, passes: Passes, grads: GradScheduler) -> list | None:
-    """Return cotangents of the body's active results; None for a result that nobody reads, or if nobody reads any."""
+    """Return the cotangents of the body's active results, or None if the loop has none.
+
+    A stacked result that no later segment reads has None. A carry has zeros, because the iterations need its type.
+    """
     keys = dict(zip(loop.results, segment.results, strict=True))
     given = [grads.cotangents.get(keys[i]) if i in keys else None for i in passes.active_results]
     if all(c is None for c in given):

@@ -1,4 +1,10 @@
-"""The forward pass of a scan over layers: each iteration gathers the layers of the next one; see `scan`."""
+"""The forward pass of a scan over layers. `ScanSegment` calls `forward`.
+
+Each iteration gathers the layers of the next iteration, and writes its results and residuals into stacks. The last
+iteration has nothing to gather, so it is peeled: it runs after the loop, where the next segment's gathers start with
+it. The first iteration is peeled, too. Its own layers are gathered outside of the loop, and XLA hides a collective only
+behind work in the same computation.
+"""
 
 import dataclasses
 from collections.abc import Sequence, Set
@@ -17,13 +23,13 @@ from zerojax.gather.segments import Segment
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
-class LoopState(NamedTuple):
-    """What one iteration of the forward loop hands the next.
+class ForwardState(NamedTuple):
+    """The values that one iteration of the forward loop hands to the next iteration.
 
     Attributes:
         carry: The scan's own carry.
         gathered: Gathered layers of the next iteration; empty without prefetch.
-        stacks: What the iterations have written: see `Forward.rows`.
+        stacks: The rows that the iterations have written; see `Forward.rows`.
     """
 
     carry: list
@@ -37,12 +43,12 @@ class Forward:
 
     Attributes:
         loop: The loop.
-        passes: Its body's passes; None if there is no backward pass.
-        layers: How the iterations gather.
+        passes: The passes of the loop's body; None if there is no backward pass.
+        layers: The gathers of the iterations.
         shared: Gathered parameters that every iteration uses.
         consts: Constants of the loop.
         slices: Stacks of which each iteration reads a row.
-        ahead: Whether each iteration gathers for the next.
+        ahead: Whether each iteration gathers for the next iteration.
     """
 
     loop: Loop
@@ -53,23 +59,26 @@ class Forward:
     slices: Sequence
     ahead: bool
 
-    def iterate(self, state: LoopState, iteration, *, fetch: bool, peeled: bool) -> LoopState:
-        """Run one iteration. `fetch` gathers for the next one."""
+    def iterate(self, state: ForwardState, iteration, *, fetch: bool, peeled: bool) -> ForwardState:
+        """Run one iteration, and with `fetch` gather the layers of the next one."""
         carry, gathered, stacks = state
         if not self.ahead:
             gathered, carry = self.layers.gather(iteration, carry)
         following = gathered
-        if fetch:  # in a peeled iteration nothing but a barrier keeps a gather from starting with the program
+        if fetch:
+            # The loop itself keeps a gather in its iteration. In a peeled iteration only a barrier does.
             following, behind = self.layers.gather(iteration + 1, carry if peeled else [])
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
         stacks = jax.tree.map(lambda stack, row: self.loop.write(stack, row, iteration), stacks, rows)
-        return LoopState(carry, following if self.ahead else [], stacks)
+        return ForwardState(carry, following if self.ahead else [], stacks)
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
-        """Return `(carry, rows)`.
+        """Compute one iteration.
 
-        Rows are what one iteration writes: results, residuals, its carry, gathered layers.
+        Returns:
+            `(carry, rows)`. The iteration writes the rows: results, saved residuals, the carry that it started with,
+            and the gathered layers if they are kept.
         """
         loop, passes = self.loop, self.passes
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
@@ -82,19 +91,19 @@ class Forward:
         kept = [x if i + len(self.shared) in passes.needed else None for i, x in enumerate(kept)]
         return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
 
-    def start(self, carry: list, gathered: list) -> LoopState:
+    def start(self, carry: list, gathered: list) -> ForwardState:
         """Return the state before the first iteration."""
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
-        return LoopState(carry, gathered if self.ahead else [], stacks)
+        return ForwardState(carry, gathered if self.ahead else [], stacks)
 
 
 def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-    """Run a scan segment; see `Segment.forward`."""
+    """Run the forward pass of a scan segment; see `Segment.forward`."""
     env, options, length = gathers.env, gathers.options, loop.length
     ahead = options.prefetch > 0 and bool(loop.stacked)
-    entry, others = segment.start(gathers, ahead=not loop.stacked)
+    entry, others = segment.take_inputs(gathers, ahead=not loop.stacked)
     consts, carry, slices = loop.values(others)
     layers = LayerGathers(loop, options, [p.sliced(env) for p in loop.stacked], range(len(loop.stacked)))
     shared, gathered = entry[: len(loop.shared)], entry[len(loop.shared) :]
@@ -106,7 +115,7 @@ def forward(segment: Segment, loop: Loop, gathers: GatherScheduler, moving: Set)
 
     state = run.start(carry, gathered)
     first = int(ahead and length > 2)
-    if first:  # peeled, the gathers of the first iteration can hide behind its own products
+    if first:
         state = run.iterate(state, 0, fetch=True, peeled=True)
     inside = length - ahead - first
     if inside > 0:
@@ -133,7 +142,7 @@ def carry_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[S
 
 
 def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[State]:
-    """Return where the body's arguments, except parameters, hold the rows of the batch."""
+    """Return where the arguments of the body that are no parameters hold the rows of the batch."""
     if (follower := gathers.options.comm.follower) is None:
         return [UNKNOWN] * len(loop.others)
     (eqn,) = segment.jaxpr.eqns
@@ -144,7 +153,7 @@ def _body_rows(segment: Segment, loop: Loop, gathers: GatherScheduler) -> list[S
 
 
 def _passes(segment: Segment, loop: Loop, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-    """Return the passes of the body. A carry counts as active when any input is."""
+    """Return the passes of the body. Every carry counts as active, because a carry may depend on any active input."""
     active = [index is not None and segment.others[index] in moving for index in loop.others]
     active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
     trained = [p.root in moving for p in loop.params]

@@ -1,11 +1,19 @@
-"""When each parameter is gathered, and when each gradient must be computed and reduce-scattered.
+"""The schedule: when each parameter is gathered, and when each gradient is computed and reduced.
 
-XLA's scheduler moves a collective as far as data dependence lets it: gathers to the top,
-where they fill the memory, or to their use, where nothing hides them. So the order is said
-with optimization barriers: a gather may start when the block `prefetch` blocks ahead of its
-use starts, and must be done when the block before its use ends; a block's gradients must be
-computed when the next block's backward pass starts, and be reduce-scattered when that ends.
-What is reduced across hosts, too (hybrid sharding), has one more block's time for it.
+`run` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask them for
+gathered parameters, and hand them gradients.
+
+XLA's scheduler moves a collective as far as data dependence allows: gathers to the top of the program, where they fill
+the memory, or to their use, where nothing hides them. An optimization barrier is the only portable way to fix an order:
+its results depend on all of its operands. The barriers here enforce:
+
+- A gather may start when the block `prefetch` blocks before its use starts. Its shards pass a barrier with that block's
+  input (`GatherScheduler.start`).
+- A gather must end when the block before its use ends. It passes a barrier with that block's results
+  (`GatherScheduler.finish`).
+- A block's gradients must be computed when the next block's backward pass starts, and be reduce-scattered when that
+  pass ends. They pass a barrier with that block's cotangents (`GradScheduler.due` and `settle`).
+- In hybrid sharding, a gradient that is also reduced across hosts has one more block's time for it.
 """
 
 import dataclasses
@@ -19,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, State
@@ -31,9 +38,9 @@ class Options:
     """How parameters are gathered.
 
     Attributes:
-        comm: What gathers shards and reduces gradients.
+        comm: The collectives that gather shards and reduce gradients.
         prefetch: How many uses ahead a gather may start; 0 disables prefetch.
-        reshard_after_forward: Drop gathered parameters after the forward pass.
+        reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
     """
 
     comm: Collectives
@@ -42,7 +49,7 @@ class Options:
 
     def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
         """Return shards in the form that `gather` takes."""
-        encode = self.comm.wire.encode_param
+        encode = self.comm.encoding.encode_param
         return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
 
     def gather(
@@ -60,18 +67,18 @@ class Options:
         return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
     def is_across(self, param: ShardedParam) -> bool:
-        """Return whether this schedule reduces the results of `reduce_scatter` across groups, too."""
+        """Return whether the schedule must also reduce a result of `reduce_scatter` across groups."""
         return not self.comm.defers and bool(self.comm.across(param.leaf))
 
     def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """Reduce shards across groups; see `Collectives`."""
+        """Reduce gradients' shards across groups; see `Collectives`."""
         return self.comm.reduce_across(shards, [param.leaf for param in params])
 
     def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
         """Return the sum of the gradients of several uses. A single gradient keeps its type."""
         if total is None:
             return grad
-        wide = self.comm.wire.sum_dtype(grad.dtype)
+        wide = self.comm.encoding.sum_dtype(grad.dtype)
         return self.comm.add(total.astype(wide), grad.astype(wide))
 
 
@@ -80,7 +87,7 @@ class Uses:
     """The uses of parameters in one pass over a program: its segments that gather, in the order of the pass.
 
     Attributes:
-        params: What each use has to have gathered when it starts.
+        params: The parameters that each use needs gathered when it starts.
         computes: For each use, whether it has work to hide communication behind.
         arguments: The program's arguments.
         rows: Where the program's variables hold the rows of the batch.
@@ -93,16 +100,14 @@ class Uses:
 
 
 class GatherScheduler:
-    """The gathers of one pass over a program, each started a number of uses ahead.
-
-    Lives as long as one trace of one pass.
+    """The gathers of one pass over a program. It lives as long as one trace of the pass.
 
     Attributes:
         env: Values of the program's variables.
-        uses: What the pass gathers.
+        uses: The uses of parameters in the pass.
         options: How to gather.
         position: The index in `uses` of the segment that runs now.
-        frontier: What depends on the segment that gathered last, and is not read yet by all that will read it.
+        frontier: Variables that depend on the segment that gathered last, and that a later segment still reads.
     """
 
     def __init__(self, env: MutableMapping, uses: Uses, options: Options):
@@ -115,22 +120,12 @@ class GatherScheduler:
         self._gathered: dict[int, list] = {}
 
     def rows_of(self, variables: Sequence) -> list[State]:
-        """Return where some variables hold the rows of the batch; what is made from parameters alone does not."""
+        """Return where variables hold the rows of the batch. A variable that depends on parameters alone holds none."""
         return [self.uses.rows.get(var, NOWHERE) for var in variables]
 
-    def take(
-        self,
-        *anchors: Sequence[jax.Array],
-        rows: Sequence[State],
-        ahead: bool = True,
-        beside: MutableMapping | None = None,
-    ) -> tuple[list, list[list[jax.Array]]]:
-        """Return the gathered parameters of this segment and the `anchors`, behind the barrier.
-
-        With `ahead`, gathers up to `prefetch` positions on are started too, no earlier than
-        the anchors are computed; a loop starts them later, with `start`.
-        """
-        behind = self.start(*anchors, rows=rows, ahead=ahead, beside=beside)
+    def take(self, *anchors: Sequence[jax.Array], **options: Any) -> tuple[list, list[list[jax.Array]]]:
+        """Return `(gathered parameters of this segment, anchors)`; see `start`, which has the same arguments."""
+        behind = self.start(*anchors, **options)
         return self._gathered.pop(self.position), behind
 
     def start(
@@ -140,11 +135,18 @@ class GatherScheduler:
         ahead: bool = True,
         beside: MutableMapping | None = None,
     ) -> list[list[jax.Array]]:
-        """Start the gathers that may run beside this segment; returns the anchors.
+        """Start the gathers that may run during this segment, no earlier than the anchors are computed.
 
-        `rows` says where the first of the anchors, a list, hold the rows of the batch.
-        Where the anchors do not depend on the segment before, `beside` has the values of the `frontier`. The gathers
-        then wait for one of these too, and the segment itself does not: branches stay independent.
+        Args:
+            *anchors: Lists of arrays. The segment must read the first list from the result, behind the barrier.
+            rows: Where the arrays of the first list hold the rows of the batch.
+            ahead: Whether to start the gathers of the next `prefetch` segments, too. A loop starts them during its last
+                iteration instead.
+            beside: Values of the `frontier`, if the first list does not depend on the segment before: the gathers then
+                wait for one of these values, and the segment does not, so that independent branches stay independent.
+
+        Returns:
+            The anchors, behind the barrier.
         """
         due = []
         for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.uses.params))):
@@ -153,11 +155,11 @@ class GatherScheduler:
             due.append(place)
         self._next += len(due)
         roots = list(dict.fromkeys(p.root for place in due for p in self.uses.params[place]))
-        # The first anchor is what the segment reads: without it the barrier delays nothing.
-        first, (*rest, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
+        # The barrier orders nothing unless a later equation reads its results. The segment reads the first list.
+        first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
-            # It is put back for its readers: XLA drops a barrier's operand if nobody reads the result.
+            # The value is put back for its readers: XLA drops a barrier's operand if no equation reads the result.
             keys = [key for key in self.frontier if key in beside][:1]
             waited, (values,) = barrier([beside[key] for key in keys], values)
             beside.update(zip(keys, waited, strict=True))
@@ -165,7 +167,7 @@ class GatherScheduler:
         behind = {**self.env, **dict(zip(roots, values, strict=True))}
         for place in due:
             self._gathered[place] = self._gather(place, behind, first or waited, rows if first else rows_waited)
-        return [first, *rest]
+        return [first, *others]
 
     def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> list[jax.Array]:
         unique = {p.key: p for p in self.uses.params[place]}
@@ -199,7 +201,7 @@ class GatherScheduler:
 
 
 class GradState(enum.Enum):
-    """What was done to a gradient, and is left to do: it is reduce-scattered, reduced across, then accumulated."""
+    """The state of a gradient. It is computed, reduce-scattered, perhaps reduced across hosts, and then accumulated."""
 
     COMPUTED = enum.auto()
     SCATTERED = enum.auto()
@@ -211,10 +213,10 @@ class PendingGrad:
     """A gradient that is not accumulated yet.
 
     Attributes:
-        key: A sharded parameter, or the variable of an argument, whose gradient is not reduced here.
+        key: A sharded parameter; or the variable of an argument, whose gradient needs no reduction here.
         value: A full gradient when `COMPUTED`, afterwards a shard.
-        state: What was done to it.
-        stack: The number of the scan's stack that the gradient is a layer of, if it is.
+        state: The last thing that was done to it.
+        stack: If the gradient is a layer of a scan's stack, the number of that stack.
     """
 
     key: Any
@@ -224,17 +226,16 @@ class PendingGrad:
 
 
 class GradScheduler:
-    """The gradients of one backward pass, on their way to the arguments; lives as long as its trace.
+    """The gradients of one backward pass, on their way to the arguments. It lives as long as one trace of the pass.
 
-    XLA's scheduler puts off the gradients of parameters, which nothing waits for, and keeps
-    every layer's activations for them. So the gradients of a block must be computed before the
-    next block's backward pass starts, and be reduce-scattered before the one after; a reduction
-    across (`Collectives`) has another block's time.
+    No equation waits for a parameter's gradient, so XLA's scheduler would delay it, and keep every layer's activations
+    until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier (`due`,
+    `settle`), and each gradient moves on by one `GradState`.
 
     Attributes:
         env: Values of the program's variables.
-        arguments: The program's arguments.
-        cotangents: Of variables, those of the parameters' shards among them.
+        arguments: The program's arguments, and held values: their gradients are accumulated from the queue.
+        cotangents: The accumulated cotangents, by variable or `Gathered`; a parameter's variable has its shard's.
         options: How to reduce.
     """
 
@@ -248,11 +249,11 @@ class GradScheduler:
 
     @property
     def due(self) -> list[jax.Array]:
-        """Return the values that must be computed before the next block's backward pass."""
+        """Return the gradients that must be computed before the next block's backward pass starts."""
         return [pending.value for pending in self._queue]
 
     def settle(self, due: Sequence[jax.Array]) -> None:
-        """Take `due` back from behind a barrier: do what each gradient needs next."""
+        """Take `due` back from behind a barrier, and do the next step for each gradient."""
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
         for pending in queue:
             if pending.state is GradState.REDUCED:
@@ -264,7 +265,7 @@ class GradScheduler:
         self._queue = [*self._reduced_across(scattered), *self._scattered(computed)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
-        """Add a block's cotangents of what it does not gather."""
+        """Add a block's cotangents of the inputs that it does not gather."""
         for var, cotangent in zip(variables, cotangents, strict=True):
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
@@ -279,13 +280,10 @@ class GradScheduler:
         exposed: bool,
         stacks: Mapping[tuple, int] = MappingProxyType({}),
     ) -> None:
-        """Add the gradients of one block's gathered parameters.
+        """Add the gradients of one block's gathered parameters, which are not summed over devices yet.
 
-        Args:
-            params: The parameters.
-            grads: Their gradients, not yet summed over devices.
-            exposed: Whether no block that computes follows in this pass.
-            stacks: For the key of a layer of a scan, the number that `add_stack` gave its stack.
+        `exposed` says that no later block of this pass can hide the reduction. `stacks` has, for the key of a layer of
+        a scan, the number that `add_stack` gave its stack.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
@@ -300,24 +298,25 @@ class GradScheduler:
         self._queue += self._scattered(computed, exposed=exposed) if at_once else computed
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
-        """Add gradients of layers of a scan that are not reduced across yet; `stacks` as `add_stack` gave them."""
-        state = GradState.SCATTERED
-        self._queue += [PendingGrad(*one[:2], state, one[2]) for one in zip(params, shards, stacks, strict=True)]
+        """Add shards of layers of a scan, to be reduced across groups; `stacks` has the numbers from `add_stack`."""
+        triples = zip(params, shards, stacks, strict=True)
+        self._queue += [PendingGrad(param, shard, GradState.SCATTERED, stack) for param, shard, stack in triples]
 
     def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
-        """Add the gradients of a scan's stack; a layer that is missing yet goes to `add_params`, with this number."""
+        """Add the gradients of a scan's stack, and return its number, with which a missing layer is added later."""
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 
     def drain(self) -> None:
-        """Accumulate all gradients but those of stacks."""
+        """Accumulate all gradients except those of stacks."""
         while self._queue:
             self.settle(self.due)
 
     def finish(self) -> None:
         """Accumulate the last gradients."""
         self.drain()
-        for param, stack in self._stacks:  # a stack of summands becomes the summands of a stack
+        for param, stack in self._stacks:
+            # Layers are on dim 0, and partial sums per worker on dim 1. The parameter has the workers first.
             stack = jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape))
             self.add(param.root, self.root_grad(param, stack))
 
@@ -328,9 +327,9 @@ class GradScheduler:
         return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
 
     def add(self, key: Any, cotangent: jax.Array) -> None:
-        """Add a cotangent to those of its key."""
-        found = self.cotangents.get(key)
-        self.cotangents[key] = cotangent if found is None else self.options.comm.add(found, cotangent)
+        """Add a cotangent to the sum for its key."""
+        total = self.cotangents.get(key)
+        self.cotangents[key] = cotangent if total is None else self.options.comm.add(total, cotangent)
 
     def _scattered(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
         shards = self.options.reduce_scatter([p.value for p in computed], [p.key for p in computed], exposed=exposed)
@@ -342,11 +341,11 @@ class GradScheduler:
 
     def _reduced_across(self, scattered: Sequence[PendingGrad]) -> list[PendingGrad]:
         sums = self.options.reduce_across([p.value for p in scattered], [p.key for p in scattered])
-        state = GradState.REDUCED
-        return [dataclasses.replace(one, value=x, state=state) for one, x in zip(scattered, sums, strict=True)]
+        pairs = zip(scattered, sums, strict=True)
+        return [dataclasses.replace(pending, value=x, state=GradState.REDUCED) for pending, x in pairs]
 
     def _accumulate(self, pending: PendingGrad) -> None:
-        param, decode = pending.key, self.options.comm.wire.decode_grad
+        param, decode = pending.key, self.options.comm.encoding.decode_grad
         if not isinstance(param, ShardedParam):
             self.add(param, pending.value)
         elif pending.stack is None:
@@ -356,13 +355,3 @@ class GradScheduler:
             stacked, stack = self._stacks[pending.stack]
             row = self.options.comm.like(decode(pending.value, stack.dtype), stack[0])
             self._stacks[pending.stack] = stacked, lax.dynamic_update_index_in_dim(stack, row, param.layer, 0)
-
-
-def cotangents_of(keys: Sequence, variables: Sequence, cotangents: Mapping) -> list | None:
-    """Return the cotangents of the results `keys`, with zeros for missing ones, or None if all are missing."""
-    if not any(key in cotangents for key in keys):
-        return None
-    return [
-        cotangents[key] if key in cotangents else compat.zero_cotangent(var.aval.shape, var.aval.dtype)
-        for key, var in zip(keys, variables, strict=True)
-    ]

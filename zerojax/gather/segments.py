@@ -1,18 +1,22 @@
-"""Segments of a loss function: equations that run together on the parameters gathered for them.
+"""Segments: equations of the loss that run together on the same gathered parameters; and `Program`, a list of them.
 
-plain   consecutive equations that use no sharded parameter
-block   a use: one equation, a user's remat, or what `zerojax.block` marks
-scan    a loop over stacked layers, each iteration of which is a block (`scan`)
+`rules` chooses the class of each segment, `assembly` makes them, and `run` runs them forward and backward.
 
-Each is differentiated here, and not by JAX as part of the loss: only so can the backward
-pass gather each parameter again at a time of our choosing.
+plain    `PlainSegment`: consecutive equations that use no sharded parameter
+block    `BlockSegment`: one use of parameters: an equation, a user's remat, or a call of `zerojax.block`
+held     `HeldSegment`: a block that computes a value from parameters alone, which later segments read
+scan     `ScanSegment` (`scan`): a loop over stacked layers; each iteration works like a block
+nested   `NestedSegment` (`nested`): a loop that runs a program of its own in each iteration
+
+Each segment is differentiated by itself (`vjp`). If JAX differentiated the loss as a whole, gathered parameters would
+be residuals, and the backward pass could not gather them again at a time that we choose.
 """
 
 import abc
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -20,23 +24,25 @@ import jax.core
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.alike import SharedPasses
+from zerojax.dims import State
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, Static
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, cotangents_of
+from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.gather.vjp import Passes, RowStates, differentiable, traced_passes
+from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes, traced_passes
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """A parameter, or something computed from parameters alone, that one segment gathers for later ones to read.
+    """The key of a value that one segment gathers for later segments.
+
+    A variable of a sharded parameter names the shard, so the gathered value needs another name.
 
     Attributes:
-        var: Its variable, by which its shard is known.
-        segment: Which segment gathers it.
+        var: The variable of the parameter, or of a value that is computed from parameters alone.
+        segment: The index of the segment that gathers it.
     """
 
     var: Any
@@ -49,9 +55,9 @@ class Segment(abc.ABC):
 
     Attributes:
         jaxpr: The equations, from `(*params, *others)` to `results`.
-        params: Parameters to gather for them.
-        others: What else is read: variables, or `Gathered` parameters.
-        results: What later segments or the caller read: variables, or `Gathered` parameters.
+        params: The parameters to gather.
+        others: The other inputs: variables, or `Gathered` values.
+        results: The values that later segments or the caller read: variables, or `Gathered` values.
     """
 
     jaxpr: Any
@@ -61,14 +67,19 @@ class Segment(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, Any]:
-        """Return `(results, residuals)`.
+        """Run the forward pass.
 
-        `moving` are the `sources` that want cotangents; without them residuals are None.
+        Args:
+            gathers: Gathers the parameters, and has the values of variables.
+            moving: The `sources` that want cotangents.
+
+        Returns:
+            `(results, residuals)`. Without `moving` sources the residuals are None.
         """
 
     @abc.abstractmethod
     def backward(self, residuals: Any, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Pull the cotangents of the results back to the parameters and others."""
+        """Pull the cotangents of the results, which `grads` has, back to the parameters and others."""
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
@@ -83,17 +94,17 @@ class Segment(abc.ABC):
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Return the bytes gathered by each use of parameters, in order."""
+        """Return the gathered bytes of each use of parameters, in order."""
         return [bytes_of(self.params)]
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """Return the stacks of which each iteration gathers one layer."""
+        """Return the stacks of which each iteration gathers one layer. Only scans have any."""
         return ()
 
     @property
     def waits_for_next(self) -> bool:
-        """Return whether results are passed on only when the next segment's parameters are gathered."""
+        """Return whether the results wait until the next segment's parameters are gathered."""
         return True
 
     @property
@@ -103,16 +114,16 @@ class Segment(abc.ABC):
 
     @property
     def operands(self) -> list:
-        """Return the variables that the slices of the parameters read."""
+        """Return the variables that slices of the parameters read, such as a layer's index."""
         return [v for param in self.params for v in param.operands]
 
     @functools.cached_property
     def computes(self) -> bool:
-        """Return whether the segment has enough work to hide communication behind: a matrix product or a kernel."""
+        """Return whether the segment has work that hides communication: a matrix product or a kernel."""
         return _has_product(self.jaxpr)
 
     def run(self, params: Sequence, others: Sequence) -> list:
-        """Compute the results from the gathered parameters, in the type they are gathered in."""
+        """Compute the results from parameters in the types in which they were gathered."""
         if not self.params:
             return jax.core.eval_jaxpr(self.jaxpr, (), *others)
         values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
@@ -129,26 +140,28 @@ class Segment(abc.ABC):
         return self._dependent(moving, live)
 
     def after(self, sources: Collection) -> list:
-        """Return the results that depend on some of the `sources`."""
+        """Return the results that depend on some of these sources."""
         return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
 
     def behind(self, results: Collection) -> list:
-        """Return the inputs that some of the `results` depend on."""
+        """Return the sources that some of these results depend on."""
         wanted = [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
         _, reads = jaxprs.needed_for(self.jaxpr.eqns, wanted)
         return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in reads]
 
     def _dependent(self, sources: Collection, results: Callable) -> list:
         start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in sources]
-        found = jaxprs.dependent_on(start, self.jaxpr.eqns, results)
-        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in found]
+        dependent = jaxprs.dependent_on(start, self.jaxpr.eqns, results)
+        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in dependent]
 
-    def start(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
-        """Return `(gathered parameters, others)` of the forward pass.
+    def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
+        """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
-        Gathers further on are started behind what the segment reads of the one before; a branch that reads
-        nothing of it leaves the waiting to the gathers.
+        Those gathers start behind an anchor: an input that depends on the segment that gathered before this one. A
+        segment without such an input is an independent branch. It must not wait for the segment before, so only the
+        gathers do (`beside`).
         """
+        # One anchor is enough: each of `follows` depends on the segment that gathered before.
         follows = [v for v in self.others if v in gathers.frontier]
         anchors = (follows or [v for v in self.others if v not in gathers.uses.arguments])[-1:]
         beside = None if follows else gathers.env
@@ -158,14 +171,19 @@ class Segment(abc.ABC):
         return gathered, [gathers.env[v] for v in self.others]
 
     def row_states(self, gathers: GatherScheduler) -> RowStates:
-        """Return where others and results hold the rows of the batch."""
+        """Return where the others and the results hold the rows of the batch."""
         follower = gathers.options.comm.follower
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of some results, or None if there are none."""
-        variables = [self.jaxpr.outvars[i] for i in indices]
-        return cotangents_of([self.results[i] for i in indices], variables, grads.cotangents)
+        """Return the cotangents of some results, with zeros for missing ones, or None if all are missing."""
+        keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
+        if not any(key in grads.cotangents for key in keys):
+            return None
+        return [
+            grads.cotangents[key] if key in grads.cotangents else compat.zero_cotangent(aval.shape, aval.dtype)
+            for key, aval in zip(keys, avals, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,25 +219,27 @@ class PlainSegment(Segment):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSegment(Segment):
-    """A use of parameters, gathered together.
+    """One use of parameters, which are gathered together.
 
     Attributes:
-        shared: The passes that it shares with segments of the same equations; None if there are none.
+        shared: Passes by the types of their inputs, which segments of the same equations on other parameters share
+            (the layers of an unrolled model); None if no other segment has these equations.
     """
 
-    shared: SharedPasses | None = dataclasses.field(default=None, compare=False)
+    shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
-        gathered, others = self.start(gathers)
+        gathered, others = self.take_inputs(gathers)
         if not moving:
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
-        trace = traced_passes if self.shared is None else self.shared.passes
+        trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
         passes = trace(self.run, gathered, others, trained=trained, active=active, rows=self.row_states(gathers))
         results, saved = passes.run(gathered, others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
-        # Between the last use and its backward pass there is only the loss: resharding would save nothing.
+        # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
+        # gathering them again would save no memory.
         keeps = gathers.is_last or not gathers.options.reshard_after_forward
         kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
         return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(passes))
@@ -230,7 +250,7 @@ class BlockSegment(Segment):
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
             return
-        # Gradients that are due make the gathers wait for the segment before.
+        # With gradients in the barrier, the gathers wait for the segment that was pulled back before this one.
         beside = None if grads.due else grads.cotangents
         again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=passes.result_rows, beside=beside)
         grads.settle(due)
@@ -255,20 +275,43 @@ class BlockSegment(Segment):
 
 @dataclasses.dataclass(frozen=True)
 class HeldSegment(BlockSegment):
-    """Something computed of parameters alone, which is kept for all that reads it."""
+    """A value that is computed once from parameters alone, and kept for all segments that read it."""
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
-        grads.drain()  # the cotangents of its readers
+        grads.drain()  # Cotangents from its readers wait in the queue, since a held value counts as an argument.
         super().backward(residuals, gathers, grads)
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function, divided into segments.
+
+    Attributes:
+        invars: Variables of the arguments: parameters' shards, other arguments, constants.
+        segments: The segments, in the order in which they run.
+        outs: The results: variables, `Gathered` values, or literals.
+        joined: For the variable of each stack that the loss makes of parameters (`jnp.stack`), these parameters.
+        held: Variables of the values that `HeldSegment`s compute.
+        rows: Where variables hold the rows of the batch; empty in device view, where no analysis follows them.
+        decisions: Each equation, with the name of the rule that it fell under (`rules.RULES`).
+    """
+
+    invars: tuple
+    segments: tuple[Segment, ...]
+    outs: tuple
+    joined: Mapping[Any, tuple[ShardedParam, ...]]
+    held: frozenset
+    rows: Mapping[Any, State]
+    decisions: tuple[tuple[Any, str], ...]
+
+
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return segments, of which those that have the same equations on other parameters share their passes."""
+    """Return the segments. Blocks that have the same equations on different parameters share their passes."""
     segments = list(segments)
     signatures = [_signature(segment) if isinstance(segment, BlockSegment) else None for segment in segments]
     counts = Counter(signatures)
-    shared = {signature: SharedPasses() for signature, count in counts.items() if signature and count > 1}
+    shared: dict[Any, dict] = {signature: {} for signature, count in counts.items() if signature and count > 1}
     return tuple(
         dataclasses.replace(segment, shared=shared[signature]) if signature in shared else segment
         for segment, signature in zip(segments, signatures, strict=True)
@@ -281,7 +324,7 @@ def _signature(segment: Segment) -> Any:
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:
-    """Return the bytes of some gathered parameters, in the types they are gathered in. Each gather counts once."""
+    """Return the bytes of gathered parameters, in the types in which they are gathered. Each gather counts once."""
     leaves = {param.key: param.leaf for param in params}.values()
     return sum(leaf.bytes for leaf in leaves)
 

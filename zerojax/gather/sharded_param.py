@@ -1,8 +1,10 @@
-"""One parameter of which this device has a shard, and what is done to the shard before it is gathered.
+"""A parameter of which this device has a shard, and the equations that are applied to the shard before it is gathered.
 
-Casts, and slices that leave the sharded dim as it is, are applied to the shard: a cast makes
-the gather move fewer bytes, and a slice of a stack of layers gathers one layer. Everything
-else happens after the gather.
+`rules` asks `extended` whether an equation can be applied to the shard. `schedule` asks `ShardedParam.shard` for the
+array to gather.
+
+Casts to a narrower type, and slices that keep the sharded dim whole, are applied to the shard: after a cast the gather
+moves fewer bytes, and of a stack of layers it gathers one layer. All other equations run on the gathered parameter.
 """
 
 import dataclasses
@@ -25,14 +27,14 @@ class ShardedParam:
     """A sharded parameter, or a slice or cast of one, not gathered.
 
     Attributes:
-        root: The jaxpr's variable that holds the parameter.
-        stored: How the parameter is laid out.
-        leaf: How this value is laid out: its own shape and sharded dim, the type in which it is
-            gathered, and as path the parameter's with the line that uses it.
-        wide: The type the jaxpr expects of the gathered value.
+        root: The variable of the parameter.
+        stored: The layout of the parameter.
+        leaf: The layout of this value: its shape and sharded dim, the type in which it is gathered, and a path that
+            consists of the parameter's path and the line that uses it.
+        wide: The type that the jaxpr expects of the gathered value.
         slices: Equations to apply to the shard, in order.
-        layer: Which layer of the stack this is, if it is one layer of a scan's stack.
-        order: The dims in the order in which its use makes the gradient; `()` if that is their own.
+        layer: The index of the layer, if this is a layer of a scan's stack.
+        order: The dims in the order in which the use makes the gradient (`grad_dims`); `()` for their own order.
     """
 
     root: Any
@@ -45,12 +47,12 @@ class ShardedParam:
 
     @property
     def operands(self) -> tuple:
-        """Return the variables, except the parameter, that the slices read (a layer's index)."""
+        """Return the variables other than the parameter that the slices read, such as a layer's index."""
         return tuple(v for eqn in self.slices for v in eqn.invars[1:] if not compat.is_literal(v))
 
     @property
     def key(self) -> tuple:
-        """Return the key of a use. Two uses with one key share one gather."""
+        """Return the key of this value. Uses in one segment that have the same key share one gather."""
         return (self.root, *map(id, self.slices), self.leaf.dtype, self.layer)
 
     @property
@@ -59,12 +61,9 @@ class ShardedParam:
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """Return the parameter as one segment uses it.
+        """Return the parameter as one segment uses it, at a line such as "file.py:12".
 
-        Args:
-            line: Where, as "file.py:12".
-            dtype: The type to gather it in, unless it has been cast before: two casts are not one.
-            order: The dims in the order in which the gradient is made.
+        A parameter that has been cast already keeps its type instead of `dtype`: two casts round differently from one.
         """
         leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
         if dtype is not None and not self.is_cast:
@@ -82,7 +81,7 @@ class ShardedParam:
 
     def to_order(self, grad: jax.Array) -> jax.Array:
         """Transpose a gradient to the order of dims in which its use makes it."""
-        first = tuple(range(grad.ndim - len(self.order)))  # a dim of the workers, before it is reduced
+        first = tuple(range(grad.ndim - len(self.order)))  # Partial sums have a dim of the workers in front.
         return lax.transpose(grad, (*first, *(dim + len(first) for dim in self.order))) if self.order else grad
 
     def from_order(self, grad: jax.Array) -> jax.Array:
@@ -91,9 +90,10 @@ class ShardedParam:
         return lax.transpose(grad, (*first, *(np.argsort(self.order) + len(first)))) if self.order else grad
 
     def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
-        """Return the shard, sliced and on the device, of the parameter's shard in `env`.
+        """Return this device's shard of the value, on the device, given the parameters' shards in `env`.
 
-        `zero()` delays a layer's slice.
+        `zero()` is a zero that XLA computes only when the gather may start. Added to a layer's index, it delays the
+        slice.
         """
         value = self.sliced(env)
         return to_device(value) if self.layer is None else self.row(value, self.layer + zero())
@@ -104,7 +104,7 @@ class ShardedParam:
         return to_device(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
 
     def sliced(self, env: Mapping) -> jax.Array:
-        """Return this device's shard, sliced, where it is stored."""
+        """Return the parameter's shard after its slices, in the memory where it is stored."""
         return self._slice(env[self.root], {v: env[v] for v in self.operands})
 
     def _slice(self, value, operands: Mapping):
@@ -114,9 +114,9 @@ class ShardedParam:
         return value
 
     def root_grad(self, grad: jax.Array, env: Mapping, shape: tuple[int, ...]) -> jax.Array:
-        """Return the gradient of the parameter's shard, or its partial sums, from the gradient of the sliced shard.
+        """Return the gradient of the parameter's shard, given the gradient of the sliced shard. Accepts partial sums.
 
-        `shape` is that of the result; it is not the shard's where gradients are divided further.
+        `shape` is the shape of the result. It differs from the shard's if gradients are sharded over more axes.
         """
         if not self.slices:
             return grad
@@ -128,7 +128,7 @@ class ShardedParam:
 
 
 def root_param(var, leaf: Leaf) -> ShardedParam:
-    """Return a sharded parameter to which nothing has been done yet."""
+    """Return the sharded parameter of a variable, before any slice or cast."""
     assert leaf.dim is not None
     dtype = np.dtype(var.aval.dtype)
     leaf = dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype)
@@ -136,13 +136,13 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
-    """Return whether the shards of some parameters can be stacked: all have one layout and are known from the start."""
+    """Return whether shards can be stacked: they have one layout, and need nothing that the program computes."""
     alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
     return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
 
 
 def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
-    """Return parameters stacked on a new dim 0. The stack of their shards is the shard of the variable."""
+    """Return the stack of parameters, on a new dim 0, that `var` holds. Its shard is the stack of their shards."""
     leaf = params[0].leaf
     assert leaf.dim is not None
     others = (None, *leaf.others) if leaf.others else ()
@@ -152,7 +152,7 @@ def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
 
 
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
-    """Return the parameter after one more equation on its shard, or None if that equation needs the gathered value."""
+    """Return the parameter after one more equation, or None if the equation cannot be applied to the shard."""
     if not eqn.outvars:
         return None
     name, out = eqn.primitive.name, eqn.outvars[0].aval
@@ -194,13 +194,13 @@ def extended(param: ShardedParam, eqn) -> ShardedParam | None:
 
 
 def _dims_kept(before: Sequence[int], after: Sequence[int]) -> int:
-    """Return how many of the last dims a reshape leaves alone."""
+    """Return the number of last dims that a reshape does not change."""
     pairs = zip(reversed(before), reversed(after), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
 
 
 def _with_dims(leaf: Leaf, dims) -> Leaf:
-    """Return a leaf with some of its dims, the sharded one among them, in the order given."""
+    """Return a leaf with some of its dims in the given order. The sharded dim must be among them."""
     assert leaf.dim is not None
     dims, others = list(dims), [*leaf.others, *[None] * len(leaf.shape)]
     return dataclasses.replace(
@@ -218,7 +218,7 @@ def narrower(new, old) -> bool:
 
 
 def _sharded_dim(value, eqn) -> int:
-    """Return the one dim in which the shard is shorter than the value that the equation was written for."""
+    """Return the dim in which the shard is shorter than the logical value, or -1 if it is not shorter."""
     for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
         if have != full:
             return dim
@@ -230,7 +230,7 @@ def _slice(value, eqn, indices):
     if (dim := _sharded_dim(value, eqn)) >= 0:
         starts[dim], limits[dim] = 0, value.shape[dim]
     if any(stride != 1 for stride in eqn.params["strides"] or ()):
-        value = to_device(value)  # from host memory XLA copies only what is contiguous
+        value = to_device(value)  # XLA copies only contiguous ranges from host memory.
     return lax.slice(value, starts, limits, eqn.params["strides"])
 
 
@@ -241,46 +241,43 @@ def _dynamic_slice(value, eqn, indices):
     return lax.dynamic_slice(value, indices, sizes)
 
 
-def _squeeze(value, eqn, indices):
-    return lax.squeeze(value, eqn.params["dimensions"])
-
-
-def _transpose(value, eqn, indices):
-    return lax.transpose(to_device(value), eqn.params["permutation"])
-
-
-def _rev(value, eqn, indices):
-    return lax.rev(to_device(value), eqn.params["dimensions"])
-
-
 def _reshape(value, eqn, indices):
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     kept = _dims_kept(before, after)
     return lax.reshape(to_device(value), (*after[: len(after) - kept], *value.shape[len(before) - kept :]))
 
 
+# For each equation that can be applied to a shard: `fn(shard, equation, values of the operands after the first)`.
 _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
     {
         "slice": _slice,
         "dynamic_slice": _dynamic_slice,
-        "squeeze": _squeeze,
-        "transpose": _transpose,
-        "rev": _rev,
+        "squeeze": lambda value, eqn, _: lax.squeeze(value, eqn.params["dimensions"]),
+        "transpose": lambda value, eqn, _: lax.transpose(to_device(value), eqn.params["permutation"]),
+        "rev": lambda value, eqn, _: lax.rev(to_device(value), eqn.params["dimensions"]),
         "reshape": _reshape,
     }
 )
 
 
-# These copy a shard, which is worth it for what a loop scans over alone.
+# Elementwise primitives that models apply to a weight (to scale, mask or normalise it). Computing them again wherever
+# the weight is read costs less than keeping their result. Not all of `jaxprs.ELEMENTWISE`: the planner moves these
+# equations, and a rare primitive is better left where it is.
+WEIGHT_ARITHMETIC = frozenset(
+    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
+    "sqrt square sub tanh".split()
+)
+# Equations that copy the shard. Only a stack that a loop scans over is worth a copy: each layer would otherwise be
+# gathered with the whole stack.
 OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 
 
 def scanned_over(jaxpr: Any) -> set:
-    """Return the variables that loops scan over, directly or after computing on their shards."""
-    found: set = set()
+    """Return the variables that loops scan over, directly or after equations that can be applied to the shard."""
+    scanned: set = set()
     for eqn in reversed(jaxpr.eqns):
         if (loop := compat.loop_of(eqn)) is not None:
-            found.update(v for v in eqn.invars[loop.consts + loop.carry :] if not compat.is_literal(v))
-        elif eqn.primitive.name in {*_SHARDWISE, "convert_element_type"} and not found.isdisjoint(eqn.outvars):
-            found.update(v for v in eqn.invars[:1] if not compat.is_literal(v))
-    return found
+            scanned.update(v for v in eqn.invars[loop.consts + loop.carry :] if not compat.is_literal(v))
+        elif eqn.primitive.name in {*_SHARDWISE, "convert_element_type"} and not scanned.isdisjoint(eqn.outvars):
+            scanned.update(v for v in eqn.invars[:1] if not compat.is_literal(v))
+    return scanned

@@ -1,4 +1,4 @@
-"""A function of each position alone, run on the positions tile by tile: what it computes is in memory for one tile."""
+"""`tiled`: run a function of positions on one tile of a sequence at a time, so that its memory is that of one tile."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 
 
 def tiled(fn: Callable, *, tiles: int) -> Callable:
-    """Run a function of each position alone on one tile of the positions at a time, recomputed for its gradients.
+    """Run a function that treats each position independently on one tile of the positions at a time.
 
-    For a head and its cross entropy, whose logits are then never whole, and for the feed-forward layers of long
-    sequences. The result is `fn(params, *arrays)`, and so are its derivatives, to rounding. Its parameters are
-    gathered once for all tiles, and their gradients summed over the tiles in at least float32, then reduced once.
+    Use it for a head and its cross entropy, so that the logits of all positions never exist at once, and for the
+    feed-forward layers of long sequences. Values and derivatives equal those of `fn(params, *arrays)`, to rounding. The
+    backward pass computes each tile again. Parameters are gathered once for all tiles. Their gradients are summed over
+    the tiles in at least float32, and reduced once.
 
     Args:
-        fn: `fn(params, *tiles)` returns arrays of (rows, positions, ...), each position of which depends on the same
-            position of its arguments alone. Take a mean over positions of the result, outside of `fn`.
-        tiles: How many, at least 1; the memory of what `fn` computes is divided by it. A tile has every so many-th
-            position, of all rows: it is divided over the devices as the rows are, and over an axis for
-            positions as these are. Where it does not divide the positions, the last one is computed again.
+        fn: `fn(params, *tiles)` returns arrays of (rows, positions, ...). Each position of a result must depend on the
+            same position of the arguments alone. Take a mean over positions outside of `fn`.
+        tiles: The number of tiles, at least 1. The memory of the values that `fn` computes is divided by it. A tile has
+            every `tiles`-th position of all rows, so it is divided over the devices as the whole array is. If `tiles`
+            does not divide the positions, the last position is computed more than once.
 
     Returns:
-        `run(params, *arrays)`: any tree of arrays that `fn` uses in full, and arrays of (rows, positions, ...), such
-        as hidden states and targets. It returns what `fn` does of all positions.
+        `run(params, *arrays)`, which returns the results of `fn` for all positions. `params` is any tree of arrays that
+        `fn` needs in full, and `arrays` are arrays of (rows, positions, ...), such as hidden states and targets.
 
     Raises:
         TypeError: If `tiles` is no integer.
-        ValueError: If `tiles` is below 1; from `run`, if arrays have no dim 1 or different numbers of
-            positions, or `fn` returns an array without those of its tile.
+        ValueError: If `tiles` is below 1. `run` raises it if arrays have no dim 1 or different numbers of positions, or
+            if `fn` returns an array without the positions of its tile.
 
     References:
         Bekman et al. 2025, arXiv 2506.13996 (sequence tiling).
@@ -77,16 +78,12 @@ def tiled(fn: Callable, *, tiles: int) -> Callable:
 
 
 def positions_of(arrays: tuple) -> int:
-    """Return the number of positions of the arrays, on dim 1.
-
-    Raises:
-        ValueError: If one has none, or another number of them.
-    """
+    """Return the number of positions of the arrays, on dim 1, or raise a ValueError if they have no such number."""
     shapes = [jnp.shape(x) for x in arrays]
     if not shapes or any(len(shape) < 2 for shape in shapes) or len({shape[1] for shape in shapes}) > 1:
-        found = ", ".join(str(list(shape)) for shape in shapes) or "none"
+        given = ", ".join(str(list(shape)) for shape in shapes) or "none"
         raise ValueError(
-            f"tiled divides the positions of its arrays, on dim 1 and as many in each; the shapes are {found}. "
+            f"tiled divides the positions of its arrays, on dim 1 and as many in each; the shapes are {given}. "
             f"Give arrays of (rows, positions, ...), and what every tile needs in full as `params`."
         )
     if not shapes[0][1]:
@@ -95,11 +92,7 @@ def positions_of(arrays: tuple) -> int:
 
 
 def check_results(results: Any, extent: int) -> None:
-    """Refuse results that are not one for each position of a tile.
-
-    Raises:
-        ValueError: Naming the shape found.
-    """
+    """Raise a ValueError unless each result has the positions of its tile on dim 1."""
     for path, x in jax.tree_util.tree_flatten_with_path(results)[0]:
         if jnp.ndim(x) < 2 or jnp.shape(x)[1] != extent:
             raise ValueError(
@@ -110,13 +103,13 @@ def check_results(results: Any, extent: int) -> None:
 
 
 def summed_wide(w: Any) -> Any:
-    """Return a parameter in a type in which gradients of many tiles can be added: bfloat16 has only 8 bits."""
+    """Return a parameter in a type in which the gradients of many tiles can be added. A sum in bfloat16 loses bits."""
     dtype = jnp.result_type(w)
     return w.astype(common_dtype(dtype, jnp.float32)) if jnp.issubdtype(dtype, jnp.floating) else w
 
 
 def split_positions(x: Array, tiles: int) -> Shaped[Array, "tiles rows extent ..."]:
-    """Tile by tile every so many-th position; the last one repeated (a function of zeros might be NaN)."""
+    """Split positions into tiles. Padding repeats the last position, because a function of zeros might be NaN."""
     padding = [(0, 0), (0, -x.shape[1] % tiles), *[(0, 0)] * (x.ndim - 2)]
     x = jnp.pad(x, padding, mode="edge") if padding[1][1] else x
     return jnp.moveaxis(x.reshape(x.shape[0], -1, tiles, *x.shape[2:]), 2, 0)

@@ -1,43 +1,49 @@
-"""A function's two passes, and exactly what has to be kept between them.
+"""The forward and the backward pass of one segment, and the residuals that have to be kept between them.
 
-Plain autodiff keeps gathered parameters for the backward pass, under many names:
-transposed, reshaped, named by `checkpoint_name`, passed through a remat's policy. So the
-forward pass is traced together with its residuals, and each residual is classified by
-what it depends on. One that is an argument is not stored again; one that depends on
-gathered parameters alone is dropped, and recomputed when they are gathered again. So is one that combines a
-parameter with something smaller, or with something that is kept anyway (a mask, a gain per unit).
+Every segment calls `traced_passes`, which traces its function and derivative and returns `Passes`. `Passes.run` is the
+forward pass, and `Passes.pull` the backward pass.
+
+Plain autodiff keeps gathered parameters for the backward pass, also under other names: transposed, reshaped, named by
+`checkpoint_name`, or let through by a remat's policy. So the forward pass is traced together with its residuals, and
+`_classified` sorts each residual by the values that it depends on:
+
+param     it is a gathered parameter: gathered again, not stored
+other     it is another input of the segment: not stored twice
+derived   it depends on gathered parameters alone: computed again from them. So is a residual that combines a parameter
+          with a smaller value or with a value that is stored anyway (a mask, a gain per unit).
+saved     everything else: activations, stored as JAX would store them
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
 def differentiable(dtype) -> bool:
-    """Return whether values of a type have cotangents; of extended types, such as Flax's for FP8, all but keys have."""
+    """Return whether values of a type have cotangents. Of the extended types, PRNG keys have none."""
     extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
-    """A jaxpr whose first arguments are known.
+class BoundJaxpr:
+    """A jaxpr without constants, together with its first arguments.
 
     Attributes:
-        jaxpr: Has no constants of its own.
+        jaxpr: The jaxpr.
         consts: Its first arguments.
     """
 
@@ -59,30 +65,28 @@ class Passes:
         active_params: Indices of the parameters that get cotangents.
         active_others: Indices of the others that get cotangents.
         active_results: Indices of the results that have cotangents.
-        sources: Where each residual of the backward pass comes from.
-        derive: From what is in `derive_reads` to the residuals that are recomputed from gathered parameters.
-        derive_reads: Its arguments.
-        tree: Tree structure of the backward function, whose leaves are the residuals.
+        sources: The source of each residual of the backward pass.
+        derive: Computes the residuals whose source is "derived" from the values of `derive_reads`.
+        derive_reads: The sources of the arguments of `derive`.
+        tree: Tree structure of JAX's backward function, whose leaves are the residuals.
         other_shapes: Shapes of the others.
         residual_rows: Where each residual holds the rows of the batch.
-        result_rows: Where each active result, and so its cotangent, holds them.
-        result_types: Type of each active result, which its cotangent must have.
-        is_shared: Whether several segments run it; then either pass is traced once.
+        result_rows: Where each active result, and so its cotangent, holds the rows of the batch.
+        is_shared: Whether several segments run these passes. Each pass is then under `jax.jit`, and traced once.
     """
 
-    forward: Traced
+    forward: BoundJaxpr
     results: int
     active_params: tuple[int, ...]
     active_others: tuple[int, ...]
     active_results: tuple[int, ...]
     sources: tuple[Source, ...]
-    derive: Traced
+    derive: BoundJaxpr
     derive_reads: tuple[Source, ...]
     tree: Any
     other_shapes: tuple
     residual_rows: tuple[State, ...]
     result_rows: tuple[State, ...]
-    result_types: tuple[np.dtype, ...]
     is_shared: bool = False
 
     @functools.cached_property
@@ -98,9 +102,10 @@ class Passes:
     def _read(self, pool: str) -> frozenset[int]:
         return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == pool)
 
-    def run(self, params: Sequence, others: Sequence) -> tuple[list, list]:
-        """Return `(results, saved)`."""
-        return (self._jitted_run if self.is_shared else self._run)(params, others)
+    @functools.cached_property
+    def run(self) -> Callable[[Sequence, Sequence], tuple[list, list]]:
+        """Return the forward pass: `run(params, others)` returns `(results, saved)`."""
+        return jax.jit(self._run) if self.is_shared else self._run
 
     def _run(self, params, others) -> tuple[list, list]:
         values = self.forward(*params, *others)
@@ -117,32 +122,31 @@ class Passes:
         *,
         reduced_later: Collection[int] = (),
     ) -> tuple[list, list]:
-        """Return unreduced cotangents of the active parameters, and cotangents of the active others.
+        """Run the backward pass.
 
         Args:
-            comm: What will reduce the former.
-            params: The gathered parameters; those not in `needed` may be None.
-            others: As given to `run`; those not in `needed_others` may be None.
-            saved: As `run` returned them.
-            cotangents: One for each of `active_results`.
-            zero: If given, a seed for zero buffers (into which the gradient of a lookup is added), so that
-                XLA cannot allocate them early.
-            reduced_later: Others whose cotangents need not be reduced yet, either.
+            comm: The collectives that will reduce the parameters' cotangents.
+            params: The gathered parameters. A parameter that is not in `needed` may be None.
+            others: The others given to `run`. A value that is not in `needed_others` may be None.
+            saved: The residuals that `run` returned.
+            cotangents: The cotangents of the `active_results`.
+            zero: A seed for zero buffers, such as the one that the gradient of a lookup is added into, so that XLA
+                cannot allocate them before the seed is computed. None: buffers are left as they are.
+            reduced_later: Indices of others whose cotangents may stay partial sums, too.
+
+        Returns:
+            Partial sums of the active parameters' cotangents, and the active others' cotangents.
         """
-        pull = self._jitted_pull if self.is_shared else self._pull
-        return pull(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
+        return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
 
     @functools.cached_property
-    def _jitted_run(self) -> Callable:
-        return jax.jit(self._run)
-
-    @functools.cached_property
-    def _jitted_pull(self) -> Callable:
-        return jax.jit(self._pull, static_argnums=(0, 1))
+    def _pull_once(self) -> Callable:
+        return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
 
     def _check_types(self, cotangents: Sequence) -> None:
-        """Refuse cotangents that a custom rule made of another type than the value: only `jax.grad` takes them."""
-        for cotangent, dtype in zip(cotangents, self.result_types, strict=True):
+        """Refuse cotangents that a custom rule made of another type than the value. `jax.grad` accepts them."""
+        for cotangent, index in zip(cotangents, self.active_results, strict=True):
+            dtype = self.forward.jaxpr.outvars[index].aval.dtype
             if cotangent.dtype != dtype:
                 raise TypeError(
                     f"A custom rule in the loss gives a cotangent of {cotangent.dtype} for a value of {dtype} with "
@@ -179,9 +183,9 @@ class RowStates(NamedTuple):
     """Where a function's arguments and results hold the rows of the batch.
 
     Attributes:
-        others: For each argument that is no parameter.
-        results: For each result, as far as what reads it tells; empty: as the function alone tells.
-        follower: Follows the rows through the function; None leaves them unknown.
+        others: The state of each argument that is no parameter.
+        results: The state of each result, if the whole program tells more than the function alone; else empty.
+        follower: The analysis that follows the rows through the function. None: all states are unknown.
     """
 
     others: Sequence[State] = ()
@@ -205,12 +209,12 @@ def traced_passes(
     """Trace `function(params, others)` and its derivative.
 
     Args:
-        function: Takes two lists of arrays and gives one.
-        params: Shapes of the gathered parameters.
-        others: Shapes, or arrays, of everything else.
-        trained: For each of `params`, whether its cotangent is wanted.
-        active: For each of `others`, whether its cotangent is wanted.
-        wanted: Indices of the results that are differentiated; None: all that can be.
+        function: Takes two lists of arrays, and returns a list of arrays.
+        params: The gathered parameters, or their shapes.
+        others: The other arguments, or their shapes.
+        trained: For each parameter, whether its cotangent is wanted.
+        active: For each other argument, whether its cotangent is wanted.
+        wanted: Indices of the results to differentiate. None: all results that have cotangents.
         rows: Where the rows of the batch are.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))
@@ -223,8 +227,8 @@ def traced_passes(
             results = function(
                 _replaced(params, active_params, some_params), _replaced(others, active_others, some_others)
             )
-            found = range(len(results)) if wanted is None else sorted(wanted)
-            active_results = tuple(i for i in found if differentiable(results[i].dtype))
+            candidates = range(len(results)) if wanted is None else sorted(wanted)
+            active_results = tuple(i for i in candidates if differentiable(results[i].dtype))
             return [results[i] for i in active_results], results
 
         primals = [params[i] for i in active_params], [others[i] for i in active_others]
@@ -232,11 +236,9 @@ def traced_passes(
         return results, backward
 
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(list(params), list(others))
-    result_shapes, tree = shapes[0], jax.tree.structure(shapes[1])
-    results = len(result_shapes)
+    results, tree = len(shapes[0]), jax.tree.structure(shapes[1])
     jaxpr, consts = compat.opened(closed)
     forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
-    shapes = tuple(v.aval for v in jaxpr.invars[len(params) :])
     if rows.follower is None:
         states = [UNKNOWN] * len(jaxpr.outvars)
     else:
@@ -252,11 +254,29 @@ def traced_passes(
         derive=derive,
         derive_reads=reads,
         tree=tree,
-        other_shapes=shapes,
+        other_shapes=tuple(v.aval for v in jaxpr.invars[len(params) :]),
         residual_rows=tuple(states[results:]),
         result_rows=tuple(states[i] for i in active_results),
-        result_types=tuple(result_shapes[i].dtype for i in active_results),
     )
+
+
+def shared_passes(
+    known: dict[Hashable, Passes],
+    function: Callable,
+    params: Sequence,
+    others: Sequence,
+    *,
+    trained: Sequence[bool],
+    active: Sequence[bool],
+    rows: RowStates,
+) -> Passes:
+    """Return `traced_passes`, traced once for all segments that share `known` and have inputs of the same types."""
+    types = tuple(jax.typeof(x) for x in (*params, *others))
+    key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results)
+    if key not in known:
+        passes = traced_passes(function, params, others, trained=trained, active=active, rows=rows)
+        known[key] = dataclasses.replace(passes, is_shared=True)
+    return known[key]
 
 
 def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
@@ -267,7 +287,11 @@ def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
 
 
 def _classified(jaxpr, consts, params: int, results: int):
-    """Sort the residuals, which follow the first `results` outputs of `jaxpr`."""
+    """Sort the residuals, which follow the first `results` outputs of `jaxpr`; see the module.
+
+    Returns:
+        The fields `(forward, sources, derive, derive_reads)` of `Passes`.
+    """
     constvars = compat.constvars_of(jaxpr)
     arguments: dict[Any, Source] = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
     arguments |= {var: ("other", i) for i, var in enumerate(jaxpr.invars[params:])}
@@ -276,7 +300,7 @@ def _classified(jaxpr, consts, params: int, results: int):
         jaxpr.invars[params:], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads or eqn.effects else ()
     )
     atoms = jaxpr.outvars[results:]
-    # In order, since every process has to make the same program.
+    # In order, because every process must make the same program.
     kept = dict.fromkeys(atom for atom in jaxprs.variables_in(atoms) if atom in mixed)
     again = _recomputed(jaxpr, [*kept, *arguments], params, mixed)
     saved: dict[Any, int] = {}
@@ -294,20 +318,23 @@ def _classified(jaxpr, consts, params: int, results: int):
             key = id(atom) if compat.is_literal(atom) else atom
             sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
-    forward = Traced(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
+    forward = BoundJaxpr(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
     wanted = [atom for _, atom in derived.values()]
     eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
     eqns, reads = jaxprs.needed_for(eqns, wanted)
     read = [var for var in known if var in reads]
     derive = compat.part_of(jaxpr, eqns, [*constvars, *read], wanted)
-    return forward, tuple(sources), Traced(derive, consts), tuple(known[var] for var in read)
+    return forward, tuple(sources), BoundJaxpr(derive, consts), tuple(known[var] for var in read)
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
-    """Return residuals not to keep although they depend on more than parameters, each with its other operands.
+    """Return the residuals to compute again although they depend on more than parameters.
 
-    Each is computed element by element from a parameter of its size, and what else that reads is kept already,
-    or smaller.
+    Such a residual is computed element by element from a parameter of its size. The other values that it reads are
+    kept anyway, or take less memory than the residual.
+
+    Returns:
+        For each such residual, the values that it is computed from.
     """
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     of_params = set(jaxpr.invars[:params])
@@ -316,7 +343,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
         if any(v in of_params and v.aval.size == out.aval.size for v in jaxprs.variables_in(eqn.invars)):
             of_params.add(out)
     kept = dict.fromkeys(kept)
-    found: dict[Any, dict] = {}
+    recomputed: dict[Any, dict] = {}
     for atom in kept:
         if atom not in of_params or atom not in made:
             continue
@@ -334,10 +361,10 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
                 reads[var] = None
         more = sum(jaxprs.nbytes(var) for var in reads if var in mixed and var not in kept)
         if more < jaxprs.nbytes(atom):
-            found[atom] = reads
-    return found
+            recomputed[atom] = reads
+    return recomputed
 
 
 def _is_cheap(eqn) -> bool:
     """Return whether an equation computes each element of a parameter from that element."""
-    return eqn.primitive.name in jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"} and not eqn.effects
+    return eqn.primitive.name in WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"} and not eqn.effects

@@ -1,32 +1,62 @@
-"""How much is gathered at a time: read off the segments of a loss, before anything is compiled."""
+"""How much is gathered at a time, and which parameters are gathered whole, although a loop needs one layer at a time.
+
+`planning` calls `working_set`, which reads the segments of a loss before anything is compiled. `check` and `estimate`
+print its result.
+"""
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.gather.engine import traced
+from zerojax import compat, jaxprs
+from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
-from zerojax.gather.program import Program
 from zerojax.gather.rules import RULES, RUN_IN_PLACE
-from zerojax.gather.segments import Gathered, Segment, bytes_of
-from zerojax.gather.whole import Whole, named, recomputed, wholes
+from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment, bytes_of
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
 from zerojax.layout.leaf import Leaf
+
+_IN_THE_BODY = "Do it in the loop's body, to one layer"
+_SCAN = "Scan over it (jax.lax.scan, nn.scan), or index it with a loop's counter"
+
+
+class Whole(NamedTuple):
+    """Parameters that are gathered whole, or kept like activations.
+
+    Attributes:
+        path: The path of the largest parameter, and the line that uses it.
+        bytes: The bytes of all of them.
+        layers: The number of layers in these bytes.
+        why: The reason why they are not gathered one layer at a time.
+        remedy: The change of the loss that helps.
+    """
+
+    path: str
+    bytes: int
+    layers: int
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        return f"{self.path} ({self.bytes / 2**20:,.1f} MiB): {self.why}. {self.remedy}."
 
 
 class WorkingSet(NamedTuple):
-    """What is gathered of a function's parameters.
+    """The gathered parameters of a function.
 
     Attributes:
-        bytes: Gathered parameters on a device at once, at most: those of one use (a block, an iteration of a
-            scan), of the uses that are prefetched, and whatever is gathered for several segments.
+        bytes: The most bytes of gathered parameters that a device holds at once: those of one use (a block, an
+            iteration of a scan), of the prefetched uses, and of everything that is gathered for several segments.
         stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
-        layer: Bytes of the largest use, where of a stack that is gathered whole one layer counts.
-        repeats: For parameters that a loop over microbatches gathers once more in each iteration, by index, how often.
-        whole: What is gathered whole, and why.
+        layer: Bytes of the largest use. Of a stack that is gathered whole, one layer counts.
+        repeats: The number of iterations of the loop over microbatches that gathers a parameter, by the parameter's
+            index.
+        whole: The parameters that are gathered whole, and why.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
         rules: For each rule of the planner, by its name, the equations on parameters that fell under it, with lines.
     """
@@ -43,22 +73,18 @@ class WorkingSet(NamedTuple):
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
     """Compute what `gather_on_use` would gather of a function's parameters.
 
-    Args:
-        fn: As for `gather_on_use`.
-        layout: A tree of `Leaf`; parameters are assumed to be in the leaves' types.
-        *args: Further arguments of `fn`; shapes are enough.
-        prefetch: As for `gather_on_use`.
+    The parameters have the types of the leaves of `layout`. Shapes of `args` are enough.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = traced(fn, tree, leaves, full, args).program
+    program = trace_loss(fn, tree, leaves, full, args).program
     lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
     passing = [s for s in program.segments if s.params and s not in lasting]
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
     stacks = {param.root for segment in passing for param in segment.stacks}
     nested = [s for s in program.segments if isinstance(s, NestedSegment)]
-    repeats = Counter({param.root: s.iterations for s in nested for param in s.params})
+    repeats = Counter({param.root: s.loop.length for s in nested for param in s.params})
     whole = wholes(program)
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
@@ -72,14 +98,128 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
 
 
 def rules_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """Return the equations on parameters under each rule, in the order of the rules; loops of their own included."""
+    """Return the equations on parameters under each rule, in the order of the rules, with those of nested programs."""
     inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
-    found = [pair for each in (program, *inner) for pair in each.decisions]
-    by_rule = {rule.name: tuple(named(eqn) for eqn, name in found if name == rule.name) for rule in RULES}
+    decisions = [decision for each in (program, *inner) for decision in each.decisions]
+    by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
     return {name: places for name, places in by_rule.items() if places and name != RUN_IN_PLACE}
 
 
 def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
     """Return the bytes of a segment's largest use, if nothing were gathered whole."""
-    of_loops = sum(one.bytes - one.bytes // one.layers for one in whole)
-    return max(max(segment.gathered_bytes, default=0) - of_loops, 0)
+    beyond_a_layer = sum(stack.bytes - stack.bytes // stack.layers for stack in whole)
+    return max(max(segment.gathered_bytes, default=0) - beyond_a_layer, 0)
+
+
+def wholes(program: Program) -> list[list[Whole]]:
+    """Return, for each segment of a program, the parameters that it gathers whole."""
+    return [list(_of_segment(program, segment)) for segment in program.segments]
+
+
+def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
+    if isinstance(segment, NestedSegment):
+        for inner in segment.program.segments:
+            yield from _of_segment(segment.program, inner)
+        return
+    early = [result for result in segment.results if isinstance(result, Gathered)]
+    if early:
+        reader = next((s for s in program.segments if not set(early).isdisjoint(s.others)), None)
+        layers = 1 if reader is None else _scanned(reader, early)
+        if reader is not None and layers == 1:  # Each iteration needs all of it.
+            return
+        path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
+        path += f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
+        yield Whole(path, bytes_of(segment.params), layers, *_why_early(segment, reader))
+        return
+    for param, var in zip(segment.params, segment.jaxpr.invars, strict=False):
+        if reads := row_reads(segment.jaxpr, var):
+            yield Whole(param.leaf.path, param.leaf.bytes, var.aval.shape[0], *_why_row_by_row(reads))
+        elif isinstance(segment, BlockSegment) and (eqn := _kept(segment, param, var)) is not None:
+            why = f"{named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
+            yield Whole(
+                param.leaf.path, jaxprs.nbytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again"
+            )
+
+
+def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
+    """Return the number of layers that were gathered for a loop, or 1 if an iteration does not read one of them."""
+    (eqn,) = reader.jaxpr.eqns
+    loop = compat.loop_of(eqn)
+    assert loop is not None
+    given = dict(zip(reader.others, reader.jaxpr.invars[len(reader.params) :], strict=True))
+    places = [eqn.invars.index(given[x]) for x in early if x in given]
+    return loop.length if all(place >= loop.consts for place in places) else 1
+
+
+def _why_early(segment: Segment, reader: Segment | None) -> tuple[str, str]:
+    if reader is None:
+        return "the loss returns it", "The state has it: use it outside of the loss"
+    if segment.jaxpr.eqns:
+        return f"before the loop, {named(segment.jaxpr.eqns[-1])} makes another array of it", _IN_THE_BODY
+    if segment.params[0].leaf.dim == 0:
+        return "it is sharded over its layers, since the devices divide no other dim", "Make another dim divisible"
+    return "the loop carries it", "Scan over it, or close over it"
+
+
+def _why_row_by_row(reads: set[str]) -> tuple[str, str]:
+    if "loop" in reads:
+        remedy = "If the outer loop is over microbatches, leave that to accumulate= of train_step"
+        return "the loop over its layers is in another loop, each iteration of which gathers it", remedy
+    return "a loop reads its layers, and not one after the other", _SCAN
+
+
+def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:
+    """Return how loops read rows of an argument: `"index"` for a slice, `"loop"` for a scan in another loop.
+
+    The set is empty if anything else reads the argument.
+    """
+    reads = {_row_read(eqn, place, in_loop) for eqn, place in jaxprs.uses_of(jaxpr)[0].get(var, ())}
+    return set() if "" in reads or var in jaxprs.variables_in(jaxpr.outvars) else reads
+
+
+def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
+    """Return how an equation reads an operand: `"index"`, `"loop"`, or `""` for anything else."""
+    name, shape = eqn.primitive.name, eqn.invars[place].aval.shape
+    if name == "dynamic_slice":
+        return "index" if in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and len(shape) > 1 else ""
+    body = compat.inlined_body(eqn)
+    if (loop := compat.loop_of(eqn)) is not None:
+        if place >= loop.consts + loop.carry:
+            return "loop" if in_loop else ""  # The outermost loop gathers one layer at a time.
+        body, in_loop = compat.opened(loop.body)[0] if place < loop.consts else None, True
+    return "" if body is None else max(row_reads(body, body.invars[place], in_loop=in_loop), default="")
+
+
+def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
+    """Return the equation that changes a parameter elementwise with a value that depends on more than parameters."""
+    if len(param.leaf.shape) < 2:
+        return None
+    params = set(segment.jaxpr.invars[: len(segment.params)])
+    for eqn in segment.jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if params.issuperset(reads):
+            params.update(eqn.outvars)
+        elif var in reads and eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0] in segment.results:
+            return eqn
+    return None
+
+
+def named(eqn: Any) -> str:
+    """Return an equation's primitive, and the line of the loss that it comes from."""
+    return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))
+
+
+def recomputed(program: Program) -> list[str]:
+    """Return matrix products of parameters alone that several segments compute, each with its line."""
+    products: dict[Any, list] = {}
+    for segment in program.segments:
+        known = {var: param.key for var, param in zip(segment.jaxpr.invars, segment.params, strict=False)}
+        for eqn in segment.jaxpr.eqns:
+            reads = jaxprs.variables_in(eqn.invars)
+            if reads and all(var in known for var in reads) and not eqn.effects:
+                operands = tuple(str(a) if compat.is_literal(a) else known[a] for a in eqn.invars)
+                key = eqn.primitive.name, str(eqn.params), operands
+                known |= {var: (key, i) for i, var in enumerate(eqn.outvars)}
+                if eqn.primitive.name == "dot_general":
+                    products.setdefault(key, []).append(eqn)
+    return [f"{named(eqns[0])} in {len(eqns)} places" for eqns in products.values() if len(eqns) > 1]

@@ -1,4 +1,4 @@
-"""Memory, peak rates and link bandwidths of a GPU: the first two from XLA's description, the links from data sheets."""
+"""Describe a GPU: memory and peak rates, from XLA's description, and link bandwidths, from data sheets."""
 
 import dataclasses
 import re
@@ -8,26 +8,27 @@ from typing import NamedTuple
 
 from zerojax.gpus.topology import Topology, target_config
 
-# XLA's numbers of element types (xla_data.proto) that matrix units have rates for.
+# Element types for which matrix units have rates, by their numbers in XLA (xla_data.proto).
 TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf16", "19": "f8e5m2", "20": "f8e4m3fn"}
-# As in XLA (xla_gpu_memory_limit_slop_factor): the CUDA context, NCCL and fragmentation take the rest.
+# The share of memory for programs, as in XLA (xla_gpu_memory_limit_slop_factor). The CUDA context, NCCL and
+# fragmentation take the remaining memory.
 USABLE = 0.95
 
 
 class Links(NamedTuple):
-    """Peak bytes per second that one GPU sends, each way.
+    """Peak bytes per second that one GPU sends in one direction.
 
     Attributes:
         link: To the GPUs of its host.
-        network: To other hosts: its share of the host's network adapters.
+        network: To other hosts, through its share of the host's network adapters.
     """
 
     link: float
     network: float
 
 
-# NVLink: the data sheets' figure, which counts both ways, halved. Network: DGX A100 (8 x 200 Gbit/s), and
-# DGX H100, H200 and B200 (8 x 400 Gbit/s), one adapter a GPU.
+# NVLink: half of the data sheets' figure, which counts both directions. Network: one adapter per GPU, as in DGX A100
+# (8 x 200 Gbit/s), and in DGX H100, H200 and B200 (8 x 400 Gbit/s).
 LINKS = {
     "a100-80": Links(300e9, 25e9),
     "b200": Links(900e9, 50e9),
@@ -41,13 +42,13 @@ class Device:
     """One GPU of a topology.
 
     Attributes:
-        memory: Bytes.
-        bandwidth: Bytes per second of its memory.
-        rates: Dense FLOP/s of its matrix units by the HLO type of the operands; `"f32"` is
-            TF32, which XLA uses unless the precision is `HIGHEST`.
+        memory: Bytes of memory.
+        bandwidth: Bytes per second of memory.
+        rates: Dense FLOP/s of the matrix units, by the HLO type of the operands. `"f32"` is TF32, which XLA uses unless
+            the precision is `HIGHEST`.
         scalar: FLOP/s in float32 without matrix units.
-        links: Its link bandwidths.
-        per_host: GPUs in its host.
+        links: Link bandwidths.
+        per_host: The number of GPUs in a host.
     """
 
     memory: int
@@ -59,10 +60,10 @@ class Device:
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
-        """Return the GPU of a topology. `link` and `network` override the table, in bytes per second.
+        """Return the GPU of a topology. `link` and `network` replace the table's figures, in bytes per second.
 
         Raises:
-            ValueError: If one of these is not above 0.
+            ValueError: If `link` or `network` is not above 0.
         """
         for name, given in (("link", link), ("network", network)):
             if given is not None and not given > 0:
@@ -86,17 +87,14 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """Return FLOP/s of a product of operands of an HLO type; float32's for a type without matrix units."""
+        """Return the FLOP/s of products by the operands' HLO type. A type without matrix units has the scalar rate."""
         return self.rates.get(dtype, self.scalar)
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:
-        """Return bytes per second that each device of a group sends over a ring.
+        """Return the bytes per second that each device of a group sends over a ring.
 
-        The ring enters and leaves each host once for every device that the group has there, each by its own
-        network adapter.
-
-        Args:
-            group: Devices, by their number in the mesh, host by host.
+        The ring enters and leaves a host once per device that the group has there, through this device's own network
+        adapter. `group` has the devices' numbers in the mesh, which counts host by host.
         """
         in_host = Counter(device // self.per_host for device in group)
         if len(in_host) <= 1:

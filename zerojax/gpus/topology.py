@@ -1,6 +1,6 @@
-"""Absent GPUs: a mesh to compile for on a machine without any.
+"""Make meshes of absent GPUs, so that a machine without GPUs can compile for them.
 
-Needs the extra `aot`: the CUDA compiler plugin, of jaxlib's version, and no driver.
+This needs the extra `aot`, which installs the CUDA compiler plugin of jaxlib's version. It needs no driver.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Absent GPUs, the same number in each host.
+    """Absent GPUs: the same number in each host.
 
     Attributes:
         kind: One of `KINDS`.
-        hosts: Number of hosts.
-        per_host: GPUs in each.
+        hosts: The number of hosts.
+        per_host: The number of GPUs per host.
     """
 
     kind: str
@@ -35,18 +35,12 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Read `"h200:8"` (one host of eight), `"h200:64"` or `"h200:8x8"` (eight hosts of eight).
+        """Parse `"h200:8"` (one host of eight GPUs), `"h200:64"` or `"h200:8x8"` (eight hosts of eight GPUs).
 
-        A host has eight, so a multiple of eight is that many hosts; any other number is one host.
-
-        Args:
-            text: The GPU's name, a colon, and how many; hosts before devices.
-
-        Returns:
-            The topology.
+        A multiple of eight means hosts of eight GPUs. Any other number means one host.
 
         Raises:
-            ValueError: If the text is not of this form or the GPU is unknown.
+            ValueError: If the text has another form, or the GPU is unknown.
         """
         match = re.fullmatch(r"([\w\-]+):(?:(\d+)x)?(\d+)", text)
         if not match or match.group(1) not in KINDS or 0 in (int(n) for n in match.groups()[1:] if n):
@@ -61,19 +55,16 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Return the number of all GPUs."""
+        """Return the number of GPUs in all hosts."""
         return self.hosts * self.per_host
 
 
 def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
-    """Return a mesh of absent GPUs, to lower and compile for.
+    """Return a mesh of absent GPUs with Auto axes. Programs can be compiled for it, but cannot run.
 
     Args:
-        topology: As `Topology.parse` reads it.
-        axes: One axis for all GPUs, or two: the hosts, and the GPUs of a host.
-
-    Returns:
-        A mesh with Auto axes. Programs can be compiled for it, not run.
+        topology: GPUs in the form that `Topology.parse` reads.
+        axes: One axis for all GPUs, or two axes: the hosts, and the GPUs of a host.
 
     Raises:
         ValueError: If the topology is unknown, or more axes are named than it has levels.
@@ -95,11 +86,10 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
     """Return a mesh of absent GPUs with the axes of another mesh.
 
     Args:
-        mesh: Gives the axes and their types.
-        topology: As `Topology.parse` reads it.
-        axes: The data axes, which are resized to the number of GPUs: of two the first to the
-            hosts, the second to the GPUs of a host; of another number the first alone. All
-            other axes keep their sizes, within a host.
+        mesh: The mesh that has the axes, and their types.
+        topology: GPUs in the form that `Topology.parse` reads.
+        axes: The data axes. If they are two, the first is resized to the hosts, and the second to the GPUs of a host.
+            Otherwise the first alone is resized. All other axes keep their sizes, within a host.
 
     Raises:
         ValueError: If the topology is unknown, or the axes do not multiply to its GPUs.
@@ -123,7 +113,7 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
 
 
 def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
-    """Return a mesh of a number of devices of no kind, to lay out for. With several axes the first has the hosts."""
+    """Return a mesh without devices, for layouts alone. If it has several axes, the first has the hosts."""
     sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -142,7 +132,7 @@ def target_config(kind: str) -> str:
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Return descriptions of the devices; cached, because those of two calls are not equal."""
+    """Return descriptions of the devices. They are cached, because the results of two calls are not equal."""
     description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,

@@ -1,10 +1,10 @@
-"""The collectives of a compiled program: kinds, arrays, bytes, and how often each executes."""
+"""List the collectives of a compiled program: kinds, arrays, bytes, and how often each executes."""
 
 import math
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 @dataclass(frozen=True)
 class Array:
-    """One array that a collective moves: HLO dtype, and the full shape, before a scatter or after a gather."""
+    """One array that a collective moves: its HLO dtype, and its full shape, before a scatter or after a gather."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Return the size in bytes. Types below eight bits are packed."""
+        """Return the size in bytes. Elements of less than eight bits are packed."""
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
         width = int(bits.group(1)) if bits else {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
         if width is None:
@@ -53,24 +53,23 @@ class Array:
 class Collective:
     """One collective of a compiled program.
 
-    Sizes are those of the full tensor, as one device sees it in one execution: the result of
-    an all-gather, the operand of every other kind. So a tensor that is gathered and whose
-    gradient is reduce-scattered counts the same twice.
+    Sizes are those of the full tensor in one execution: of the result of an all-gather, and of the operand of every
+    other kind. So a parameter that is gathered and its gradient that is reduce-scattered have the same size.
 
     Attributes:
-        kind: One of `KINDS`; a start and its done are one collective.
-        arrays: What it moves, several where XLA combined several tensors into one launch.
-        group: Devices that take part together (for a permute: devices named in its pairs), by their number in the
-            mesh; of several groups the first.
-        times: Executions in one run of the program, or None where the program does not fix the
-            trip count of a loop around it.
-        times_if_once: The same, with each such loop taken as one iteration.
-        conditional: Whether it is in a branch of a conditional; the branch counts as executed.
+        kind: One of `KINDS`. A start and its done are one collective.
+        arrays: The arrays that it moves. There are several if XLA combined several tensors into one launch.
+        group: The devices that take part together, by their number in the mesh: the first of several groups. For a
+            permute, the devices that its pairs name.
+        times: Executions in one run of the program. None: the program does not fix the trip count of a loop around the
+            collective.
+        times_if_once: Executions in one run of the program, if each such loop has one iteration.
+        conditional: Whether it is in a branch of a conditional. The branch counts as executed.
         computation: The HLO computation that contains it.
         name: Its HLO instruction.
-        op_name: The JAX operation it came from, or "".
+        op_name: The JAX operation that it came from, or "".
         frames: The Python stack that traced it, innermost first, as "file:line in function".
-        dim: The dim along which an all-gather joins its array, or an all-to-all exchanges it; None of other kinds.
+        dim: The dim along which an all-gather joins its array, or an all-to-all exchanges it. None: another kind.
     """
 
     kind: str
@@ -87,12 +86,12 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Return how many devices take part together."""
+        """Return the number of devices that take part together."""
         return len(self.group)
 
     @property
     def dtype(self) -> str:
-        """Return the HLO dtype that moves. A combined collective of several dtypes joins them with "+"."""
+        """Return the HLO dtype of the arrays. Several dtypes are joined with "+"."""
         return "+".join(sorted({array.dtype for array in self.arrays}))
 
     @property
@@ -107,12 +106,12 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return bytes that one device sends per execution over a ring: x(n-1)/n, twice that for an all-reduce."""
+        """Return the bytes that one device sends per execution over a ring: x(n-1)/n, or 2x(n-1)/n if all-reduced."""
         return self._ring(self.bytes)
 
     @property
     def sent_elements(self) -> int:
-        """Return elements that one device sends per execution over a ring."""
+        """Return the elements that one device sends per execution over a ring."""
         return self._ring(self.elements)
 
     def _ring(self, size: int) -> int:
@@ -123,48 +122,49 @@ class Collective:
 
 
 class Volume(NamedTuple):
-    """What collectives move in one run of the program: full tensors, and what one device sends over a ring."""
+    """Totals of collectives in one run of a program.
+
+    Attributes:
+        elements: Elements of the full tensors.
+        bytes: Bytes of the full tensors.
+        sent: Bytes that one device sends over a ring.
+        sent_elements: Elements that one device sends over a ring.
+    """
 
     elements: int
     bytes: int
-    sent: int  # bytes
+    sent: int
     sent_elements: int
 
 
-class Collectives(tuple[Collective, ...]):
-    """The collectives of one program, callers before callees; print it for a table of totals."""
+class CompiledCollectives(tuple[Collective, ...]):
+    """The collectives of one compiled program, callers before callees. Print it for a table of totals."""
 
     __slots__ = ()
 
-    def of(self, *kinds: str) -> "Collectives":
-        """Return the collectives of the given kinds; all of them when none is given.
+    def of(self, *kinds: str) -> "CompiledCollectives":
+        """Return the collectives of some kinds, in the program's order.
 
         Args:
-            kinds: Some of `KINDS`.
-
-        Returns:
-            The collectives of these kinds, in the program's order.
+            kinds: Some of `KINDS`. Without any, all collectives are returned.
 
         Raises:
             ValueError: If a kind is not one of `KINDS`.
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise ValueError(f"No kind of collective is called {unknown[0]!r}. The kinds are {', '.join(KINDS)}.")
-        return Collectives(c for c in self if not kinds or c.kind in kinds)
+        return CompiledCollectives(c for c in self if not kinds or c.kind in kinds)
 
     def moved(self, *kinds: str, unknown_once: bool = False) -> Volume:
-        """Return the total of the given kinds, times their executions; all kinds when none is given.
+        """Add up the collectives of some kinds, in all of their executions.
 
         Args:
-            kinds: Some of `KINDS`.
-            unknown_once: Whether to take a loop of unknown trip count as one iteration.
-
-        Returns:
-            Elements and bytes of the full tensors, and bytes and elements sent by one device.
+            kinds: Some of `KINDS`. Without any, all collectives are added up.
+            unknown_once: Whether to count a loop of unknown trip count as one iteration.
 
         Raises:
-            ValueError: If a kind is unknown, or a collective executes an unknown number of times
-                and `unknown_once` is not set.
+            ValueError: If a kind is not one of `KINDS`, or a collective executes an unknown number of times and
+                `unknown_once` is not set.
         """
         chosen = self.of(*kinds)
         for c in chosen:
@@ -188,7 +188,7 @@ class Collectives(tuple[Collective, ...]):
             groups[c.kind, c.dtype].append(c)
         lines = [f"{'kind':20} {'dtype':>9} {'in text':>8} {'times':>8} {'elements':>16} {'MiB':>11} {'sent MiB':>11}"]
         for (kind, dtype), group in groups.items():
-            total, times = Collectives(group).moved(unknown_once=True), sum(c.times_if_once for c in group)
+            total, times = CompiledCollectives(group).moved(unknown_once=True), sum(c.times_if_once for c in group)
             lines.append(
                 f"{kind:20} {dtype:>9} {len(group):8} {times:8} {total.elements:16,} "
                 f"{total.bytes / 2**20:11.2f} {total.sent / 2**20:11.2f}"
@@ -200,39 +200,41 @@ class Collectives(tuple[Collective, ...]):
         return "\n".join(lines)
 
 
-def collectives(compiled: Any) -> Collectives:
-    """List every collective of a compiled program, with what it moves and how often it executes.
+def collectives(compiled: Any) -> CompiledCollectives:
+    """List every collective of a compiled program, with the arrays that it moves and the number of its executions.
 
-    Executions are followed from the entry through loops, calls, fusions and asynchronous
-    computations. A loop's trip count is the one XLA has noted, else that of a counter which starts
-    at a constant, steps by a constant and is compared with one, else unknown. Every branch of a
-    conditional counts as executed. Dtypes are the program's own: XLA:CPU widens bf16 to f32.
-    Point-to-point sends that XLA makes out of a permute are not listed.
+    Executions are counted from the entry through loops, calls, fusions and asynchronous computations:
+
+    - The trip count of a loop is the number that XLA noted. Without a note, it is computed from a counter that starts
+      at a constant, steps by a constant, and is compared with a constant. It is unknown if there is no such counter.
+    - Every branch of a conditional counts as executed.
+
+    Dtypes are those of the compiled program: XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
+    sends, these are not listed.
 
     Args:
-        compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
+        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
 
     Returns:
-        The collectives; `moved()` totals them, `print` shows a table.
+        The collectives. `moved()` returns totals, and `print` shows a table.
 
     Raises:
-        TypeError: If `compiled` is no compiled program.
+        TypeError: If `compiled` is not a compiled program.
         ValueError: If the text is not HLO, or is truncated.
     """
     return collectives_of(read(compiled))
 
 
-def collectives_of(module: Module) -> Collectives:
+def collectives_of(module: Module) -> CompiledCollectives:
     """Return the collectives of a parsed program."""
-    frames, listed = frame_reader(module.text), []
+    listed = []
     for name in module.callers_first:
         computation, count = module.computations[name], module.executions[name]
         for i in computation.instructions:
             kind = i.opcode.removesuffix("-start")
-            # A start that calls a computation wraps a collective there, which is listed instead.
+            # A start that calls a computation wraps a collective of that computation, which is listed instead.
             if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
                 continue
-            op_name = re.search(r'op_name="([^"]*)"', i.rest)
             dim = re.search(r"\bdimensions=\{(\d+)\}", i.attributes)
             listed.append(
                 Collective(
@@ -244,30 +246,36 @@ def collectives_of(module: Module) -> Collectives:
                     conditional=count.conditional,
                     computation=name,
                     name=i.name,
-                    op_name=op_name[1] if op_name else "",
-                    frames=frames(i),
+                    op_name=i.op_name,
+                    frames=module.frames(i),
                     dim=int(dim[1]) if dim else None,
                 )
             )
-    return Collectives(listed)
+    return CompiledCollectives(listed)
 
 
 def cause_of(c: Collective) -> str:
-    """Return the leaf and line that the engine noted, else the innermost line of the model, else the operation."""
-    if label := LABEL.search(c.op_name):
+    """Return the leaves that the engine noted, or the innermost line of the model, or the operation."""
+    if leaves := leaves_in(c.op_name):
         more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
-        return label.group(2).replace("\\", "") + f" and {more} combined with it" * bool(more)
+        return f"{leaves} and {more} combined with it" if more else leaves
     return next(iter(lines_of_model(c.frames)), c.op_name or c.name)
 
 
+def leaves_in(op_name: str) -> str:
+    """Return the leaves that the engine noted in the name of an operation, or ""."""
+    found = LABEL.search(op_name)
+    return found[2].replace("\\", "") if found else ""
+
+
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames of the model: not those of the code that is asking."""
+    """Return the frames of the model, without the frames of the code that calls this function."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Return the arrays that an HLO shape lists, a tuple's in order."""
+    """Return the arrays of an HLO shape; the elements of a tuple in order."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)
@@ -278,18 +286,18 @@ def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[A
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
     if kind == "all-gather":
         arrays = arrays_of(i.shape)
-        # The shape of a start lists operands, results and context, nested in more than one way.
+        # The shape of a start lists operands, results and context. How they are nested differs.
         return tuple(arrays if i.opcode == kind else arrays[len(operands) : 2 * len(operands)])
     if missing := [name for name in operands if name not in computation.by_name]:
         raise ValueError(
             f"The HLO text is truncated: {kind} {i.name!r} takes {missing[0]!r}, which it does not define. "
-            "Give all of as_text()."
+            "Give the whole text of as_text()."
         )
     return tuple(array for name in operands for array in arrays_of(computation.by_name[name].shape))
 
 
 def _group(module: Module, i: Instruction) -> tuple[int, ...]:
-    """Return the devices, by their number in the mesh, of the first of an instruction's groups."""
+    """Return the devices of an instruction's first group, by their number in the mesh."""
     text = i.attributes
     if pairs := re.search(r"source_target_pairs=\{([\d{},\s]*)\}", text):
         return tuple(sorted({int(n) for n in re.findall(r"\d+", pairs[1])}))
@@ -299,7 +307,8 @@ def _group(module: Module, i: Instruction) -> tuple[int, ...]:
         return tuple(numbers.transpose(order or None).reshape(-1, int(iota[1]))[0].tolist())
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-        strides = dict(zip(sizes, _strides([*sizes.values()]), strict=True))
+        # How far apart neighbours along each axis are numbered.
+        strides = {name: math.prod([*sizes.values()][k + 1 :]) for k, name in enumerate(sizes)}
         numbers = np.zeros((), int)
         # A sub-axis is written 'name':(size before)size.
         for name, before, own in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[2]):
@@ -310,40 +319,3 @@ def _group(module: Module, i: Instruction) -> tuple[int, ...]:
         return tuple(int(n) for n in listed[1].split(","))
     header = module.text.partition("\n")[0]  # no groups: all devices
     return tuple(range(math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))))
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    """Return how far apart neighbours along each axis of a mesh are numbered."""
-    return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
-
-
-def frame_reader(text: str) -> Callable[[Instruction], tuple[str, ...]]:
-    """Resolve an instruction's Python stack from the tables at the head of the text, or from its own line."""
-    tables = {}
-    for block in text[: text.find("\n%")].split("\n\n"):
-        title, _, body = block.strip().partition("\n")
-        tables[title] = body
-    files, names = (dict(re.findall(r'(\d+) "(.*)"', tables.get(t, ""))) for t in ("FileNames", "FunctionNames"))
-    location = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-    locations = {
-        number: f"{files.get(file, '?')}:{line} in {names.get(name, '?')}"
-        for number, file, name, line in location.findall(tables.get("FileLocations", ""))
-    }
-    linked = re.findall(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", tables.get("StackFrames", ""))
-    # jax 0.10 to 0.12 print the parent's number plus one, so that the first frame names itself.
-    shift = 1 if linked and linked[0][2] == "1" else 0
-    stack = {int(frame): (locations.get(number, "?"), int(parent or 0) - shift) for frame, number, parent in linked}
-
-    def frames(i: Instruction) -> tuple[str, ...]:
-        if own := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
-            return (f"{own[1]}:{own[2]}",)
-        match = re.search(r"stack_frame_id=(\d+)", i.rest)
-        frame, lines = int(match[1]) if match else 0, []
-        while frame in stack:
-            line, parent = stack[frame]
-            if lines[-1:] != [line]:
-                lines.append(line)
-            frame = parent if parent < frame else 0
-        return tuple(lines)
-
-    return frames

@@ -1,9 +1,10 @@
-"""A compiled program's HLO text, parsed: computations in schedule order, and how often each executes.
+"""Parse the HLO text of a compiled program: its computations in schedule order, and how often each executes.
 
-The text is read in one pass over its lines; operands and attributes are parsed only where asked for.
+`read` passes over the lines once. Operands, attributes and callees of an instruction are parsed when they are used.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +17,15 @@ _CALLEES = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+# Other instructions name computations, too, such as the sum of an all-reduce. They do not run them as a program.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_DEPTH = 12  # how far a loop counter is traced back, which bounds the work on values that are no counters
+_DEPTH = 12  # instructions through which a loop counter is traced back: bounds the work on values that are no counters
 
 
 class Instruction(NamedTuple):
-    """One line of HLO; `rest` is the unparsed line from the operands on."""
+    """One line of HLO. `rest` is the unparsed line from the operands on, and `root` marks a computation's result."""
 
     name: str
     opcode: str
@@ -33,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """Return the text between the parentheses: operands, or a constant's value."""
+        """Return the text between the parentheses: operands, a constant's value, or a parameter's number."""
         depth = 1
         for bracket in re.finditer(r"[()]", self.rest):
             depth += 1 if bracket.group() == "(" else -1
@@ -43,7 +45,9 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Return the names of the operands."""
+        """Return the names of the operands; none for a parameter or a constant."""
+        if self.opcode in ("parameter", "constant"):
+            return []
         literal = self.literal
         if "%" in literal:
             return re.findall(r"%([\w.\-]+)", literal)
@@ -51,17 +55,30 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """Return what follows the operands, without metadata and backend config, whose text could match anything."""
+        """Return the text behind the operands, without metadata and backend config, whose text could match anything."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property
+    def callees(self) -> list[tuple[str, str]]:
+        """Return the computations that the attributes name, as pairs of attribute and name."""
+        found = _CALLEES.findall(self.attributes)
+        return [(key, name) for key, names in found for name in re.findall(r"[\w.\-]+", names)]
+
+    @property
+    def op_name(self) -> str:
+        """Return the JAX operation that the instruction came from, or ""."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
     def is_synchronous(self) -> bool:
-        """Return True without a start. XLA:GPU also marks some start and done pairs as synchronous."""
+        """Return whether there is no start, or XLA:GPU marked the pair of start and done as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
-class Computation(NamedTuple):
-    """One HLO computation: its instructions in the order of the text, which is the schedule, and by name."""
+@dataclass(frozen=True)
+class Computation:
+    """One HLO computation: its instructions by name, and in the order of the text, which is the schedule."""
 
     name: str
     instructions: list[Instruction]
@@ -69,12 +86,21 @@ class Computation(NamedTuple):
 
     @property
     def root(self) -> str:
-        """Name of the instruction whose value the computation returns."""
+        """Return the name of the instruction whose value the computation returns."""
         return next((i.name for i in reversed(self.instructions) if i.root), "")
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Return the instructions that read each instruction's result."""
+        found = defaultdict(list)
+        for i in self.instructions:
+            for name in i.operands:
+                found[name].append(i)
+        return found
 
 
 class Call(NamedTuple):
-    """An instruction that runs a computation `trip_count` times; None where the program does not fix the number."""
+    """An instruction that runs a computation `trip_count` times. None: the program does not fix the number."""
 
     instruction: Instruction
     callee: str
@@ -91,7 +117,7 @@ class Module:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        """Return, for each computation, those it runs and how often, in schedule order."""
+        """Return the calls that each computation makes, in schedule order."""
         return {
             c.name: [call for i in c.instructions for call in self._calls(c, i)] for c in self.computations.values()
         }
@@ -100,12 +126,10 @@ class Module:
         opcode, trips = instruction.opcode, 1
         if opcode not in _CALLERS and not opcode.endswith("-start"):
             return
-        attributes = _CALLEES.findall(instruction.attributes)
-        callees = [(key, name) for key, names in attributes for name in re.findall(r"[\w.\-]+", names)]
         if opcode == "while":
             known = _TRIP_COUNT.search(instruction.rest)
-            trips = int(known.group(1)) if known else _trip_count(self, caller, instruction, dict(callees))
-        for key, name in callees:
+            trips = int(known.group(1)) if known else _trip_count(self, caller, instruction)
+        for key, name in instruction.callees:
             if name in self.computations:
                 # The condition runs once more than the body.
                 yield Call(instruction, name, None if trips is None else trips + (key == "condition"))
@@ -140,14 +164,49 @@ class Module:
                 )
         return counts
 
+    def callee(self, instruction: Instruction) -> Computation | None:
+        """Return the first computation that an instruction names, such as a fusion's."""
+        return next((self.computations.get(name) for _, name in instruction.callees), None)
+
+    def frames(self, instruction: Instruction) -> tuple[str, ...]:
+        """Return the Python stack that traced an instruction, innermost first, as "file:line in function"."""
+        if own := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.rest):
+            return (f"{own[1]}:{own[2]}",)
+        match = re.search(r"stack_frame_id=(\d+)", instruction.rest)
+        frame, lines = int(match[1]) if match else 0, []
+        while frame in self._stack:
+            line, parent = self._stack[frame]
+            if lines[-1:] != [line]:
+                lines.append(line)
+            frame = parent if parent < frame else 0
+        return tuple(lines)
+
+    @cached_property
+    def _stack(self) -> dict[int, tuple[str, int]]:
+        """Return the line and the parent of each stack frame, from the tables at the head of the text."""
+        tables = {}
+        for block in self.text[: self.text.find("\n%")].split("\n\n"):
+            title, _, body = block.strip().partition("\n")
+            tables[title] = body
+        files, names = (dict(re.findall(r'(\d+) "(.*)"', tables.get(t, ""))) for t in ("FileNames", "FunctionNames"))
+        location = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+        locations = {
+            number: f"{files.get(file, '?')}:{line} in {names.get(name, '?')}"
+            for number, file, name, line in location.findall(tables.get("FileLocations", ""))
+        }
+        linked = re.findall(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", tables.get("StackFrames", ""))
+        # jax 0.10 to 0.12 print the parent's number plus one, so that the first frame names itself.
+        shift = 1 if linked and linked[0][2] == "1" else 0
+        return {int(frame): (locations.get(number, "?"), int(parent or 0) - shift) for frame, number, parent in linked}
+
 
 class Executions(NamedTuple):
     """Executions of a computation in one run of the program.
 
     Attributes:
-        times_if_once: How many, each loop of unknown trip count taken as one iteration.
-        known: Whether every trip count around it is known.
-        conditional: Whether it is in a branch of a conditional.
+        times_if_once: The number of executions, if each loop of unknown trip count has one iteration.
+        known: Whether every trip count around the computation is known.
+        conditional: Whether the computation is in a branch of a conditional.
     """
 
     times_if_once: int
@@ -159,10 +218,7 @@ def read(compiled: Any) -> Module:
     """Parse a compiled program.
 
     Args:
-        compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
-
-    Returns:
-        The parsed program.
+        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
 
     Raises:
         TypeError: If `compiled` is no compiled program.
@@ -195,18 +251,13 @@ def read(compiled: Any) -> Module:
     if not entries:
         raise ValueError(
             f"No HLO program in this text of {len(text)} characters: it has no ENTRY computation. "
-            "Give the text of compile(), not that of lower(), and all of it."
+            "Give the whole text of compile(), not of lower()."
         )
     return Module(text, computations, tuple(entries))
 
 
-def _callee(i: Instruction) -> str:
-    match = _CALLEES.search(i.attributes)
-    return match[2].strip("%") if match else ""
-
-
 class _Affine(NamedTuple):
-    """An integer in a loop: element number `element` of the carry plus `offset`; a constant where that is None."""
+    """An integer in a loop: `offset` plus element number `element` of the carry, if that is not None."""
 
     element: int | None
     offset: int
@@ -220,7 +271,10 @@ def _trace(
     arguments: list["_Affine | None"] | None = None,
     depth: int = _DEPTH,
 ) -> _Affine | None:
-    """Trace a value back to a constant or to the loop's carry; `arguments` are those of a fusion or call."""
+    """Trace a value, or an `element` of a tuple, back to a constant or to an element of the loop's carry.
+
+    In a fusion or a call, `arguments` are its traced arguments. Without them, the parameter is the carry.
+    """
     i = c.by_name.get(name)
     # A counter is an integer scalar, alone or in a tuple; tracing anything else could fan out without end.
     if i is None or depth == 0 or not re.match(r"[su]\d+\[\]|\(", i.shape):
@@ -238,7 +292,7 @@ def _trace(
     if i.opcode == "get-tuple-element" and element is None:
         return follow(operands[0], int(i.attributes.partition("index=")[2].partition(",")[0]))
     if i.opcode in ("fusion", "call"):
-        inner = module.computations.get(_callee(i))
+        inner = module.callee(i)
         passed = [follow(o) for o in operands]
         return _trace(module, inner, inner.root, element, passed, depth - 1) if inner else None
     if i.opcode in ("add", "subtract"):
@@ -253,7 +307,7 @@ def _trace(
 def _comparison(
     module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
 ) -> tuple | None:
-    """Return `(left, right, direction)` of the compare that ends a loop; None for any other condition."""
+    """Return `(left, right, direction)` of the compare that ends a loop. None: the condition is no compare."""
     i = c.by_name.get(name)
     if i is None or i.opcode not in ("compare", "fusion", "call"):
         return None
@@ -261,12 +315,13 @@ def _comparison(
     if i.opcode == "compare":
         direction = re.search(r"direction=(\w+)", i.attributes)
         return *operands, direction and direction[1]
-    inner = module.computations.get(_callee(i))
+    inner = module.callee(i)
     return inner and _comparison(module, inner, inner.root, operands)
 
 
-def _trip_count(module: Module, caller: Computation, loop: Instruction, callees: dict[str, str]) -> int | None:
-    """Return the iterations of a loop whose counter has a constant start, step and bound; None otherwise."""
+def _trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
+    """Return the iterations of a loop if its counter has a constant start, step and bound; otherwise None."""
+    callees = dict(loop.callees)
     condition, body = (module.computations.get(callees.get(key, "")) for key in ("condition", "body"))
     compared = condition and _comparison(module, condition, condition.root)
     if not compared or not body or compared[0] is None or compared[1] is None or compared[2] not in _MIRRORED:

@@ -1,4 +1,4 @@
-"""How much of a compiled program's communication hides behind its matrix products."""
+"""Find out how much of a compiled program's communication hides behind its matrix products."""
 
 import re
 from dataclasses import dataclass
@@ -8,51 +8,51 @@ from zerojax.inspect.collectives import Collective, collectives_of
 from zerojax.inspect.hlo import Module, read
 
 _PRODUCTS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
-# Library calls that are products; cuBLAS also solves triangles and cuDNN also normalises.
+# Library calls that are products. cuBLAS also solves triangular systems, and cuDNN also normalises.
 _LIBRARY = re.compile(r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?!norm)|__onednn\$matmul|[^"]*gemm)')
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """One collective, and the matrix products that execute between its start and its done, in each execution."""
+    """One collective, and the number of matrix products between its start and its done in one execution."""
 
     collective: Collective
     products: int
 
     @property
     def bytes(self) -> int:
-        """Return bytes of the full tensor times executions. A loop of unknown trip count counts as one iteration."""
+        """Return bytes of the full tensor in all executions. A loop of unknown trip count counts as one iteration."""
         return self.collective.bytes * self.collective.times_if_once
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives of one program with the products that hide each; print it for a table."""
+    """The collectives of one program, each with the number of products that hide it. Print it for a table."""
 
     in_flight: tuple[InFlight, ...]
 
     def of(self, *kinds: str) -> "Overlap":
-        """Return the collectives of the given kinds alone."""
+        """Return the collectives of the given kinds."""
         return Overlap(tuple(f for f in self.in_flight if f.collective.kind in kinds))
 
     @property
     def bytes(self) -> int:
-        """Return bytes of all collectives: full tensors times executions."""
+        """Return bytes of the full tensors of all collectives, in all executions."""
         return sum(f.bytes for f in self.in_flight)
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the part of `bytes` during whose collectives at least one product executes."""
+        """Return the part of `bytes` in collectives that at least one product hides."""
         return sum(f.bytes for f in self.in_flight if f.products)
 
     @property
     def hidden_share(self) -> float:
-        """Return `hidden_bytes / bytes`; 1.0 for a program that moves nothing."""
+        """Return `hidden_bytes / bytes`; 1.0 for a program without collectives."""
         return self.hidden_bytes / self.bytes if self.bytes else 1.0
 
     @property
     def exposed(self) -> tuple[InFlight, ...]:
-        """Return collectives that no product hides, most bytes first."""
+        """Return the collectives that no product hides, most bytes first."""
         return tuple(sorted((f for f in self.in_flight if not f.products), key=lambda f: -f.bytes))
 
     def __str__(self) -> str:
@@ -69,52 +69,53 @@ class Overlap:
 
 
 def overlap(compiled: Any) -> Overlap:
-    """Find, for every collective, the matrix products that execute while it is in flight.
+    """Count, for every collective, the matrix products that execute while it is in flight.
 
-    A product is a dot or convolution, a library call that is one, or a fusion that contains one. A
-    loop between start and done counts its products times its trip count (once if that is unknown),
-    a conditional those of its branch with fewest. A synchronous collective has none; one whose done
-    is in another computation is taken to be in flight until the end of its own. It is a count, not
-    a time: one small product makes a large collective count as hidden.
+    A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. Between
+    a start and its done:
+
+    - A loop counts its products times its trip count, or once if the trip count is unknown.
+    - A conditional counts the products of the branch that has fewest.
+
+    A synchronous collective has no products. If the done is in another computation, the collective is taken to be in
+    flight until the end of its own computation. A count is not a time: one small product hides a large collective.
 
     Args:
-        compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
+        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
 
     Returns:
         Each collective with its products, and the hidden share of the bytes.
 
     Raises:
-        TypeError: If `compiled` is no compiled program.
+        TypeError: If `compiled` is not a compiled program.
         ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
     module = read(compiled)
     if "is_scheduled=true" not in module.text.partition("\n")[0]:
         raise ValueError(
             "Cannot read overlap from HLO that is not scheduled: the order of its lines means nothing. "
-            "Give the text of compile(), not that of lower()."
+            "Give the text of compile(), not of lower()."
         )
-    windows, outer = _windows(module), dict.fromkeys(module.entries, 0)
+    products: dict[str, int] = {}
+    windows: dict[str, dict[str, int]] = {}
+    for name in reversed(module.callers_first):
+        windows[name], products[name] = _schedule(module, name, products)
+    outer = dict.fromkeys(module.entries, 0)
     for caller in module.callers_first:
         for call in module.calls[caller]:
-            # A wrapped collective is in flight as long as its wrapper. Of several callers the one with fewest counts.
-            products = outer[caller] + windows[caller].get(call.instruction.name, 0)
-            outer[call.callee] = min(products, outer.get(call.callee, products))
+            # A wrapped collective is in flight as long as its wrapper. The caller with fewest products counts.
+            around = outer[caller] + windows[caller].get(call.instruction.name, 0)
+            outer[call.callee] = min(around, outer.get(call.callee, around))
     return Overlap(
         tuple(InFlight(c, outer[c.computation] + windows[c.computation].get(c.name, 0)) for c in collectives_of(module))
     )
 
 
-def _windows(module: Module) -> dict[str, dict[str, int]]:
-    """Return, for each computation and asynchronous start, the products that execute before its done."""
-    products: dict[str, int] = {}
-    windows: dict[str, dict[str, int]] = {}
-    for name in reversed(module.callers_first):
-        windows[name], products[name] = _schedule(module, name, products)
-    return windows
-
-
 def _schedule(module: Module, computation: str, products: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return products between each start and its done, and those of the computation. `products` are its callees'."""
+    """Return the products between each start and its done, and all products of a computation.
+
+    `products` has the number of products of each computation that this computation calls.
+    """
     started: dict[str, tuple[str, int]] = {}
     windows: dict[str, int] = {}
     called: dict[str, list[int]] = {}

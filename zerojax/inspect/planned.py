@@ -18,12 +18,12 @@ from zerojax.optim.returned_state import Annotated, as_planned
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What a plan says of the leaves of a tree.
+    """The plan of the leaves of a tree.
 
     Attributes:
         leaves: The plan of each leaf, by its path in the tree.
-        notes: For each leaf, by its path, why it is not sharded, how it is padded, why it is not trained.
-        data: The axes that divide the batch.
+        notes: Why each leaf is not sharded, how it is padded, and why it is not trained, by its path in the tree.
+        data: The mesh axes that divide the batch.
     """
 
     leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
@@ -32,12 +32,12 @@ class Planned:
 
 
 def planned(state: Any, tx: Any = None) -> Planned:
-    """Return what is planned for the leaves of a tree; nothing for a tree of no known plan.
+    """Return the plan of the leaves of a tree; an empty one if the plan is not known.
 
     Args:
-        state: A `ZeroState`, a Flax `TrainState`, a mapping with `params` and `opt_state`, or with `tx` parameters, or
-            an optimizer state.
-        tx: The transformation. None: that of the state.
+        state: A `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx` also parameters
+            or an optimizer state.
+        tx: The transformation. None: the transformation that the state holds.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
         errors = [leaf for _, leaf in plan.errors]
@@ -66,17 +66,17 @@ def has_parts(state: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-    """Return whether a node is the leaf of a plan."""
+    """Return whether a plan has one leaf for this node."""
     return is_padded(x) or is_chunked(x)
 
 
 def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, list[Leaf]] | None = None) -> Planned:
-    """Return what a plan says.
+    """Index the leaves of a plan by their paths in a tree.
 
     Args:
         plan: The plan.
-        prefixes: For parameters and optimizer state, the path of the part in the tree.
-        more: Leaves of other parts, by the path of the part.
+        prefixes: The paths of `"params"` and `"opt_state"` in the tree.
+        more: The leaves of other parts, by the path of the part.
     """
     of_part = {"params": plan.layout.params, "opt_state": plan.state}
     parts = {at: of_part[part] for part, at in prefixes.items()} | dict(more or {})

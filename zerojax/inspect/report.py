@@ -1,4 +1,4 @@
-"""Bytes per device of live arrays, leaf by leaf."""
+"""Count the bytes of live arrays on each device, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from zerojax.inspect.planned import planned
-from zerojax.inspect.report_tree import Entry, Node, as_rich, as_text, build_tree
+from zerojax.inspect.report_tree import Node, Row, as_rich, as_text, build_tree
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.padded import Padded, is_padded
 from zerojax.placement.misplaced import Misplaced, misplaced
@@ -22,58 +22,20 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One leaf.
-
-    Attributes:
-        part: The field of the state that contains it: `"params"`, `"opt_state"`, ...
-        path: Its path within the part.
-        keys: Its path in the tree of the report: the part, of which master weights are one, then key by key.
-        shape: Logical shape where it is known, else storage shape.
-        dtype: Element type.
-        place: `"device"`, `"host"` or `"disk"`.
-        device_bytes: Bytes there for each device, padding included.
-        total: Bytes of the global array in storage.
-        sharding: The `PartitionSpec` and memory kind, or what else is known.
-        note: Why it is replicated or flat, or how it is padded; empty for a sharded leaf without padding.
-    """
-
-    part: str
-    path: str
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    place: str
-    device_bytes: dict[jax.Device, int]
-    total: int
-    sharding: str
-    note: str
-
-    @property
-    def bytes(self) -> int:
-        """Return bytes on the device that has most."""
-        return max(self.device_bytes.values(), default=0)
-
-    def __str__(self) -> str:
-        """Return type, shape and sharding, and why it is not sharded."""
-        text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
-        return f"{text}  ({self.note})" if self.note else text
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state. Prints as a tree, by part and module; rich's consoles show it in colours.
+    """Bytes per device of a state. Prints as a tree, by part and module. rich's consoles show it in colours.
 
     Attributes:
         bytes: For each part, bytes on the device that has most of it.
         per_device: For each device, the bytes of all parts.
-        rows: One row a leaf.
-        host: For each part that is offloaded to host memory, bytes there of the device that has most.
-        disk: As `host`, on disk.
+        rows: One row per leaf.
+        host: For each part that is offloaded to host memory, bytes there for the device that has most.
+        disk: For each part that is offloaded to disk, bytes there for the device that has most.
         update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
-        matrices: Which matrices owners update, what it saves, and why others are not among them; a line each.
-        misplaced: How leaves that are placed otherwise than planned, by path, were planned and found.
+        matrices: Which matrices owners update, what that saves, and why owners do not update the others; one per line.
+        groups: The groups of the update, and where the state of each waits; one per line. Empty without offload.
+        misplaced: Leaves that are not placed as planned, by path: how they were planned, and how they were found.
     """
 
     bytes: dict[str, int]
@@ -83,6 +45,7 @@ class Report:
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     update: str = ""
     matrices: str = ""
+    groups: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
 
     @property
@@ -92,11 +55,8 @@ class Report:
 
     @functools.cached_property
     def tree(self) -> Node:
-        """Return bytes by part, module and leaf.
-
-        `tree["master"]` has the master weights, `tree["opt_state"]` the rest.
-        """
-        return build_tree(Entry(row.keys, row.place, row.device_bytes, str(row)) for row in self.rows)
+        """Return bytes by part, module and leaf. `tree["master"]` has the master weights, apart from `opt_state`."""
+        return build_tree(self.rows)
 
     @property
     def title(self) -> str:
@@ -112,18 +72,18 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """Return totals, how matrices are updated, and a line per part, module and leaf. Equal modules share one."""
+        """Return totals, how matrices are updated, and a line per part, module and leaf. Equal modules share a line."""
         return f"{self._head}\n\n{as_text(self.tree)}"
 
     __repr__ = __str__
 
     def __rich__(self) -> Tree:
-        """Return the same for `rich.print`."""
+        """Return the tree for `rich.print`."""
         return as_rich(self._head, self.tree)
 
     @property
     def _head(self) -> str:
-        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.matrices]))
+        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.groups, self.matrices]))
 
     @property
     def padding(self) -> str:
@@ -136,7 +96,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """Describe how many leaves are placed otherwise than planned, and the first of them; empty if none is."""
+        """Describe how many leaves are not placed as planned, and the first of them; empty if all are."""
         if not self.misplaced:
             return ""
         path, how = next(iter(self.misplaced.items()))
@@ -145,24 +105,28 @@ class Report:
 
 
 def report(state: Any, tx: Any = None) -> Report:
-    """Count the bytes of a state on each device, on the live arrays.
+    """Count the bytes of a state's live arrays on each device.
+
+    The plan is known for a `ZeroState`, for a `TrainState` whose `tx` is zerojax's, and if `tx` is given. For other
+    trees the report reads the arrays alone.
 
     Args:
-        state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are
-            its fields (or the keys of its topmost node).
-        tx: The transformation that `state`, parameters or an optimizer state, was made by.
+        state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its
+            topmost node.
+        tx: The transformation that made `state`, if `state` is parameters or an optimizer state.
 
     Returns:
-        Bytes per device by part, and a row for each leaf: its sharding, the reason if it is not
-        sharded, and how it was planned if it is placed otherwise. Plans are known for a `ZeroState`, for a
-        `TrainState` whose `tx` is ours, and with `tx`; for other trees the report goes by the arrays alone.
+        Bytes per device by part, and a row for each leaf: its sharding, why it is not sharded, and how it was planned
+        if it is placed in another way.
 
     Raises:
-        TypeError: If a leaf is no array (shapes have no bytes: use `tx.shardings`), or `state` is None.
-        ValueError: If an array was donated to a step before, naming it.
+        TypeError: If a leaf is not an array (shapes have no bytes: use `tx.shardings`), or `state` is None.
+        ValueError: If an array was donated to an earlier step. The error names it.
     """
     if state is None:
-        raise TypeError("report measures live jax.Arrays, and None has none: a function that returns nothing made it?")
+        raise TypeError(
+            "report measures live jax.Arrays, and None has none. Pass a state; did a function return nothing?"
+        )
     with unusable_named(None, state=state):
         return measured(state, tx)
 
@@ -181,9 +145,12 @@ def measured(state: Any, tx: Any) -> Report:
         keys = (part, *map(name_of, path[1:]))
         keys = keys[1:] if inner.startswith(".master") and part == "opt_state" else keys
         if isinstance(array, bool | int | float | complex):
-            continue  # a TrainState counts its steps in Python
+            continue  # a Flax TrainState counts its steps in Python
         if not isinstance(array, jax.Array | Chunked):
-            raise TypeError(f"{part}{inner} is a {type(array).__name__}; report measures live jax.Arrays.")
+            raise TypeError(
+                f"{part}{inner} is a {type(array).__name__}; report measures live jax.Arrays, which have bytes on "
+                f"devices. Pass arrays, or use tx.shardings for shapes."
+            )
         place, sizes = place_of(array), device_bytes(array)
         totals = places[place].setdefault(part, {})
         for device, size in sizes.items():
@@ -198,8 +165,10 @@ def measured(state: Any, tx: Any) -> Report:
             note = plan.notes.get(whole) or note_from_array(x, array, sizes)
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
-    matrices = getattr(getattr(state, "plan", None), "matrices", None)
-    return Report(device, per_device, tuple(rows), host, disk, update_choice(state), str(matrices or ""), elsewhere)
+    of_state = getattr(state, "plan", None)
+    choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
+    update, groups = f"{choice.update}: {choice.why}" if choice else "", str(getattr(of_state, "groups", ""))
+    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), groups, elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:
@@ -207,12 +176,6 @@ def place_of(array: jax.Array | Chunked) -> str:
     if isinstance(array, Chunked):
         return "host" if array.store is None else "disk"
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
-
-
-def update_choice(state: Any) -> str:
-    """Describe where the offloaded part of a state's update runs, and why; empty if nothing is offloaded."""
-    choice = getattr(getattr(state, "plan", None), "choice", None)
-    return f"{choice.update}: {choice.why}" if choice else ""
 
 
 def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
@@ -231,7 +194,7 @@ def global_bytes(array: jax.Array | Chunked) -> int:
 
 
 def itemsize(array: jax.Array | Chunked) -> int:
-    """Return bytes of one element; for a PRNG key, those of its key data."""
+    """Return bytes of one element; for a PRNG key, the bytes of its key data."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(array)
         return math.prod(words.shape[array.ndim :]) * words.dtype.itemsize
@@ -239,7 +202,7 @@ def itemsize(array: jax.Array | Chunked) -> int:
 
 
 def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:
-    """Describe what an array shows without a plan: its padding, or that it is replicated."""
+    """Describe an array that has no plan: its padding, or that it is replicated."""
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
@@ -248,7 +211,7 @@ def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, 
 
 
 def describe(array: jax.Array | Chunked) -> str:
-    """Describe the sharding of an array, its memory if that is not the device's, and its chunks."""
+    """Describe the sharding of an array, its memory if that is not device memory, and its chunks."""
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):

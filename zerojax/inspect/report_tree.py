@@ -1,4 +1,4 @@
-"""The tree of a report: parts, modules and leaves with their bytes, equal siblings folded into one line."""
+"""The tree of a report: parts, modules and leaves with their bytes. Equal siblings share one line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import jax
     from rich.tree import Tree
 
 PLACES = ("device", "host", "disk")
@@ -17,34 +18,57 @@ OFFLOADED = {"host": "host memory", "disk": "files"}
 NUMBER = re.compile(r"\d+")
 
 
-class Entry(NamedTuple):
-    """One leaf to put into a tree.
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf.
 
     Attributes:
-        keys: Its path, from the part on.
+        part: The field of the state that contains the leaf: `"params"`, `"opt_state"`, ...
+        path: Its path within the part.
+        keys: Its path in the tree of the report: the part, then key by key. Master weights are a part here.
+        shape: Logical shape if that is known, otherwise storage shape.
+        dtype: Element type.
         place: One of `PLACES`.
-        device_bytes: Bytes there, for each device.
-        text: Type, shape and sharding, and why it is not sharded.
+        device_bytes: Bytes in this place for each device, padding included.
+        total: Bytes of the global array in storage.
+        sharding: The `PartitionSpec` and memory kind, or a description of another sharding.
+        note: Why the leaf is replicated or flat, or how it is padded; empty for a sharded leaf without padding.
     """
 
+    part: str
+    path: str
     keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
     place: str
-    device_bytes: Mapping[Any, int]
-    text: str
+    device_bytes: dict[jax.Device, int]
+    total: int
+    sharding: str
+    note: str
+
+    @property
+    def bytes(self) -> int:
+        """Return bytes on the device that has most."""
+        return max(self.device_bytes.values(), default=0)
+
+    def __str__(self) -> str:
+        """Return type, shape and sharding, and why the leaf is not sharded."""
+        text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
+        return f"{text}  ({self.note})" if self.note else text
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A state, a part of it, a module in that, or a leaf.
+    """A state, a part, a module, or a leaf.
 
-    Two nodes are equal if everything below them is: their own names are not compared.
+    Two nodes are equal if everything below them is equal: their own names are not compared.
 
     Attributes:
         device: Bytes in device memory, on the fullest device.
-        host: Bytes offloaded to host memory, of the device that has most there.
-        disk: As `host`, on disk.
-        text: Of a leaf, its type, shape and sharding, and why it is not sharded; else empty.
-        children: Names and nodes below.
+        host: Bytes in host memory, for the device that has most there.
+        disk: Bytes on disk, for the device that has most there.
+        text: A leaf's type, shape and sharding, and why it is not sharded; otherwise empty.
+        children: The names and nodes below this node.
     """
 
     device: int
@@ -54,11 +78,7 @@ class Node:
     children: tuple[tuple[str, Node], ...] = ()
 
     def __getitem__(self, name: str) -> Node:
-        """Return the child of a name.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """Return the child with this name, or raise a `KeyError`."""
         return dict(self.children)[name]
 
 
@@ -66,10 +86,10 @@ class Line(NamedTuple):
     """One line of a report.
 
     Attributes:
-        depth: Its indent; 0 for a part.
-        label: Names of its nodes.
-        count: How many equal nodes it is for; the bytes are those of one.
-        node: The first of them.
+        depth: The indent; 0 for a part.
+        label: The names of the nodes that share the line.
+        count: The number of these nodes. They are equal, and the line shows the bytes of one.
+        node: The first of these nodes.
     """
 
     depth: int
@@ -78,24 +98,24 @@ class Line(NamedTuple):
     node: Node
 
 
-def build_tree(entries: Iterable[Entry]) -> Node:
-    """Build the tree of some leaves."""
-    branches: dict[str, list[Entry]] = {}
+def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:
+    """Build the tree of leaves whose paths share their first `depth` keys."""
+    branches: dict[str, list[Row]] = {}
     totals: dict[str, Counter] = {place: Counter() for place in PLACES}
     text = ""
-    for entry in entries:
-        totals[entry.place].update(entry.device_bytes)
-        if entry.keys:
-            branches.setdefault(entry.keys[0], []).append(entry._replace(keys=entry.keys[1:]))
+    for row in rows:
+        totals[row.place].update(row.device_bytes)
+        if row.keys[depth:]:
+            branches.setdefault(row.keys[depth], []).append(row)
         else:
-            text = entry.text
-    children = tuple((name, build_tree(below)) for name, below in branches.items())
+            text = str(row)
+    children = tuple((name, build_tree(below, depth + 1)) for name, below in branches.items())
     fullest = {place: max(total.values(), default=0) for place, total in totals.items()}
     return Node(**fullest, text=text, children=children)
 
 
 def lines(node: Node, depth: int = 0) -> Iterator[Line]:
-    """Return everything below a node: equal neighbours on one line, an only child on its parent's line."""
+    """Return the lines below a node. Equal neighbours share a line, and an only child is on its parent's line."""
     for names, child in fold_equal(node.children):
         label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} alike"
         while len(child.children) == 1 and len(names) == 1:
@@ -106,7 +126,7 @@ def lines(node: Node, depth: int = 0) -> Iterator[Line]:
 
 
 def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str], Node]]:
-    """Return runs of equal children whose names differ by one number, counting up."""
+    """Return runs of equal children, such as layers, whose names differ by one number that counts up."""
     first: dict[str, int] = {}
     for i, (name, _) in enumerate(children):
         first.setdefault(NUMBER.sub("#", name), i)
@@ -114,7 +134,7 @@ def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str]
     def order(child: tuple[str, Node]) -> tuple[int, list[int]]:
         return first[NUMBER.sub("#", child[0])], [int(n) for n in NUMBER.findall(child[0])]
 
-    # JAX sorts the keys of a dict as words, blocks_10 before blocks_2.
+    # JAX sorts the keys of a dict as words: blocks_10 comes before blocks_2.
     ordered = sorted(children, key=order)
     for _, run in itertools.groupby(enumerate(ordered), key=lambda item: run_key(*item)):
         members = [child for _, child in run]
@@ -122,14 +142,14 @@ def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str]
 
 
 def run_key(index: int, child: tuple[str, Node]) -> tuple:
-    """Return a key that children of one run share: name without number, node, and number minus index."""
+    """Return a key that the children of one run share: name without number, number minus index, and node."""
     name, node = child
     numbers = NUMBER.findall(name)
     return (NUMBER.sub("#", name), int(numbers[0]) - index, node) if len(numbers) == 1 else (name,)
 
 
 def as_text(node: Node) -> str:
-    """Return a table: the tree on the left, bytes by place, and the text of each leaf."""
+    """Return a table with the tree, the bytes in each place, and the text of each leaf."""
     all_lines = list(lines(node))
     places = ["device", *(place for place in OFFLOADED if getattr(node, place))]
     labels = ["  " * line.depth + line.label for line in all_lines]
@@ -145,7 +165,7 @@ def as_text(node: Node) -> str:
 
 
 def size_text(line: Line, place: str) -> str:
-    """Return bytes of a line in one place; empty if all of them are elsewhere."""
+    """Return the bytes of a line in one place; empty if all of them are in other places."""
     size = getattr(line.node, place)
     if not size and (place != "device" or line.node.host or line.node.disk):
         return ""
@@ -153,7 +173,7 @@ def size_text(line: Line, place: str) -> str:
 
 
 def as_rich(title: str, node: Node) -> Tree:
-    """Return the same as a tree for rich's consoles."""
+    """Return the tree for rich's consoles."""
     from rich.text import Text
     from rich.tree import Tree
 

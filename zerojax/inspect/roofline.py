@@ -1,7 +1,7 @@
-"""A lower bound on the time of a compiled program: FLOPs of its products, bytes of its kernels, bytes it sends.
+"""Compute a lower bound on a compiled program's time: from FLOPs of products, bytes of kernels, and bytes sent.
 
-A kernel is an instruction that the device launches: a fusion, a product, a copy, a library
-call. It takes as long as its FLOPs or its bytes, whichever is slower.
+A kernel is an instruction that the device launches: a fusion, a product, a copy, a library call. Its time is that of
+its FLOPs or of its bytes, whichever is longer.
 
 References:
     Williams et al. 2009, doi 10.1145/1498765.1498785: the roofline model.
@@ -10,7 +10,7 @@ References:
 import dataclasses
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -21,21 +21,9 @@ from zerojax.inspect.overlap import Overlap
 
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
-FREE = frozenset(
-    {
-        *CONTROL,
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "optimization-barrier",
-        *(kind + part for kind in KINDS for part in ("", "-start")),
-    }
-)
+_NAMES = "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier"
+# Instructions that are no kernels: they take no time on the compute stream.
+NO_KERNELS = frozenset({*CONTROL, *_NAMES.split(), *(kind + part for kind in KINDS for part in ("", "-start"))})
 FUSIONS = frozenset({"fusion", "fusion-start"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 UPDATES = frozenset({"dynamic-update-slice", "scatter"})
@@ -47,10 +35,10 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: Its HLO instruction.
-        times: Executions in one run of the program; a loop of unknown trip count counts as one iteration.
-        operations: FLOPs of its matrix products, by type of the operands; one execution.
-        traffic: Bytes it reads and writes; one execution. Of a slice, only what is sliced.
-        unknown: The library function it calls, if its FLOPs are not known; else empty.
+        times: Executions in one run of the program. A loop of unknown trip count counts as one iteration.
+        operations: FLOPs of its matrix products in one execution, by type of the operands.
+        traffic: Bytes that it reads and writes in one execution. A slice reads only the sliced part.
+        unknown: The library function that it calls, if the FLOPs of that are not known; otherwise empty.
     """
 
     name: str
@@ -69,13 +57,13 @@ class Roofline:
     """The least time of one run of a program on a device.
 
     Attributes:
-        operations: FLOPs of matrix products, by type of the operands; `"f32"` runs as TF32, `"f32 highest"` does not.
+        operations: FLOPs of matrix products, by type of the operands. `"f32"` runs as TF32, `"f32 highest"` does not.
         traffic: Bytes that kernels read and write.
         products: Seconds of the products alone.
         memory: Seconds of the traffic alone.
-        kernels: Seconds of all kernels, each the slower of its two.
+        kernels: Seconds of all kernels. Each takes as long as its products or its traffic, whichever is slower.
         communication: Seconds of all collectives.
-        exposed: Of these, those of collectives hidden by no matrix product.
+        exposed: Seconds of the collectives that no matrix product hides.
         unknown: Library functions whose FLOPs are not counted.
     """
 
@@ -95,13 +83,7 @@ class Roofline:
 
 
 def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
-    """Add up the kernels and the collectives of a program.
-
-    Args:
-        module: The program.
-        overlap: Its collectives, with the products that hide them.
-        device: The GPU to run it on.
-    """
+    """Add up the kernels and the collectives of a program on a device. `overlap` has the collectives."""
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
@@ -118,7 +100,7 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
 
 
 def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
-    """Return FLOPs of the matrix products of one run on one device, by type of the operands."""
+    """Return FLOPs of the matrix products in one run on one device, by type of the operands."""
     found = Counter[str]()
     for kernel in launched:
         found.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
@@ -126,21 +108,24 @@ def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
 
 
 def product_seconds(operations: dict[str, int], device: Device) -> float:
-    """Time of matrix products at the device's peak rates."""
+    """Return the seconds of matrix products at the device's peak rates."""
     return sum(count / device.rate(dtype) for dtype, count in operations.items())
 
 
 def collective_seconds(c: Collective, device: Device) -> float:
-    """Time of all executions of a collective, on a ring at the links' peak bandwidth."""
+    """Return the seconds of all executions of a collective, on a ring at the links' peak bandwidth."""
     return c.sent * c.times_if_once / device.ring_bandwidth(c.group)
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:
-    """Return whether an instruction is a kernel. An asynchronous one is its start; a fused collective is not one."""
-    if i.opcode in FREE or i.opcode.endswith(("-update", "-done")):
+    """Return whether an instruction is a kernel.
+
+    An asynchronous kernel is its start alone. A fusion that contains a collective is none.
+    """
+    if i.opcode in NO_KERNELS or i.opcode.endswith(("-update", "-done")):
         return False
-    fused = _fused(module, i) if i.opcode in FUSIONS else []
-    return not any(inner.opcode in KINDS for computation in fused for inner in computation.instructions)
+    fused = module.callee(i) if i.opcode in FUSIONS else None
+    return not (fused and any(inner.opcode in KINDS for inner in fused.instructions))
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
@@ -158,14 +143,11 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """Return FLOPs of the products in an instruction, and the library function it calls if they are unknown."""
+    """Return FLOPs of the products in an instruction, and the library function that it calls if they are unknown."""
     if i.opcode in FUSIONS:
-        total, unknown = Counter[str](), ""
-        for computation in _fused(module, i):
-            for inner in computation.instructions:
-                operations, name = _operations(module, computation, inner)
-                total, unknown = total + operations, unknown or name
-        return total, unknown
+        fused = module.callee(i)
+        found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
+        return sum((total for total, _ in found), Counter[str]()), next((name for _, name in found if name), "")
     shapes = [_operand(c, name) for name in i.operands] if i.opcode in ("dot", "convolution", "custom-call") else []
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     name = target[1] if target else i.opcode
@@ -204,7 +186,6 @@ def _rate_dtype(i: Instruction, operand: Array) -> str:
 
 def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     """Return bytes that one execution of a kernel reads and writes, each operand once."""
-    operands = i.operands
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
     if i.opcode in UPDATES:
@@ -212,23 +193,17 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
         return _bytes(i.shape)  # lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
-        return sum(_bytes(c.by_name[name].shape) for name in operands if name in c.by_name) + _bytes(i.shape)
-    return sum(
-        _bytes_read(computation) + _bytes_written(computation, computation.by_name.get(computation.root))
-        for computation in _fused(module, i)
-    )
+        return sum(_bytes(c.by_name[name].shape) for name in i.operands if name in c.by_name) + _bytes(i.shape)
+    fused = module.callee(i)
+    return _bytes_read(fused) + _bytes_written(fused, fused.root) if fused else 0
 
 
 def _bytes_read(fused: Computation) -> int:
     """Return bytes that a fused computation reads of its parameters."""
-    users: dict[str, list[Instruction]] = defaultdict(list)
-    for i in fused.instructions:
-        for name in i.operands if i.opcode != "parameter" else ():
-            users[name].append(i)
 
     def read(i: Instruction) -> int:
         full, touched = _bytes(i.shape), 0
-        for user in users[i.name]:
+        for user in fused.users.get(i.name, ()):
             is_first = user.operands[0] == i.name
             if user.opcode == "bitcast":
                 touched += read(user)
@@ -243,27 +218,21 @@ def _bytes_read(fused: Computation) -> int:
     return sum(read(i) for i in fused.instructions if i.opcode == "parameter")
 
 
-def _bytes_written(fused: Computation, root: Instruction | None) -> int:
-    """Return bytes that a fused computation writes; for an update in place, the updated bytes."""
+def _bytes_written(fused: Computation, name: str) -> int:
+    """Return bytes that a fused computation writes for one result. An update in place writes the updated bytes."""
+    root = fused.by_name.get(name)
     if root is None:
         return 0
-    if root.opcode == "bitcast":
-        return _bytes_written(fused, fused.by_name.get(root.operands[0]))
-    if root.opcode == "tuple":
-        return sum(_bytes_written(fused, fused.by_name.get(name)) for name in root.operands)
+    if root.opcode in ("bitcast", "tuple"):
+        return sum(_bytes_written(fused, operand) for operand in root.operands)
     if root.opcode in UPDATES:
         return _update_bytes(fused, root)
     return _bytes(root.shape)
 
 
 def _update_bytes(c: Computation, i: Instruction) -> int:
-    """Return bytes of the update operand of an update in place."""
+    """Return bytes of the operand that an update in place writes."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
-
-
-def _fused(module: Module, i: Instruction) -> list[Computation]:
-    callee = re.search(r"\bcalls=%?([\w.\-]+)", i.attributes)
-    return [module.computations[callee[1]]] if callee and callee[1] in module.computations else []
 
 
 def _operand(c: Computation, name: str) -> Array:

@@ -1,12 +1,10 @@
-"""A compiled program's schedule, simulated: when it computes and when it communicates, at a device's peak rates.
+"""Simulate the schedule of a compiled program: when it computes and communicates, at a device's peak rates.
 
-Order and overlap are those of the program, durations those of the roofline. There are two
-streams, one of kernels and one of collectives, each in order. The compute stream waits where the
-program takes the result of a collective that is not complete.
+Order and overlap come from the program, durations from the roofline. Kernels run in order on one stream, and
+collectives in order on another. The compute stream waits if the program takes the result of an incomplete collective.
 """
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,18 +20,18 @@ LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 
 @dataclass
 class Span:
-    """One kernel, collective or stall; times in seconds from the start of the program.
+    """One kernel, collective or stall. Times are in seconds from the start of the program.
 
     Attributes:
         lane: `"compute"`, `"gather"`, `"reduce-scatter"`, or `"other"` for other collectives.
-        kind: In the compute lane `"forward"` and `"backward"` for kernels with matrix products,
-            `"kernel"` for those without, `"waiting"` for a stall; else `"hidden"` for a collective
-            with a product between its start and its done, `"exposed"` for one without.
+        kind: In the compute lane `"forward"` and `"backward"` for kernels with matrix products, `"kernel"` for other
+            kernels, and `"waiting"` for a stall. In other lanes `"hidden"` for a collective with a product between its
+            start and its done, and `"exposed"` for a collective without.
         begin: When it begins.
         end: When it ends.
-        done: Of a collective, when the program takes its result; not before `end`.
+        done: When the program takes the result of a collective; at `end` or later. For others `end`.
         name: Its HLO instruction.
-        collective: What moves, or is waited for; None for a kernel.
+        collective: The collective, or the one that a stall waits for. None: a kernel.
     """
 
     lane: str
@@ -51,9 +49,9 @@ class Loop:
 
     Attributes:
         begin: When the iteration begins, in seconds.
-        end: When it ends.
-        trip_count: Iterations; None if the program does not fix the number.
-        depth: Number of loops around it.
+        end: When the iteration ends, in seconds.
+        trip_count: The number of iterations. None: the program does not fix it.
+        depth: The number of loops around this loop.
     """
 
     begin: float
@@ -68,8 +66,8 @@ class Timeline:
 
     Attributes:
         spans: Kernels, stalls and collectives, in schedule order.
-        loops: Those of more than one iteration.
-        hidden_share: Share of the bytes of all collectives, in all iterations, that products hide.
+        loops: Loops of more than one iteration.
+        hidden_share: The share of the collectives' bytes that products hide, in all iterations.
     """
 
     spans: tuple[Span, ...]
@@ -83,7 +81,7 @@ class Timeline:
 
     @property
     def waits(self) -> dict[Collective, float]:
-        """Return the seconds that kernels wait for each collective, in all iterations of its loops."""
+        """Return the seconds that kernels wait for each collective, in all iterations of the loops around it."""
         found = dict[Collective, float]()
         for span in self.spans:
             if span.kind == "waiting" and span.collective:
@@ -91,26 +89,23 @@ class Timeline:
         return found
 
     def _times(self, span: Span) -> int:
-        """Return how often a span runs. Loops of unknown trip count run once."""
+        """Return how often a span runs. A loop of unknown trip count counts as one iteration."""
         around = (loop for loop in self.loops if loop.begin <= span.begin and span.end <= loop.end)
         return math.prod(loop.trip_count or 1 for loop in around)
 
 
 def simulate(compiled: Any, device: Device) -> Timeline:
-    """Run a compiled program through two streams, one of kernels and one of collectives.
+    """Run a simulation of a compiled program on a device.
 
-    Of a conditional the longest branch is simulated, of a loop one iteration. A collective in
-    flight around a loop progresses during all of its iterations.
+    The longest branch of a conditional is simulated, and one iteration of a loop. A collective in flight around a loop
+    progresses during all of its iterations.
 
     Args:
-        compiled: What `jax.jit(f).lower(...).compile()` gives, or its HLO text.
-        device: The GPU to run it on.
-
-    Returns:
-        Kernels, stalls and collectives with their times.
+        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
+        device: The GPU.
 
     Raises:
-        TypeError: If `compiled` is no compiled program.
+        TypeError: If `compiled` is not a compiled program.
         ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
     module, hidden = read(compiled), overlap(compiled)
@@ -122,14 +117,14 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
 
 def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """Merge spans of one lane that are too short to draw with those that follow.
+    """Merge spans that are too short to draw with the spans that follow.
 
     Args:
-        spans: Of one lane, in order.
+        spans: The spans of one lane, in order.
         shortest: The shortest time to draw, in seconds.
 
     Returns:
-        Spans of at least that; a merged one has the kind that takes most of its time.
+        Spans of at least this time. A merged span has the kind that takes most of its time.
     """
     merged, group = [], list[Span]()
     for span in [*spans, None]:
@@ -149,7 +144,7 @@ def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
 
 @dataclass
 class _Streams:
-    """The two streams: `now` is the time of the compute stream, `link_free` when the last collective completes."""
+    """The two streams: `now` is the time of the compute stream, and at `link_free` the last collective completes."""
 
     module: Module
     device: Device
@@ -191,7 +186,7 @@ class _Streams:
             span.done = max(self.now, span.end)
 
     def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
-        """Return the collective that an instruction is or, as an asynchronous start or a fusion, wraps."""
+        """Return the collective of an instruction, which an asynchronous start or a fusion may wrap."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]
@@ -214,8 +209,7 @@ class _Streams:
     def run(self, i: Instruction) -> None:
         """Append a kernel to the compute stream."""
         kernel = self.kernels[i.name]
-        backward = re.search(r'op_name="[^"]*transpose\(', i.rest)
-        kind = "kernel" if not kernel.operations else "backward" if backward else "forward"
+        kind = "kernel" if not kernel.operations else "backward" if "transpose(" in i.op_name else "forward"
         self.compute(kind, kernel.seconds(self.device), i.name)
 
     def compute(self, kind: str, seconds: float, name: str, collective: Collective | None = None) -> None:
@@ -224,9 +218,8 @@ class _Streams:
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective))
 
     def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
-        """Run one iteration; collectives in flight around the loop progress during the others, too."""
-        body_name = re.search(r"\bbody=%?([\w.\-]+)", i.attributes)
-        body = next(call for call in called if body_name and call.callee == body_name[1])
+        """Run one iteration. Collectives in flight around the loop also progress during the other iterations."""
+        body = next(call for call in called if call.callee == dict(i.callees)["body"])
         begin = self.now
         self.computation(body.callee, depth=depth + 1)
         if body.trip_count != 1:

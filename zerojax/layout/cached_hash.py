@@ -5,9 +5,9 @@ import functools
 
 
 class CachedHash:
-    """A frozen record that rides in a pytree's structure, where jit hashes and compares it at every call.
+    """A frozen record that is part of a pytree's structure, which jit hashes and compares at every call.
 
-    The hash is computed once, and the same object is equal to itself at no cost.
+    The hash is computed once, and an object is compared with itself by identity.
     """
 
     @functools.cached_property
@@ -20,15 +20,15 @@ class CachedHash:
         return hash(self._fields)
 
     def __hash__(self) -> int:
-        """Hash of all fields."""
+        """Return the hash of all compared fields."""
         return self._hash
 
     def __getstate__(self) -> dict:
-        """Return the fields alone, because another process hashes strings differently."""
+        """Return only the fields: in another process, strings have other hashes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def __eq__(self, other) -> bool:
-        """Return whether all fields are equal."""
+        """Return whether all compared fields are equal."""
         return self is other or (
             type(self) is type(other) and self._hash == other._hash and self._fields == other._fields
         )

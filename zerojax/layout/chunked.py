@@ -1,4 +1,4 @@
-"""How an offloaded array is chunked, and the pytree node that holds its chunks."""
+"""Divide offloaded arrays into chunks, and hold the chunks in a pytree node."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """How each device's shard of an array is divided into chunks.
+    """The division of each device's shard into chunks.
 
     Attributes:
         dim: The dim that is divided.
-        extents: The chunks' lengths on it; they add up to the length on one device.
+        extents: The lengths of the chunks on `dim`, in elements. Their sum is the length of `dim` on one device.
     """
 
     dim: int
@@ -30,12 +30,12 @@ class Chunking:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Return `(start, length)` of each chunk on `dim`."""
+        """Return `(start, length)` on `dim` of each chunk."""
         starts = itertools.accumulate(self.extents, initial=0)
-        return tuple(zip(starts, self.extents, strict=False))  # one start more: the end
+        return tuple(zip(starts, self.extents, strict=False))  # the last start is the end
 
     def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
-        """Return the storage shape of a chunk: that of all devices' chunks together."""
+        """Return the storage shape of a chunk: the shape of all devices' chunks together."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
@@ -45,14 +45,10 @@ class Chunking:
 
 
 def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
-    """Divide an array into equal chunks (the last may be shorter) of at most `chunk_bytes` on each device.
+    """Divide an array into equal chunks of at most `chunk_bytes` per device. The last chunk may be shorter.
 
-    On the first dim that is long enough, so that a chunk is contiguous in memory where
-    that is possible.
-
-    Args:
-        leaf: Its layout; dims over other mesh axes are not chunked.
-        chunk_bytes: A chunk has at least one index of the longest dim all the same.
+    The first dim that is long enough is divided, so that chunks are contiguous in memory if possible. Dims that other
+    mesh axes divide are not chunked. A chunk has at least one index of its dim, even beyond `chunk_bytes`.
     """
     local = leaf.local_shape
     free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
@@ -70,17 +66,17 @@ def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
 )
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """A leaf of the optimizer's state that is offloaded to host memory or disk, in chunks.
+    """A leaf of the optimizer state that is offloaded to host memory or disk, in chunks. A pytree node.
 
-    A pytree node. `chunks[k]` holds chunk k of every device's shard: on the sharded dim
-    the chunks do not concatenate to the array.
+    `chunks[k]` holds chunk k of every device's shard. If the chunked dim is also the sharded dim, the chunks do not
+    concatenate to the array.
 
     Attributes:
-        chunks: Arrays in host memory; of a leaf on disk, the version of its files, an int32 scalar.
-        leaf: Layout of the array.
-        chunking: How it is chunked.
-        sharding: Its sharding on the devices.
-        store: Where its chunks are on disk; None in host memory.
+        chunks: Arrays in host memory. For a leaf on disk, one int32 scalar: the version of its files.
+        leaf: The layout of the array.
+        chunking: The division of its shards into chunks.
+        sharding: The sharding of the array on the devices.
+        store: The store of the chunks on disk; None in host memory.
     """
 
     chunks: tuple[Shaped[Array, "*chunk"], ...]
@@ -90,19 +86,15 @@ class Chunked:
     store: Any = None
 
     def __reduce__(self):
-        """Refuse to be pickled.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raise a TypeError: offloaded state cannot be pickled."""
         raise TypeError(
-            f"opt_state{self.leaf.path} is offloaded, and cannot be pickled or deep-copied, or serialized by "
-            f"Flax. Save the state with a zerojax.checkpoint.Checkpointer, or tx.unshard(opt_state)."
+            f"opt_state{self.leaf.path} is offloaded, and cannot be pickled, deep-copied or serialized by Flax. Save "
+            f"the state with a zerojax.checkpoint.Checkpointer, or convert it with tx.unshard(opt_state)."
         )
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh."""
+        """Return the mesh of the devices."""
         mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh)
         return mesh
@@ -119,5 +111,5 @@ class Chunked:
 
 
 def is_chunked(x) -> bool:
-    """Return whether a node is a `Chunked`; for `is_leaf=`."""
+    """Return whether a node is a `Chunked`."""
     return isinstance(x, Chunked)

@@ -1,4 +1,4 @@
-"""Where the errors of quantised gradients are kept: one partial sum per group of devices that holds all shards.
+"""Lay out the rounding errors of quantised gradients: one partial sum per group of devices that holds all shards.
 
 References:
     Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
@@ -17,38 +17,30 @@ from zerojax.layout.tree import Layout
 
 
 def error_leaves(layout: Layout) -> dict[str, Leaf]:
-    """Return where error feedback keeps what rounding took from the gradients of a step, in float32.
+    """Return the layout of the errors that error feedback keeps, in float32, by the path of the parameter.
 
-    Args:
-        layout: Of all parameters; each says whether it is quantised.
-
-    Returns:
-        By the path of a parameter, for those whose gradients are reduced across: `(groups, *logical)`, sharded as
-        the parameter is, its dim 0 over the axes across.
+    There is one error array per quantised parameter whose gradient is reduced across groups of devices. Its logical
+    shape is `(groups, *parameter's)`. It is sharded like the parameter, and dim 0 over the axes across groups.
     """
-    return {
-        layout.paths[i]: error_leaf(leaf, layout.policy.data.batch, layout.paths[i])
-        for i, leaf in enumerate(layout.params)
-        if i in layout.trained and leaf.is_quantised and leaf.further > 1
-    }
-
-
-def error_leaf(leaf: Leaf, batch: tuple[str, ...], path: str) -> Leaf:
-    """Return where the error of one parameter's gradient is kept. Gradients are summed over the axes `batch`."""
-    across = tuple(axis for axis in batch if axis not in leaf.axes)
-    assert leaf.dim is not None
-    return dataclasses.replace(
-        leaf,
-        path=f"[{path!r}]",
-        shape=(leaf.further, *leaf.shape),
-        dtype=np.dtype(np.float32),
-        dim=leaf.dim + 1,
-        others=(spec_entry(across), *leaf.others),
-        host=False,
-        wire="",
-    )
+    found = {}
+    for i, leaf in enumerate(layout.params):
+        if i in layout.trained and leaf.is_quantised and leaf.further > 1:
+            assert leaf.dim is not None
+            across = tuple(axis for axis in layout.policy.data.batch if axis not in leaf.axes)
+            found[layout.paths[i]] = dataclasses.replace(
+                leaf,
+                path=f"[{layout.paths[i]!r}]",
+                shape=(leaf.further, *leaf.shape),
+                dtype=np.dtype(np.float32),
+                dim=leaf.dim + 1,
+                others=(spec_entry(across), *leaf.others),
+                host=False,
+                is_quantised=False,
+                unquantised="",
+            )
+    return found
 
 
 def summand_spec(leaf: Leaf) -> PartitionSpec:
-    """Return the part of an error's spec that names data axes, as `shard_map` over them needs it."""
+    """Return the part of an error's spec that names data axes, for `shard_map` over these axes."""
     return PartitionSpec(leaf.others[0], *leaf.local_spec[1:])

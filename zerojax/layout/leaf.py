@@ -1,12 +1,10 @@
-"""Where one leaf lives: which dim is sharded, what is padded, and why it is not sharded.
+"""Describe where one leaf lives: which dim is sharded, how it is padded, or why it is not sharded.
 
-Pure arithmetic over shapes: a layout for 1,000 devices needs none of them. A leaf is
-laid out in one of three ways:
+This is arithmetic over shapes: a layout for 1,000 devices needs no device. A leaf has one of three kinds:
 
-replicated   every device holds all of it
-sharded      one dim is divided over mesh axes, padded in storage where it must be
-flat         flattened, padded and divided: for leaves too small to be worth sharding by
-             dim, whose shards share one bucket
+replicated   every device holds the whole leaf
+sharded      one dim is divided over mesh axes, and padded in storage if they do not divide it
+flat         flattened, padded and divided: for small leaves, which share one bucket
 """
 
 from __future__ import annotations
@@ -19,24 +17,22 @@ from typing import Literal
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.config.data_mesh import entry_axes, spec_entry
 
-QUANTISED = "quantised"
 Kind = Literal["replicated", "sharded", "flat"]
 
 
 def shard_extent(size: int, shards: int) -> tuple[int, int]:
     """Divide one dim into equal extents, one per shard.
 
-    When `shards` does not divide `size` the end is padded, so that every device
-    holds the same number of elements.
+    If `shards` does not divide `size`, the end is padded, so that every device holds the same number of elements.
 
     Args:
-        size: Length of the dim, in elements; at least 1.
-        shards: Devices it is divided over; at least 1.
+        size: Length of the dim, in elements. At least 1.
+        shards: Number of devices that share the dim. At least 1.
 
     Returns:
-        `(extent, pad)` in elements: `extent * shards == size + pad`, `0 <= pad < shards`.
+        `(extent, pad)` in elements, with `extent * shards == size + pad` and `0 <= pad < shards`.
 
     Raises:
         ValueError: If `size` or `shards` is below 1.
@@ -52,26 +48,28 @@ def shard_extent(size: int, shards: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """How one array is laid out over the data axes of a mesh.
+    """The layout of one array over the data axes of a mesh.
+
+    `path`, `reason` and `unquantised` are labels for messages and reports. They take no part in equality and hash, so
+    that leaves that are laid out alike share compiled programs.
 
     Attributes:
-        path: Where the leaf is in its tree, as `jax.tree_util.keystr` writes it.
+        path: The path of the leaf in its tree, as `jax.tree_util.keystr` writes it. A label.
         shape: Logical shape.
         dtype: Element type.
-        axes: Mesh axes the leaf is divided over, where it is divided.
-        shards: Devices along them.
+        axes: Mesh axes that divide the leaf, unless it is replicated.
+        shards: Number of devices along `axes`.
         kind: `"replicated"`, `"sharded"` or `"flat"`.
         dim: The dim that is sharded; None unless `kind` is `"sharded"`.
-        others: For each dim, the other mesh axes it is divided over already (tensor
-            parallel), which stay as they are.
-        reason: Why the leaf is replicated or flat, for the report; empty for a sharded leaf.
-        host: Whether it is kept in host memory.
-        further: Into how many parts a shard is divided in turn, over other axes, for its gradient and its optimizer
-            state; padding is for these parts.
-        wire: What collectives carry: `QUANTISED`, or why not; empty where the run quantises nothing.
+        others: For each dim, the other mesh axes that divide it already (tensor parallel), as an entry of a spec.
+        reason: Why the leaf is replicated or flat; empty for a sharded leaf. A label.
+        host: Whether the array is kept in host memory.
+        further: Extra factor by which gradient and optimizer state are sharded, over other axes. Padding includes it.
+        is_quantised: Whether collectives send the leaf quantised.
+        unquantised: Why collectives send the leaf as it is, in a run that quantises other leaves; else empty. A label.
     """
 
-    path: str
+    path: str = dataclasses.field(compare=False)
     shape: tuple[int, ...]
     dtype: np.dtype
     axes: tuple[str, ...]
@@ -79,20 +77,18 @@ class Leaf:
     kind: Kind = "replicated"
     dim: int | None = None
     others: tuple = ()
-    reason: str = ""
+    reason: str = dataclasses.field(default="", compare=False)
     host: bool = False
     further: int = 1
-    wire: str = ""
-
-    @property
-    def is_quantised(self) -> bool:
-        """Return whether collectives send the leaf quantised."""
-        return self.wire == QUANTISED
+    is_quantised: bool = False
+    unquantised: str = dataclasses.field(default="", compare=False)
 
     @property
     def sent(self) -> str:
         """Describe how a run that quantises some leaves sends this one; empty in any other run."""
-        return self.wire if self.is_quantised or not self.wire else f"sent as it is: {self.wire}"
+        if self.is_quantised:
+            return "quantised"
+        return self.unquantised and f"sent as it is: {self.unquantised}"
 
     @property
     def size(self) -> int:
@@ -101,7 +97,7 @@ class Leaf:
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        """Return the shape of the stored array, padding included."""
+        """Return the shape of the stored array, with padding."""
         if self.kind == "flat":
             return (shard_extent(self.size, self.shards)[0] * self.shards,)
         if self.dim is None:
@@ -112,7 +108,7 @@ class Leaf:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of one device's shard along the data axes; other axes are not counted."""
+        """Return the shape of a shard over the data axes. Other axes are ignored."""
         at = 0 if self.kind == "flat" else self.dim
         if at is None:
             return self.shape
@@ -120,21 +116,21 @@ class Leaf:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Return the shape of one part, if a shard is divided further."""
+        """Return the shape of one part of a shard that is divided `further`."""
         if self.dim is None:
             return self.local_shape
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return a shard of this leaf as a leaf, divided `further` over the given axes that do not divide it yet."""
+        """Return a shard of this leaf as a leaf of its own, divided `further` over those of `axes` that are unused."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return, as a leaf, the part of this leaf on one slice of the other mesh axes, which have these `sizes`."""
+        """Return the part of this leaf on one slice of the other mesh axes, as a leaf. `sizes` has all axes."""
         if self.kind == "flat" or not any(self.others):
             return self
-        parts = [math.prod(sizes[axis] for axis in axes_of([(entry,)])) for entry in self.others]
+        parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]
         shape = (*(size // n for size, n in zip(self.shape, parts, strict=False)), *self.shape[len(parts) :])
         return dataclasses.replace(self, shape=shape, others=())
 
@@ -145,7 +141,7 @@ class Leaf:
 
     @property
     def local_bytes(self) -> int:
-        """Return the bytes of one device's shard along the data axes, padding included."""
+        """Return the bytes of a shard over the data axes, with padding."""
         return math.prod(self.local_shape) * self._itemsize
 
     @property
@@ -154,7 +150,7 @@ class Leaf:
 
     @property
     def padding(self) -> int:
-        """Return the number of stored elements that are not in the logical array."""
+        """Return the number of padding elements in storage."""
         return math.prod(self.storage_shape) - self.size
 
     def __str__(self) -> str:
@@ -168,7 +164,7 @@ class Leaf:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Return the `PartitionSpec` of the storage array, other mesh axes included."""
+        """Return the `PartitionSpec` of the stored array, with other mesh axes."""
         if self.kind == "flat":
             return PartitionSpec(spec_entry(self.axes))
         entries = list(self.others) + [None] * (len(self.shape) - len(self.others))
@@ -185,7 +181,7 @@ class Leaf:
 
     @property
     def local_spec(self) -> PartitionSpec:
-        """Return the part of `spec` that names data axes, as `shard_map` over them needs it."""
+        """Return the part of `spec` that names data axes, for `shard_map` over these axes."""
         if self.kind == "flat":
             return PartitionSpec(spec_entry(self.axes))
         if self.dim is None:
@@ -194,5 +190,5 @@ class Leaf:
 
 
 def replace_at(items: tuple, index: int, value) -> tuple:
-    """Return `items` with the one at `index` replaced."""
+    """Return `items` with another value at `index`."""
     return (*items[:index], value, *items[index + 1 :])

@@ -1,4 +1,4 @@
-"""Lay out an optimizer's state: each leaf like the parameter it belongs to, which is found by structure."""
+"""Lay out an optimizer state: each leaf like its parameter, which is found by structure."""
 
 import dataclasses
 
@@ -11,15 +11,15 @@ from zerojax.layout.undivided import keep_whole
 
 
 def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
-    """Return, for each leaf of an optimizer state, the parameter that it belongs to, found by structure.
+    """Return, for each leaf of an optimizer state, the index of its parameter, or None.
 
-    A state leaf belongs to the parameter whose path its own path ends with, whatever
-    the transformation calls the tree around it; a leaf that belongs to none (a count) gives None.
+    The path of a state leaf ends with the path of its parameter, whatever the transformation calls the tree around it.
+    A leaf without a parameter, such as a count, gives None.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
     by_path = {path: i for i, (path, _) in enumerate(keyed)}
-    # a parameter that is a tree of its own has the empty path, which every path ends with
+    # If the tree is one array, its path is empty, and every path ends with it. A scalar would then match each count.
     by_path = {path: i for path, i in by_path.items() if path or layout.grads[i].shape}
     suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
     return tuple(next(iter(matches), None) for matches in suffixes)
@@ -28,11 +28,11 @@ def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
 def lay_out_state(
     state, layout: Layout, policy: LayoutPolicy, *, param_of: tuple[int | None, ...], flat: frozenset[int]
 ) -> tuple[Leaf, ...]:
-    """Lay out an optimizer's state, whatever the transformation.
+    """Lay out the state of any transformation.
 
-    A leaf of its parameter's shape (perhaps with dims in front, as a history has) is
-    sharded like the parameter, flat where its index is in `flat`; a leaf of any other shape
-    on its own best dim, or it stays replicated. `param_of` is what `params_of_state` found.
+    A leaf with its parameter's shape, perhaps after other dims as in a history, is sharded like the parameter. A leaf
+    of any other shape is sharded on its best dim, or replicated. `param_of` is the result of `params_of_state`. `flat`
+    has the parameters whose state may be flat, because their update is elementwise.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     leaves, others = [], []
@@ -40,15 +40,18 @@ def lay_out_state(
         name = jax.tree_util.keystr(path)
         leaf = None if param is None else like_parameter(name, x, layout.grads[param], param in flat)
         others += [] if leaf else [k]
-        leaves.append(leaf or shard_state_leaf(name, x, policy))
+        if leaf is None:
+            leaf = shard_leaf(name, tuple(x.shape), x.dtype, (), policy)
+            leaf = dataclasses.replace(leaf, kind="replicated") if leaf.kind == "flat" else leaf
+        leaves.append(leaf)
     every = (*leaves, *layout.grads)
     return keep_whole(every, others, (range(len(every)),), dict(policy.data.sizes))[: len(leaves)]
 
 
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
-    """Shard a state leaf of its parameter's shape like the parameter; None if the shape differs."""
+    """Return the layout of a state leaf with its parameter's shape; None if the shape differs."""
     lead = len(x.shape) - len(grad.shape)
-    if lead < 0 or tuple(x.shape[lead:]) != grad.shape:
+    if tuple(x.shape[lead:]) != grad.shape:  # a shape with fewer dims is not equal either
         return None
     leaf = dataclasses.replace(grad, path=path, shape=tuple(x.shape), dtype=x.dtype)
     if grad.kind == "flat" and (lead or not may_be_flat):
@@ -57,9 +60,3 @@ def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
         return leaf
     dim = None if grad.dim is None else grad.dim + lead
     return dataclasses.replace(leaf, dim=dim, others=(None,) * lead + grad.others)
-
-
-def shard_state_leaf(path: str, x, policy: LayoutPolicy) -> Leaf:
-    """Shard a state leaf without a parameter's shape when it is large; otherwise replicate it."""
-    leaf = shard_leaf(path, tuple(x.shape), x.dtype, (), policy)
-    return dataclasses.replace(leaf, kind="replicated") if leaf.kind == "flat" else leaf

@@ -1,4 +1,4 @@
-"""Mesh axes other than the data axes that divide a leaf already: by its sharding, or by Flax's metadata."""
+"""Find the mesh axes, other than data axes, that divide a leaf already: by its sharding, or by Flax's metadata."""
 
 import sys
 
@@ -7,17 +7,18 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax.config import DataMesh
+from zerojax.config.data_mesh import entry_axes, spec_entry
 from zerojax.layout.padded import Padded, is_padded
 
 
 def partition_metadata(params) -> list:
-    """Return, for each leaf, the axis names per dim in Flax's boxes and Variables, or () where there are none.
+    """Return, for each leaf, the axis names per dim in its Flax box or Variable; () if there are none.
 
-    Logical names become mesh axes by the rules that come with them, or by Flax's in force (`logical_axis_rules`).
+    Logical names are converted to mesh axes by the rules of the node, or by the current `logical_axis_rules` of Flax.
     """
 
     def names(node) -> tuple | None:
-        # Asked of the class: a node of the user's may answer for any attribute, or with another error than Python's.
+        # The class is asked: a node of the user may return a value for any attribute, or raise any error.
         if hasattr(type(node), "get_partition_spec"):
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
@@ -40,19 +41,13 @@ def partition_metadata(params) -> list:
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
     """Return the mesh axes, other than data axes, that already divide each dim of `x`."""
     array = x.storage if isinstance(x, Padded) else x
-    # the type of a traced array names Explicit axes
+    # The type of a traced array names Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if not any(spec):
         spec = metadata
-    kept = [other_names(entry, data) for entry in spec]
+    # Flax's metadata may also name data axes, and axes that this mesh does not have.
+    kept = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in data.compiler_axes)) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept)
-
-
-def other_names(entry, data: DataMesh):
-    """Return one dim's entry of a spec without data axes and without names that the mesh does not have."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    left = tuple(n for n in names if n in data.compiler_axes)
-    return left[0] if len(left) == 1 else left or None

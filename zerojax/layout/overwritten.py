@@ -1,7 +1,7 @@
-"""Overwritten leaves: parameters that take their gradient as the new value, such as the scales of Flax's FP8 layers.
+"""Find overwritten leaves: parameters that take their gradient as the new value, such as scales of Flax's FP8 layers.
 
 Such a layer computes its next scales and amax histories in its backward pass, and returns them as gradients of the old
-ones. They are kept in a collection whose name says so; an NNX variable of that collection has it as its class's name.
+ones. Linen keeps them in the collection `_overwrite_with_gradient`; in NNX, the class of the variable has this name.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ def overwritten_leaves(
     overwrite: Callable[[str, Any], bool] | None = None,
     known: Collection[int] = (),
 ) -> frozenset[int]:
-    """Find the overwritten leaves of a tree of parameters.
+    """Return the indices of the overwritten leaves of a tree of parameters.
 
     Args:
-        params: Arrays, `Padded` arrays or shapes; or () where only paths are to be read.
-        paths: The path of each leaf, as predicates are given it.
+        params: Arrays, `Padded` arrays or shapes, whose nodes are inspected; () if only paths are known.
+        paths: The path of each leaf, as predicates get it.
         shapes: The shape and type of each leaf.
-        overwrite: Which leaves are overwritten beside those that are named `NAME`.
-        known: Indices of leaves that are overwritten, from where their names could be read.
-
-    Returns:
-        Indices of the leaves.
+        overwrite: A choice of further leaves.
+        known: Indices of leaves that are known to be overwritten.
     """
     if isinstance(overwrite, LeafMask):
         overwrite.check(paths)
@@ -48,5 +45,5 @@ def overwritten_leaves(
 
 
 def is_variable(node: Any) -> bool:
-    """Return whether a node is an NNX variable of the collection."""
+    """Return whether a node is an NNX variable with the name of the collection."""
     return type(node).__name__ == NAME

@@ -1,6 +1,6 @@
-"""A leaf whose storage is longer than the array the user gave.
+"""`Padded`: a leaf whose stored array is longer than its logical array.
 
-To code that asks for an array, indexes or computes a `Padded` is the logical one; it has no methods of an array.
+Code that asks for an array, indexes or computes gets the logical array. A `Padded` has no methods of an array.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ if TYPE_CHECKING:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim", "extent"])
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """An array padded at the end of one dim, so that the devices can share it evenly.
+    """An array that is padded at the end of one dim, so that it can be sharded evenly.
 
-    A pytree node: optax and `jax.tree.map` act on the storage array inside. The padding
-    never reaches a loss function or an optimizer. Outside of them `jax.numpy`, NumPy, operators
-    and Flax's modules, NNX's too, take it for its logical array.
+    It is a pytree node: `jax.tree.map`, and so optax, act on the stored array. Loss functions and optimizers never see
+    padding. Everywhere else, `jax.numpy`, NumPy, operators and Flax's modules use a `Padded` as its logical array.
 
     Attributes:
-        storage: The array as stored; storage shape, perhaps with more dims, as in a stack or a batch. Functions that
-            are mapped over a tree may put anything here that is no array of numbers: shardings, flags, keys, None.
-        shape: Logical shape, before padding.
+        storage: The stored array, in storage shape; more dims are allowed, as in a stack or a batch. A function that is
+            mapped over a tree may put other values here: shardings, flags, keys, None.
+        shape: Logical shape.
         dim: The padded dim.
-        extent: Length of that dim in storage; None: that of `storage`.
+        extent: Length of `dim` in storage, in elements. None: the length in `storage`.
 
     Raises:
-        ValueError: If an array of numbers does not have the dims of storage, such as the mean that
-            `jax.tree.map(jnp.mean, params)` takes of elements and padding.
+        ValueError: If `storage` is an array of numbers without the dims of storage, such as the mean over elements and
+            padding in `jax.tree.map(jnp.mean, params)`.
+
+    Examples:
+        >>> x = Padded(jnp.zeros(264), shape=(257,), dim=0)
+        >>> x.shape, x.logical().shape, x.storage.shape
+        ((257,), (257,), (264,))
     """
 
     storage: Shaped[Array, "*storage"]
@@ -51,7 +55,7 @@ class Padded:
     extent: int | None = None
 
     def __post_init__(self):
-        """Refuse arrays that are not of storage."""
+        """Raise a ValueError for an array of numbers without the dims of storage."""
         if not is_number_array(self.storage):
             return
         found = tuple(self.storage.shape)
@@ -85,7 +89,7 @@ class Padded:
         return math.prod(self.shape)
 
     def logical(self) -> Shaped[Array, "*logical"]:
-        """Return the array without its padding, in logical shape. For a stack of arrays, return the stack."""
+        """Return the array without padding, in logical shape; for a stack of arrays, the stack of these."""
         stacked = len(self.storage.shape) - len(self.shape)
         if tuple(self.storage.shape)[stacked:] != self._storage_shape:
             raise ValueError(
@@ -95,9 +99,8 @@ class Padded:
             )
         return trim(self.storage, stacked + self.dim, self.shape[self.dim])
 
-    def __jax_array__(self) -> Shaped[Array, "*logical"]:
-        """Return the logical array, for `jax.numpy`."""
-        return self.logical()
+    __jax_array__ = logical  # for `jax.numpy`
+    unbox = logical  # for Flax, whose modules unbox their parameters
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logical array, for NumPy."""
@@ -115,12 +118,8 @@ class Padded:
         """Iterate over the rows of the logical array."""
         return iter(self.logical())
 
-    def unbox(self) -> Shaped[Array, "*logical"]:
-        """Return the logical array, for Flax, whose modules unbox their parameters."""
-        return self.logical()
-
     def __getattr__(self, name: str) -> Any:
-        """Say what this is to code that takes it for an array."""
+        """Raise an AttributeError that explains a `Padded` to code that uses it as an array."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
@@ -132,7 +131,7 @@ class Padded:
 
 
 def is_number_array(x: Any) -> bool:
-    """Return whether a value is an array of numbers. Flags, PRNG keys, raw ones too, and Python's numbers are none."""
+    """Return whether a value is an array of numbers, and not of bools or PRNG keys (typed, or raw in uint32)."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not hasattr(x, "shape") or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return False
@@ -140,13 +139,13 @@ def is_number_array(x: Any) -> bool:
 
 
 def has_dims(found: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    """Return whether a shape has some dims in their order, perhaps with others between, as a batch may have."""
+    """Return whether a shape contains `dims` in this order. Other dims may be between them, as in a batch."""
     rest = iter(found)
     return all(size in rest for size in dims)
 
 
 def of_logical(name: str) -> Callable:
-    """Return an operator of `Padded`. An NNX variable asks its value for them."""
+    """Return an operator of `Padded`, which an NNX variable looks up in its value."""
     return lambda self, *other: getattr(self.logical(), name)(*other)
 
 
@@ -158,18 +157,14 @@ for _operator in "neg abs lt le gt ge".split():
 
 
 def known_to_flax() -> None:
-    """Let Flax unbox a `Padded` as it does its own boxes, if it is in use, and serialize its logical array."""
+    """Let Flax, if it is in use, unbox a `Padded` like its own boxes, and serialize the logical array."""
     if meta := sys.modules.get("flax.core.meta"):
         meta.AxisMetadata.register(Padded)
     serialize(Padded, Padded.logical, restored)
 
 
 def restored(target: Padded, array: Any) -> Padded:
-    """Return a `Padded` like another one from its logical array, on the host, where Flax leaves restored arrays.
-
-    Raises:
-        ValueError: If the array has another shape.
-    """
+    """Return a `Padded` like `target` from a logical array, in NumPy, because Flax restores arrays to the host."""
     if np.shape(array) != tuple(target.shape):
         raise ValueError(
             f"{current_path()} is restored from an array of shape {list(np.shape(array))}, and the parameter has "
@@ -181,17 +176,17 @@ def restored(target: Padded, array: Any) -> Padded:
 
 
 def without_padding(tree: PyTree) -> PyTree:
-    """Return a tree with the logical array in the place of each `Padded`."""
+    """Return a tree with the logical array of each `Padded`."""
     return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
 def is_padded(x) -> bool:
-    """Return whether a node is a `Padded`; for `is_leaf=`."""
+    """Return whether a node is a `Padded`."""
     return isinstance(x, Padded)
 
 
 def stored_mask(mask: Callable | PyTree, option: str) -> Any:
-    """Return a predicate for a choice of parameters. A mask made of stored parameters has their nodes."""
+    """Return a choice of parameters as a predicate. A mask may have the `Padded` nodes of stored parameters."""
     if mask is None or callable(mask):
         return mask
     return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded), option)

@@ -1,4 +1,4 @@
-"""Tell `flax.serialization` how nodes of ours become state dicts, as its own and optax's do."""
+"""Register pytree nodes of zerojax with `flax.serialization`, which converts them to state dicts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def serialize(cls: type, to_state_dict: Callable[[Any], Any], from_state_dict: C
 
 
 def current_path() -> str:
-    """Return the path of the node that Flax restores."""
+    """Return the path of the node that Flax is restoring."""
     return sys.modules["flax.serialization"].current_path()
 
 
 def serialize_fields(cls: type, fields: tuple[str, ...], rebuild: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Register a record: a state dict of some of its fields.
+    """Register a record, whose state dict has some of its fields.
 
     Args:
-        cls: The class.
-        fields: The fields that hold arrays, or nodes of arrays.
-        rebuild: Makes a record of the one that Flax restores into, and the restored fields.
+        cls: The class of the record.
+        fields: The fields that hold arrays, or trees of arrays.
+        rebuild: `rebuild(target, restored fields)` returns a record like the one that Flax restores into.
     """
 
     def to_state_dict(x: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Lay out a tree of parameters: which leaf is sharded, on which dim, at which stage."""
+"""Lay out a tree of parameters: decide which leaf is sharded, and on which dim."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import optax
 
 from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path_of
 from zerojax.layout.cached_hash import CachedHash
-from zerojax.layout.leaf import QUANTISED, Leaf, shard_extent
+from zerojax.layout.leaf import Leaf, shard_extent
 from zerojax.layout.other_axes import other_axes, partition_metadata
 from zerojax.layout.overwritten import REASON, overwritten_leaves
 from zerojax.layout.padded import is_padded
@@ -24,17 +24,16 @@ UNSAFE = frozenset({"int1", "uint1", "int2", "uint2"})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout(CachedHash):
-    """Where every leaf of a parameter tree lives.
+    """The layout of every leaf of a tree of parameters.
 
     Attributes:
-        policy: What decided it.
-        treedef: Structure of the parameters, in logical form (no `Padded` nodes).
-        params: One `Leaf` a parameter: how it is stored.
-        grads: One `Leaf` a parameter: how its reduced gradient and its optimizer state are
-            sharded when the stage shards them, in the type of the master weights. A small
-            leaf is `"flat"` here.
+        policy: The policy that decided the layout.
+        treedef: The structure of the logical parameters, without `Padded` nodes.
+        params: One `Leaf` per parameter: how it is stored.
+        grads: One `Leaf` per parameter: how its reduced gradient and its optimizer state are sharded if the stage
+            shards them, in the type of the master weights. A small leaf is `"flat"` here.
         compute: The type in which the loss function sees each parameter.
-        trained: Indices of the parameters that are trained: neither frozen nor without a gradient, as integers are.
+        trained: Indices of the parameters that are trained: neither frozen, nor overwritten, nor integers.
         overwritten: Indices of the parameters that take their gradient as the new value.
     """
 
@@ -53,7 +52,7 @@ class Layout(CachedHash):
         return tuple(path_of(path) for path, _ in keyed)
 
     def why_not_trained(self, i: int) -> str:
-        """Say why a step does not train one parameter; empty if it does."""
+        """Return the reason why a step does not train a parameter; empty if it does."""
         if i in self.trained:
             return ""
         if i in self.overwritten:
@@ -62,10 +61,7 @@ class Layout(CachedHash):
         return "frozen" if has_gradient(dtype) else f"not trained: {dtype} has no gradient"
 
     def trained_only(self) -> "Layout":
-        """Return the layout of the trained parameters.
-
-        The others are holes in the tree, as `optax.masked` makes them.
-        """
+        """Return the layout of the trained parameters. Other leaves are holes in the tree, as under `optax.masked`."""
         if len(self.trained) == len(self.params):
             return self
         inside = frozenset(self.trained)
@@ -82,7 +78,7 @@ class Layout(CachedHash):
 
 
 def layout_of(config: Config, params, *, others: Sequence[tuple] = (), overwritten: Collection[int] = ()) -> Layout:
-    """Lay out a tree of parameters as a configuration says: arrays, `Padded` arrays or shapes."""
+    """Lay out a tree of parameters (arrays, `Padded` arrays or shapes) for a configuration. See `lay_out`."""
     policy = config.layout_policy
     chosen = {"precision": config.precision, "trainable": config.trainable, "wire": config.wire}
     return lay_out(params, policy, others=others, overwrite=config.overwrite, overwritten=overwritten, **chosen)
@@ -102,31 +98,27 @@ def lay_out(
     """Decide where each leaf of `params` lives.
 
     Args:
-        params: Arrays, `Padded` arrays or `jax.ShapeDtypeStruct`s. A leaf that is already
-            divided over another mesh axis (by its sharding, or by Flax's partition
-            metadata) stays so, and the data axes go on a free dim.
+        params: Arrays, `Padded` arrays or `jax.ShapeDtypeStruct`s. If another mesh axis divides a dim already (by the
+            leaf's sharding, or by Flax's partition metadata), the data axes divide another dim.
         policy: Stage, axes and thresholds.
-        precision: Types; None leaves every leaf its own.
-        trainable: Which leaves are trained; None is all of them. One without a gradient never is.
-        wire: Which leaves are quantised where they are sent; None: none.
-        overwrite: Which leaves take their gradient as the new value, beside those that are named so.
-        others: For each leaf the other mesh axes it is divided over, in place of Flax's metadata.
+        precision: The types of a step; None keeps the type of every leaf.
+        trainable: A choice of the leaves that are trained; None: all. Leaves without a gradient never are.
+        wire: A choice of the leaves that collectives quantise; None: none.
+        overwrite: A choice of leaves that take their gradient as the new value, beside those whose name says so.
+        others: For each leaf, the other mesh axes that divide it, if they are known. They replace Flax's metadata.
         overwritten: Indices of leaves that are known to be overwritten.
 
-    Returns:
-        The layout of parameters, gradients and parameter-shaped optimizer state.
-
     Raises:
-        TypeError: If a leaf is no array and no shape, or of a type that is not safe to use.
+        TypeError: If a leaf is neither an array nor a shape, or has a type that is not safe to use.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
-                "Make arrays of numbers: jax.tree.map(jnp.asarray, params). Of a model that holds functions or flags "
-                "beside its arrays, give the arrays alone: params, static = eqx.partition(model, eqx.is_array), and "
-                "in the loss model = eqx.combine(params, static)."
+                "Convert numbers to arrays: jax.tree.map(jnp.asarray, params). If a model also holds functions or "
+                "flags, pass only its arrays: params, static = eqx.partition(model, eqx.is_array), and in the loss "
+                "model = eqx.combine(params, static)."
             )
         if str(x.dtype) in UNSAFE:
             raise TypeError(
@@ -149,14 +141,16 @@ def lay_out(
     seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
-    # A leaf that is stored padded as this layout would pad it stays padded: the rule compares with all leaves of the
-    # tree, a part of a tree may be given, and gradients must come back in the form of the parameters.
+    # A leaf that is stored with the padding of this layout stays padded. `keep_whole` compares with all leaves of the
+    # tree, so it could decide otherwise for a part of it, but gradients must have the form of the parameters.
     stored = {i for i, (_, x) in enumerate(found) if is_padded(x) and x.storage.shape == grads[i].storage_shape}
     every = range(len(grads))
     grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))
     if wire is not None:
+        reasons = [unquantised(wire, path, leaf) for path, leaf in zip(paths, grads, strict=True)]
         grads = [
-            dataclasses.replace(leaf, wire=carried(wire, path, leaf)) for path, leaf in zip(paths, grads, strict=True)
+            dataclasses.replace(leaf, is_quantised=not reason, unquantised=reason)
+            for leaf, reason in zip(grads, reasons, strict=True)
         ]
     compute = tuple(compute for _, compute in types)
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
@@ -164,7 +158,7 @@ def lay_out(
 
 
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
-    """Return `(master, compute)`: the types in which a parameter is updated and used."""
+    """Return `(master, compute)`: the types in which a parameter is updated, and used in the loss."""
     if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype, x.dtype
     kept = precision.keep is not None and precision.keep(path, jax.ShapeDtypeStruct(x.shape, precision.master))
@@ -172,7 +166,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 
 
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
-    """Decide how one leaf is divided over the data axes: by dim, flat because it is small, or not at all."""
+    """Return the layout of one leaf over the data axes: sharded by dim, flat because it is small, or replicated."""
     axes = policy.data.opt_state or policy.data.batch
     leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
     with_changes = functools.partial(dataclasses.replace, leaf)
@@ -188,20 +182,19 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
         )
     free = [i for i in range(len(shape)) if i >= len(others) or not others[i]]
     if not free:
-        return with_changes(reason="every dim is divided over another mesh axis, or there is none")
+        return with_changes(reason="it has no dim, or other mesh axes divide every dim")
     return with_changes(kind="sharded", dim=best_dim(shape, free, leaf.shards))
 
 
-def carried(wire: Wire, path: str, leaf: Leaf) -> str:
-    """Return `Leaf.wire` of a leaf: that it is quantised, or why not."""
+def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
+    """Explain why collectives send a leaf unquantised; empty if they quantise it."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"
-    against = wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
-    return against or QUANTISED
+    return wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
-    """Return the dim that needs least padding; among equals the longest, then the first."""
+    """Return the dim that needs the least padding. Among equal dims, return the longest, and then the first."""
 
     def cost(dim):
         extent, _ = shard_extent(shape[dim], shards)
@@ -211,7 +204,7 @@ def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
 
 
 def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
-    """Decide how the parameter itself is stored, given its gradient's layout and the type it is used in."""
+    """Return how a parameter is stored, given the layout of its gradient and its compute type."""
     leaf = dataclasses.replace(leaf, dtype=compute if policy.stores_compute_dtype else leaf.dtype)
     if policy.data.params and leaf.kind == "sharded":
         axes = policy.data.params
@@ -227,15 +220,15 @@ def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
 
 
 def has_gradient(dtype) -> bool:
-    """Return whether arrays of a type have a gradient: not integers and booleans. PRNG keys are refused elsewhere."""
+    """Return whether arrays of a type have a gradient: not integers and bools. PRNG keys are refused elsewhere."""
     return jnp.issubdtype(dtype, jnp.inexact) or not is_numeric(dtype)
 
 
 def canonical(dtype) -> Any:
-    """Return the type that JAX gives to an array of another: float32 for NumPy's float64, unless x64 is enabled."""
+    """Return the type of JAX's copy of an array: float32 for NumPy's float64, unless x64 is enabled."""
     return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 
 def is_numeric(dtype) -> bool:
-    """Return whether a dtype can be added and padded with zeros (PRNG keys cannot)."""
+    """Return whether arrays of a type can be added, and padded with zeros. PRNG keys cannot."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

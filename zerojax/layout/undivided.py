@@ -1,4 +1,4 @@
-"""Keep leaves of which no dim divides replicated while that costs little, so that users rarely meet padding."""
+"""Replicate leaves without a dividing dim while that costs little memory, so that users rarely see padding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ MOST_EXTRA = 0.03
 
 
 def reason_for(shards: int) -> str:
-    """Say why a leaf of which no dim divides is replicated."""
+    """Return the reason of a leaf that is replicated because no dim divides."""
     return f"{shards} divides none of its dims; such leaves add at most {MOST_EXTRA:.0%} to a device's share"
-
-
-def is_undivided(leaf: Leaf) -> bool:
-    """Return whether a leaf is sharded although no dim divides, so that its storage is padded."""
-    return leaf.kind == "sharded" and leaf.padding > 0
 
 
 def is_kept_whole(leaf: Leaf) -> bool:
@@ -28,7 +23,7 @@ def is_kept_whole(leaf: Leaf) -> bool:
 def keep_whole(
     leaves: Sequence[Leaf], candidates: Collection[int], shares: Sequence[Collection[int]], sizes: Mapping[str, int]
 ) -> tuple[Leaf, ...]:
-    """Replicate undivided leaves while they add little to what a device holds.
+    """Replicate undivided leaves while they add little to the memory of a device.
 
     A device holds `1 / shards` of everything that is sharded. A replicated leaf of `b` bytes adds
     `b * (1 - 1 / shards)` to that. Leaves of one shape and type are decided together, so that equal layers have
@@ -37,12 +32,12 @@ def keep_whole(
     Args:
         leaves: All leaves of a tree.
         candidates: Indices of the leaves that may become replicated.
-        shares: Groups of indices, such as all parameters, and those that are trained. In each group, the replicated
+        shares: Groups of indices, such as all parameters and the trained parameters. In each group, the replicated
             leaves add at most `MOST_EXTRA` of a device's share of the group.
-        sizes: Size of each mesh axis. Along the axes that are not data axes, a device holds only a part of a leaf.
+        sizes: Size of each mesh axis. Axes other than data axes divide a leaf, too.
 
     Returns:
-        The leaves, some of the candidates replicated.
+        All leaves. Some of the candidates are replicated.
     """
     held = [leaf.along_others(sizes).bytes for leaf in leaves]
     extra = [size * (leaf.shards - 1) for size, leaf in zip(held, leaves, strict=True)]
@@ -50,7 +45,7 @@ def keep_whole(
     left = [MOST_EXTRA * sum(held[i] for i in s) - sum(extra[i] for i in s if is_kept_whole(leaves[i])) for s in shares]
     groups: dict[tuple, list[int]] = {}
     for i in sorted(candidates):
-        if is_undivided(leaves[i]):
+        if leaves[i].kind == "sharded" and leaves[i].padding > 0:
             groups.setdefault((leaves[i].shape, str(leaves[i].dtype), leaves[i].others), []).append(i)
     whole = list(leaves)
     for group in sorted(groups.values(), key=lambda group: sum(extra[i] for i in group)):

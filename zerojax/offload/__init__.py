@@ -1,4 +1,4 @@
-"""Where offloaded arrays are: host memory and disk, for optimizer state, parameters and activations."""
+"""Keep arrays in host memory or on disk: optimizer state, parameters and activations."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ MODULES = {"close": ".state_files", "remat_policy": ".remat"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import it when it is first used: a disk store needs no JAX."""
+    """Import a name when it is first used, because a disk store needs no JAX."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(MODULES[name], __name__), name)

@@ -1,12 +1,11 @@
 """Elementwise updates on the host in one pass over memory.
 
-XLA:CPU writes each output of an elementwise program in a loop of its own, and each loop
-reads its operands from memory again: AdamW moves 40 bytes per parameter where 28 would do.
-Here one loop goes over blocks that fit the first cache, each output overwriting an operand
-that no later one reads. Newer versions of XLA:CPU make one kernel of that loop, whose
-unrolled blocks overlap their arithmetic with the next block's loads. Older ones run the
-loop's body as many small kernels, which costs more than it saves: there the function is
-unchanged.
+XLA:CPU writes each output of an elementwise program in a separate loop, and each loop reads its operands from memory
+again: AdamW moves 40 bytes per parameter where 28 are enough. Here one loop goes over blocks that fit the first cache.
+    Each
+output overwrites an operand that no later output reads. Newer versions of XLA:CPU make one kernel of this loop, whose
+unrolled blocks overlap their arithmetic with the loads of the next block. Older versions run the loop's body as many
+small kernels, which costs more than it saves. There the function is evaluated on full arrays.
 """
 
 import functools
@@ -22,7 +21,7 @@ from jaxtyping import Array, Shaped
 
 from zerojax import compat
 
-BLOCK_BYTES = 512
+BLOCK_BYTES = 512  # of the widest operand
 
 
 def in_blocks(
@@ -31,26 +30,23 @@ def in_blocks(
     scalars: Sequence[Any] = (),
     *,
     overwrites: Sequence[int | None],
-    block_bytes: int = BLOCK_BYTES,
 ) -> list[Shaped[Array, "..."]]:
-    """Evaluate an elementwise function block by block, over its operands.
+    """Evaluate an elementwise function block by block. Its outputs overwrite operands.
 
-    To be called inside `jax.jit`, with the overwritten operands donated: others are copied
-    first. The loop runs on one thread: programs for several arrays, started from as many
-    Python threads, use as many cores.
+    Call this inside `jax.jit` and donate the overwritten operands: other operands are copied first. The loop runs on
+    one thread. To use several cores, start programs for several arrays from as many Python threads.
 
     Args:
-        fn: `fn(wide_blocks, scalars) -> outputs`, elementwise, every output as long as a
-            block. It is traced for blocks of one dim.
-        wide: Arrays of one shape on one device, in one memory; dtypes may differ.
-        scalars: What every element sees, handed to `fn` as it is.
-        overwrites: For each output, the index in `wide` of the operand it overwrites, of the
-            same dtype; None for a new buffer.
-        block_bytes: Size of one block of the widest operand.
+        fn: `fn(wide_blocks, scalars) -> outputs`, elementwise, every output as long as a block. It is traced for blocks
+            of one dim.
+        wide: Arrays of one shape on one device, in one memory. Their dtypes may differ.
+        scalars: Values that every element reads. They are given to `fn` unchanged.
+        overwrites: For each output, the index in `wide` of the operand that it overwrites, of the same dtype; None for
+            a new buffer.
 
     Returns:
-        The outputs, in the shape of `wide`: those of `jax.jit(fn)` on full arrays, but for roundings
-        where the compiler contracts a multiply-add in one form only.
+        The outputs of `jax.jit(fn)` on full arrays. They may be rounded differently where the compiler contracts a
+        multiply-add in only one of the two programs.
 
     Raises:
         ValueError: If the shapes of `wide` differ, or `overwrites` does not fit the outputs.
@@ -61,11 +57,11 @@ def in_blocks(
             f"Cannot update arrays of different shapes in blocks: {[x.shape for x in wide]}. Give arrays of one shape."
         )
     flat = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
-    # Shapes in one memory: arrays in host memory would not combine with blocks of which only the shape is given.
+    # Shapes, because arrays in host memory do not combine with blocks that are given as shapes.
     like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=jax.typeof(x).weak_type) for x in scalars]
     dtypes = [x.dtype for x in jax.eval_shape(lambda xs, ys: list(fn(list(xs), list(ys))), flat, like)]
     _check(overwrites, wide, dtypes)
-    block = max(1, block_bytes // max(x.dtype.itemsize for x in wide))
+    block = max(1, BLOCK_BYTES // max(x.dtype.itemsize for x in wide))
     if math.prod(shape) <= block or not loops_become_kernels():
         return list(fn(list(wide), list(scalars)))
     outputs = _loop(fn, [x.reshape(-1) for x in wide], scalars, tuple(overwrites), dtypes, block)
@@ -87,7 +83,7 @@ def loops_become_kernels() -> bool:
 
 
 def _check(overwrites, wide, dtypes) -> None:
-    """Refuse an operand that does not exist, is overwritten twice, or has another dtype."""
+    """Refuse to overwrite an operand that does not exist, is overwritten twice, or has another dtype."""
     places = [i for i in overwrites if i is not None]
     if len(overwrites) != len(dtypes) or len(set(places)) != len(places):
         raise ValueError(
@@ -103,7 +99,7 @@ def _check(overwrites, wide, dtypes) -> None:
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block):
-    """Process the blocks of flat operands, in order. The last block may overlap the one before."""
+    """Process the blocks of flat operands, in order. The last block may overlap the block before it."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
     fresh = lambda dtype: _in_memory_of(jnp.zeros(size, dtype), wide[0])
@@ -124,7 +120,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
         return lax.dynamic_update_slice(x, new, (start,))
 
     def one_by_one(i, carry):
-        """Compute each output right before it is written. The barrier keeps them in order."""
+        """Compute each output right before it is written. The barrier keeps the outputs in order."""
         start, here = jnp.minimum(i * block, size - block), kept
         for k in order or ():
             new = write(carry[k], compute(start, here, carry)[k], i, start)
@@ -141,7 +137,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
 
 
 def _in_place(fn, wide, scalars, overwrites, block) -> list[int] | None:
-    """Return an order in which no output overwrites what a later one reads, or None if there is none.
+    """Return an order in which no output overwrites an operand that a later output reads, or None if there is none.
 
     In another order XLA would copy full arrays first.
     """

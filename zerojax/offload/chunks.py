@@ -1,4 +1,4 @@
-"""The bytes of a chunk: arrays in an aligned buffer, and the buffer in a file, past the page cache where that works."""
+"""The bytes of a chunk: arrays in an aligned buffer, and the buffer in a file, past the page cache if possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ChunkSpec:
     """The arrays of a chunk, stored one after the other.
 
     Attributes:
-        name: For errors.
+        name: Name of the chunk in errors.
         arrays: Local shape and dtype of each array.
     """
 
@@ -32,12 +32,12 @@ class ChunkSpec:
 
     @property
     def bytes(self) -> int:
-        """Return the size of its file in complete blocks, as direct I/O requires."""
+        """Return the size of the chunk's file in complete blocks, as direct I/O requires."""
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
         return max(1, -(-size // BLOCK)) * BLOCK
 
     def views(self, buffer: memoryview) -> tuple[np.ndarray, ...]:
-        """Return its arrays in a buffer."""
+        """Return the chunk's arrays in a buffer."""
         views, start = [], 0
         for shape, dtype in self.arrays:
             views.append(np.ndarray(shape, dtype, buffer, start))
@@ -45,7 +45,7 @@ class ChunkSpec:
         return tuple(views)
 
     def require(self, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse arrays that are not those of the chunk, with a `ValueError`."""
+        """Raise a `ValueError` for arrays of other shapes or types than the chunk's."""
         given, wanted = [(x.shape, x.dtype) for x in arrays], list(self.arrays)
         if given != wanted:
             say = lambda pairs: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in pairs) or "no arrays"
@@ -53,9 +53,9 @@ class ChunkSpec:
 
 
 def checksum(content: memoryview) -> int:
-    """Return the CRC-32 of the sums of each 512-byte sector's words; a full CRC-32 is slower than a good disk.
+    """Return the CRC-32 of the sums of each 512-byte sector's words. A full CRC-32 is slower than a good disk.
 
-    A changed word, a sector of zeros and sectors that changed places are found.
+    The checksum detects a changed word, a sector of zeros, and sectors that changed places.
     """
     words = np.frombuffer(content, "<u8").reshape(-1, 64)
     return zlib.crc32(words.sum(axis=1, dtype="<u8"))
@@ -65,7 +65,7 @@ def aligned_buffer(size: int) -> memoryview:
     """Return memory that is aligned to a page, as direct I/O requires."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # direct I/O pins page by page: with small pages, writing reaches two thirds of the disk's speed
+        # Direct I/O pins page by page. With small pages, writes reach only two thirds of the disk's speed.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
@@ -85,9 +85,9 @@ def supports_direct(probe: Path) -> bool:
 
 
 def transfer(path: Path, content: memoryview, *, write: bool, direct: bool) -> int:
-    """Write a buffer to a file, in place, or fill it from one; how many bytes there were.
+    """Write a buffer to a file, in place, or fill it from a file. Return how many bytes were moved.
 
-    With `direct` past the page cache: complete blocks of an aligned buffer.
+    With `direct`, the page cache is not used. Then the buffer must be aligned, and have complete blocks.
     """
     flags, move = (os.O_WRONLY | os.O_CREAT, os.pwritev) if write else (os.O_RDONLY, os.preadv)
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0), 0o644)

@@ -1,7 +1,8 @@
 """Chunks of optimizer state on disk: read ahead and written behind, in a fixed amount of memory.
 
-The files are scratch of one process: each has the bytes of a chunk, and is overwritten in place. Only the process
-knows what it wrote, so nothing is read once it has ended: the next run restores its checkpoint.
+The files are scratch files of one process. Each file has the bytes of one chunk, and is overwritten in place. Only the
+process knows which version it wrote, so nobody reads the files after the process has ended: the next run restores its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from zerojax.offload.folder import DiskError
 
 
 class DiskStateError(DiskError):
-    """A file does not have the state that is required."""
+    """A file does not have the required state."""
 
     def __init__(self, path: Path, found: str, version: int):
-        """Say which file, what it is and of which version it should be."""
+        """Say which file was read, what was found, and which version is required."""
         super().__init__(
-            f"{path} {found}; required is what was written of version {version} (of the state's writes, not a "
-            f"step). Restore the run from its last checkpoint, which writes the offloaded state anew."
+            f"{path} {found}, and version {version} of the state is required (a count of its writes, not of steps). "
+            f"Restore the run from its last checkpoint, which writes the offloaded state again."
         )
 
 
 class Lease:
-    """A chunk that was read, in a buffer that is lent until `release`, or until a `with` block is left.
+    """A chunk that was read, in a buffer that is lent until `release`, or until a `with` block ends.
 
     Attributes:
-        arrays: The chunk's arrays, to be read or changed in place; none once the buffer is given back.
+        arrays: The chunk's arrays, which may be changed in place; empty after the buffer is given back.
     """
 
     def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
         self.arrays, self._give_back = arrays, give_back
 
     def release(self, *_: object) -> None:
-        """Give the buffer back; a second time does nothing."""
+        """Give the buffer back. A second call does nothing."""
         give_back, self._give_back, self.arrays = self._give_back, lambda: None, ()
         give_back()
 
@@ -55,15 +56,15 @@ class Lease:
 
 
 class DiskStore:
-    """Chunks of optimizer state in a folder, for one process and one thread of it.
+    """Chunks of optimizer state in a folder, for one thread of one process.
 
-    Operations on a chunk run in the order they are asked for. A write that fails is a `DiskError` of the next call,
-    once. A context manager: leaving the block closes it.
+    Operations on a chunk run in the order of the calls. If a write fails, the next call raises a `DiskError`, once. The
+    store is a context manager: leaving the block closes it.
 
     Attributes:
         path: The folder.
         direct: Whether files are read and written past the page cache.
-        buffer_bytes: Memory of all buffers together, however many chunks there are.
+        buffer_bytes: Memory of all buffers together. It does not depend on the number of chunks.
     """
 
     def __init__(
@@ -75,19 +76,18 @@ class DiskStore:
         threads: int = 4,
         direct: bool = True,
     ):
-        """Lock a folder, made if it is missing, and remove what an earlier run left in it.
+        """Make and lock a folder, and remove the files of an earlier run from it.
 
         Args:
-            path: The folder, of this process alone; its parent must exist.
+            path: The folder, which only this process uses. Its parent must exist.
             specs: The chunks, in the order of their indices.
-            in_flight: Chunks that can be read ahead or lent, and as many being written.
-            threads: Reads and writes at a time.
-            direct: Read and write past the page cache where the file system can.
+            in_flight: Chunks that can be read ahead or lent. As many chunks can be written behind.
+            threads: Reads and writes that run at a time.
+            direct: Read and write past the page cache if the file system can.
 
         Raises:
-            ValueError: If one of these is none at all.
-            DiskError: If the folder cannot be used: it or its parent is missing or read-only, it has files of
-                others, another process uses it, or the disk is too small. Nothing was removed then.
+            ValueError: If there is no chunk, no chunk in flight or no thread.
+            DiskError: If the folder cannot be used; see `folder.claim`. Then nothing is removed.
         """
         if not specs or min(in_flight, threads) < 1:
             raise ValueError(
@@ -111,7 +111,7 @@ class DiskStore:
         self._closed = False
 
     def read(self, index: int, *, version: int) -> Future[Lease]:
-        """Begin to read a chunk; the result, once its version and its bytes are checked, may be a `DiskStateError`.
+        """Begin to read a chunk. The future raises a `DiskStateError` if version or bytes are not as required.
 
         Raises:
             ValueError: If all buffers are lent.
@@ -121,8 +121,8 @@ class DiskStore:
             buffer = self._to_read.get_nowait()
         except queue.Empty:
             raise ValueError(
-                f"Chunk {index} in {self.path} cannot be read: all buffers are lent. Give one back first, or have "
-                f"more in flight."
+                f"Chunk {index} in {self.path} cannot be read, because all buffers are lent. Release a lease first, or "
+                f"give a larger in_flight=."
             ) from None
         reading = self._begin(index, self._read, version, buffer)
         reading.add_done_callback(lambda done: self._to_read.put(buffer) if done.cancelled() else None)
@@ -148,7 +148,7 @@ class DiskStore:
         self._raise_failure()
 
     def close(self) -> None:
-        """Flush and unlock the folder; does nothing a second time, or in a forked process, which has no threads."""
+        """Flush and unlock the folder. A second call does nothing, nor a call in a forked process, without threads."""
         if not self._closed and self._lock.held:
             try:
                 self.flush()
@@ -161,17 +161,17 @@ class DiskStore:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # what ended the block matters more than a write that failed
+        # The error that ended the block matters more than a write that failed.
         with contextlib.suppress(DiskError) if kind else contextlib.nullcontext():
             self.close()
 
     def _raise_failure(self) -> None:
         if self._closed:
-            raise ValueError(f"The disk store in {self.path} is closed. Create it anew.")
+            raise ValueError(f"The disk store in {self.path} is closed. Create a new store.")
         if not self._lock.held:
             raise ValueError(
-                f"The disk store in {self.path} belongs to the process that this one was forked from, as were its "
-                f"threads. Use it there."
+                f"The disk store in {self.path} and its threads belong to the process that this one was forked from. "
+                f"Use the store there."
             )
         done = [write for write in self._writes if write.done()]
         self._writes = [write for write in self._writes if not write.done()]
@@ -179,7 +179,10 @@ class DiskStore:
             write.result()
 
     def _begin(self, index: int, work: Callable[..., Any], *args: Any) -> Future:
-        """Let a thread do it after what was begun on the chunk before, which threads have already: no deadlock."""
+        """Let a thread do some work after all earlier work on the chunk.
+
+        The thread waits for earlier work, which threads have taken before: so there is no deadlock.
+        """
         before = [begun for begun in self._begun[index] if not begun.done()]
         future = self._threads.submit(work, before, index, *args)
         self._begun[index] = [*before, future]
@@ -218,7 +221,7 @@ class DiskStore:
         except OSError as error:
             raise DiskError(
                 f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) of version {version} to {path} failed: "
-                f"{error.strerror}. Make room or mend the disk, then restore the run from its last checkpoint."
+                f"{error.strerror}. Make room or repair the disk, then restore the run from its last checkpoint."
             ) from error
         finally:
             self._to_write.put(buffer)

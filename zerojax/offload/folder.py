@@ -1,4 +1,4 @@
-"""A folder that one process uses at a time: making and locking it, and removing what an earlier run left."""
+"""A folder that one process uses at a time: make it, lock it, and remove the files of an earlier run."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ def writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DiskError(
             f"State cannot be offloaded to {folder}: {error.strerror}. Give a folder that this process can write to, "
-            f"in one that exists."
+            f"and whose parent folder exists."
         ) from error
 
 
 def claim(folder: Path, sizes: Sequence[int]) -> Lock:
-    """Lock a folder, made if it is missing, with room for files of these sizes, and remove an earlier run's.
-
-    Returns:
-        The lock.
+    """Make and lock a folder with room for files of these sizes, and remove the files of an earlier run.
 
     Raises:
-        DiskError: If it has other files, another process uses it, or the disk is too small. Nothing was removed.
+        DiskError: If the folder has other files, another process uses it, or the disk is too small. Then nothing is
+            removed.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
-    leftovers(folder)  # before the lock is made, by which a folder is ours
+    leftovers(folder)  # checked before the lock is made, because the lock file marks a folder as ours
     locked = lock(folder)
     try:
         files, disk = leftovers(folder), os.statvfs(folder)
         available = disk.f_bavail * disk.f_frsize + sum(file.stat().st_blocks * 512 for file in files)
         if available < sum(sizes):
             raise DiskError(
-                f"The offloaded state needs {sum(sizes)} bytes in {folder}, in {len(sizes)} chunks; {available} are "
-                f"available. Make room, or give a folder on another disk."
+                f"The offloaded state needs {sum(sizes)} bytes in {folder}, in {len(sizes)} chunks, and {available} "
+                f"bytes are available. Make room, or give a folder on another disk."
             )
         for file in files:
             file.unlink()
@@ -58,10 +56,10 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the chunks that an earlier run left. A file counts only next to a lock file with our mark.
+    """Return the chunks that an earlier run left. Without a lock file with our mark, no file counts as a chunk.
 
     Raises:
-        DiskError: If there are other files, or `.lock` is not ours.
+        DiskError: If there are other files, or zerojax did not write `.lock`.
     """
     names = sorted(os.listdir(folder))
     chunks = {name for name in names if re.fullmatch(r"chunk_\d{5,}\.bin", name)} if has_mark(folder) else set()
@@ -69,7 +67,7 @@ def leftovers(folder: Path) -> list[Path]:
     if foreign := [name for name in names if name != LOCK and name not in chunks]:
         raise DiskError(
             f"{folder} has {', '.join(foreign[:3])}{' and more' if foreign[3:] else ''}, which no earlier run wrote. "
-            f"Give an empty folder, or one that Offload made; nothing was removed."
+            f"Give an empty folder, or a folder that Offload made. Nothing was removed."
         )
     return [folder / name for name in names if name != LOCK]
 

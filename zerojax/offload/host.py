@@ -1,4 +1,4 @@
-"""Host memory: which kind a backend has, whether there is enough, and copies to it and back."""
+"""Host memory: which kind a backend has, whether there is enough of it, and copies to host memory and back."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from zerojax.units import format_bytes
 
 # The device reads pinned memory without an intermediate copy; the other kind is the fallback.
 KINDS = ("pinned_host", "unpinned_host")
-# What the CUDA backend reserves for pinned memory, unless the variable says otherwise.
+# The CUDA backend reserves so much pinned memory, unless the variable says otherwise.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-FITS = "fits"  # what processes tell each other
+FITS = "fits"  # the message of a process without a problem
 
 
 def host_kind(mesh: Mesh) -> str:
-    """Return the kind of host memory that the mesh's devices reach.
-
-    Raises:
-        ValueError: If their backend has none.
-    """
+    """Return the kind of host memory that the mesh's devices reach, or raise a `ValueError` if there is none."""
     device = mesh.devices.flat[0]
-    # a device to compile for ahead of time does not say what memory it has
+    # A device that programs are compiled for ahead of time does not say which memories it has.
     kinds = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
     for kind in KINDS:
         if kind in kinds:
@@ -48,26 +44,19 @@ def to_memory(x: jax.Array, kind: str) -> jax.Array:
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array, or a tracer, is in host memory, where nothing can be computed with it."""
+    """Return whether an array, or a tracer, is in host memory, where nothing can be computed."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(x: Any) -> Any:
-    """Return an array, or a tracer, in device memory; unchanged if it is there."""
+    """Return an array, or a tracer, in device memory; unchanged if it is already there."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
-    """Refuse to allocate more host memory than there is, on all processes if it is not there for one.
+    """Raise a `MemoryError` on all processes if the host of one process has less memory than its devices need.
 
-    Args:
-        mesh: The devices; those of this process count.
-        bytes_per_device: What is to be allocated for each device.
-        what: What it is, for the error.
-
-    Raises:
-        MemoryError: Saying how much is needed, and how much there is, and on which process if not on this one.
-        TimeoutError: If another process allocates nothing of the kind.
+    `what` names the arrays in the error. A process whose peers do not call this gets a `TimeoutError`.
     """
     problems = Processes("host memory").exchange("allocate", _host_memory_problem(mesh, bytes_per_device, what) or FITS)
     found = {index: problem for index, problem in enumerate(problems) if problem != FITS}

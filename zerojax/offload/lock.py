@@ -1,4 +1,4 @@
-"""Locks on folders, which end with the process that took them, also where it has forked others."""
+"""Locks on folders, which end with the process that took them, even if it has forked other processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Lock:
     """
 
     def __init__(self, handle: int):
-        """Own the handle of a locked file; for use within `_forking`, so that every child knows the lock."""
+        """Take the handle of a locked file, while `_forking` is held, so that every forked child knows the lock."""
         self._handle: int | None = handle
         _held.add(self)
 
     @property
     def held(self) -> bool:
-        """Return whether this process has the lock: it was not released, and not taken before a fork."""
+        """Return whether this process has the lock: false after a release, and in a forked child."""
         return self._handle is not None
 
     def release(self) -> None:
@@ -51,7 +51,7 @@ class Lock:
                 os.close(handle)
 
     def forget(self) -> None:
-        """Close the copy of the handle that a forked child has; unlocking would take the lock from the parent."""
+        """Close a forked child's copy of the handle, without unlocking: that would unlock for the parent, too."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -61,8 +61,8 @@ def lock(folder: Path) -> Lock:
     """Lock a folder through the file `.lock` in it.
 
     Raises:
-        DiskError: If another process has locked it, naming that process; if this one has; or if `.lock` is something
-            that zerojax did not write. It is then left as it was.
+        DiskError: If a process has locked the folder, naming the process; or if `.lock` is something that zerojax did
+            not write. Then it is left as it was.
     """
     with _forking:
         handle = _open(folder, os.O_RDWR | os.O_CREAT)
@@ -85,10 +85,9 @@ def lock(folder: Path) -> Lock:
 
 
 def lock_folder(path: Path) -> Lock:
-    """Lock a folder itself; where folders cannot be locked, as on NFS, the result holds no lock.
+    """Lock a folder itself, or raise a `BlockingIOError` if another process has locked it.
 
-    Raises:
-        BlockingIOError: If another process has locked it.
+    On file systems that cannot lock folders, such as NFS, the result holds no lock.
     """
     with _forking:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -102,11 +101,7 @@ def lock_folder(path: Path) -> Lock:
 
 
 def has_mark(folder: Path) -> bool:
-    """Return whether a folder has a `.lock` that an earlier run wrote. An empty one proves nothing.
-
-    Raises:
-        DiskError: If `.lock` is something that zerojax did not write.
-    """
+    """Return whether a folder has a `.lock` that an earlier run wrote. An empty file proves nothing."""
     try:
         handle = _open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -118,10 +113,9 @@ def has_mark(folder: Path) -> bool:
 
 
 def require_mark(folder: Path, handle: int) -> bytes:
-    """Return the content of an open `.lock`, which is our mark or empty.
+    """Return the content of an open `.lock`, or raise a `DiskError` if it is neither our mark nor empty.
 
-    Raises:
-        DiskError: If it is neither: locking would overwrite a file of someone else.
+    Locking the folder would overwrite such a file.
     """
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
@@ -143,10 +137,10 @@ def foreign(folder: Path, found: str) -> DiskError:
 
 
 def in_use(folder: Path, holder: str) -> str:
-    """Return the message for a folder that is locked, by the process of this number as far as it is known."""
+    """Return the message for a locked folder. `holder` is the number of the process that locked it, if it is known."""
     if holder == str(os.getpid()):
         return (
-            f"{folder} is in use by this process. First close what uses it, a Checkpointer with close(), a "
+            f"{folder} is in use by this process. First close a Checkpointer that uses it with close(), or a "
             f"state with zerojax.offload.close(state); or give another folder."
         )
     known = holder.isdigit()
@@ -157,8 +151,8 @@ def in_use(folder: Path, holder: str) -> str:
             f"with the lock (`fuser {folder / LOCK}` shows it). End that process, or give this run another folder."
         )
     return (
-        f"{folder} is in use by another run (process {holder if known else 'unknown'}). Give this one another folder, "
-        f"or end or close() that one first."
+        f"{folder} is in use by another run (process {holder if known else 'unknown'}). Give this run another folder, "
+        f"or end or close() the other run first."
     )
 
 
@@ -174,7 +168,7 @@ def _open(folder: Path, flags: int) -> int:
         raise
 
 
-# Held while a lock is taken, and while a process forks: a child knows every lock that it has a copy of.
+# Held while a lock is taken, and while a process forks, so that a child knows every lock of which it has a copy.
 _forking = threading.RLock()
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 

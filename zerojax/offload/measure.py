@@ -1,4 +1,4 @@
-"""Measure link and host memory, and choose where the update of offloaded state runs."""
+"""Measure the link and the host memory, and choose where the update of offloaded state runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from zerojax.offload.host import host_kind, host_sharding, to_memory
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
-# Besides its state, the update of a float32 parameter reads gradient and parameter, and writes the parameter.
+# In addition to its state, the update of a float32 parameter reads gradient and parameter, and writes the parameter.
 BESIDE_STATE_BYTES = 12
 GRADIENT_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What one device of a mesh gets while all of them ask at once.
+    """The bandwidth of one device of a mesh while all devices transfer or compute at once.
 
     Attributes:
-        link: Bytes per second between host and device, each way, both ways at once.
+        link: Bytes per second between host and device, in each direction, while both directions are busy.
         host: Bytes per second that an update in host memory reads and writes.
     """
 
@@ -39,24 +39,14 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Where the update runs.
-
-    Attributes:
-        update: `"device"` or `"host"`.
-        why: In words, for the report.
-    """
+    """Where the update runs: `"device"` or `"host"`, and why, in words for the report."""
 
     update: str
     why: str
 
 
 def choose(speed: Speed, state_bytes: float) -> Choice:
-    """Return the faster way to update.
-
-    Args:
-        speed: As measured.
-        state_bytes: Bytes of offloaded state per parameter.
-    """
+    """Return the faster way to update, for `state_bytes` bytes of offloaded state per parameter."""
     device = state_bytes / speed.link
     host = max((2 * state_bytes + BESIDE_STATE_BYTES) / speed.host, GRADIENT_BYTES / speed.link)
     faster = "device" if device <= host else "host"
@@ -69,9 +59,9 @@ def choose(speed: Speed, state_bytes: float) -> Choice:
 
 @functools.lru_cache(maxsize=4)
 def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
-    """Time transfers and an update in host memory, all devices at once; takes about a second, once.
+    """Time transfers and an update in host memory, on all devices at once. This takes about a second, once per mesh.
 
-    All processes take the first one's figures.
+    All processes take the figures of the first process, so that they make the same choice.
     """
     spec, count = PartitionSpec(axes), math.prod(mesh.shape[axis] for axis in axes)
     host = host_sharding(mesh, spec)

@@ -1,9 +1,8 @@
 """A remat policy that offloads named activations to host memory.
 
-Between the forward and the backward pass an activation is in pinned host memory. Inside a
-scan the compiler stacks it, one iteration a row, and must read the rows back from the last
-to the first. On GPU, jaxlib before 0.11.2 silently reads them from the first to the last
-(openxla/xla#46231): the policy refuses such a jaxlib.
+Between the forward and the backward pass an activation is in pinned host memory. Inside a scan the compiler stacks the
+activations, one row per iteration, and must read the rows back from the last to the first. On GPU, jaxlib before 0.11.2
+silently reads them from the first to the last (openxla/xla#46231). So the policy refuses such a jaxlib.
 """
 
 import re
@@ -20,24 +19,23 @@ _FIRST_CORRECT_ON_GPU = (0, 11, 2)
 def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     """Return a policy for `jax.checkpoint` that offloads named activations to host memory.
 
-    Name activations in the model with `jax.ad_checkpoint.checkpoint_name`. Those not named
-    here are recomputed in the backward pass; a name that the model never gives does nothing.
-    To offload a layer's input, as DeepSpeed's `cpu_checkpointing` does, name it on the first
-    line of the checkpointed function.
+    Name activations in the model with `jax.ad_checkpoint.checkpoint_name`. Activations that are not named here are
+    recomputed in the backward pass. A name that the model never gives does nothing. To offload a layer's input, as
+    DeepSpeed's `cpu_checkpointing` does, name it on the first line of the checkpointed function.
 
-    Scan the layers, or train at stage 3. Elsewhere in an unrolled model XLA:GPU (seen on
-    jaxlib 0.12.0) copies each activation only when the backward pass needs it, and saves nothing.
+    Scan the layers, or train at stage 3. In any other unrolled model, XLA:GPU (seen on jaxlib 0.12.0) copies each
+    activation only when the backward pass needs it, and saves nothing.
 
     Args:
         *names: Activations to offload to pinned host memory.
         save: Activations to keep in device memory.
 
     Returns:
-        What `jax.checkpoint` and `flax.linen.remat` take as `policy`.
+        A policy, for the argument `policy` of `jax.checkpoint` and `flax.linen.remat`.
 
     Raises:
         TypeError: If a name is not a string.
-        ValueError: If there is no name to offload, a name is empty, or one is in both lists.
+        ValueError: If there is no name to offload, a name is empty, or a name is in both lists.
         RuntimeError: If the backend has no pinned host memory, or its jaxlib reads offloaded
             activations back in the wrong order.
 
@@ -63,8 +61,8 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
             raise ValueError("An activation's name is empty. Give the name that checkpoint_name gave it.")
     if not names:
         raise ValueError(
-            "remat_policy() was given no name to offload. Name at least one activation; where all stay on the device, "
-            "use jax.checkpoint_policies.save_only_these_names."
+            "remat_policy() was given no name to offload. Name at least one activation, or use "
+            "jax.checkpoint_policies.save_only_these_names if all activations stay on the device."
         )
     if both := sorted({*names} & {*save}):
         raise ValueError(
@@ -83,18 +81,11 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
 
 
 def require_pinned_host(device: Any) -> None:
-    """Refuse a device whose backend has no pinned host memory.
-
-    Args:
-        device: A `jax.Device`.
-
-    Raises:
-        RuntimeError: Naming the backend and the kinds of memory it has.
-    """
+    """Raise a `RuntimeError` for a device whose backend has no pinned host memory."""
     kinds = sorted({memory.kind for memory in device.addressable_memories()})
     if _HOST in kinds:
         return
-    # jax takes every other kind for device memory, and would silently keep the activations there.
+    # jax takes every other kind for device memory, and would silently keep the activations on the device.
     other = " (jax.checkpoint offloads to pinned_host alone, not to unpinned_host)" if "unpinned_host" in kinds else ""
     raise RuntimeError(
         f"Activations cannot be offloaded on the backend {device.platform!r}: its devices have the memory kinds "
@@ -104,15 +95,7 @@ def require_pinned_host(device: Any) -> None:
 
 
 def require_correct_order(platform: str, version: str) -> None:
-    """Refuse a jaxlib that reads the offloaded activations of a scan in the wrong order.
-
-    Args:
-        platform: Of the backend, such as `"cuda"`.
-        version: Of jaxlib, such as `"0.11.2"`.
-
-    Raises:
-        RuntimeError: Naming the version and the first one that is correct.
-    """
+    """Raise a `RuntimeError` for a jaxlib that reads the offloaded activations of a scan in the wrong order."""
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if platform not in ("gpu", "cuda", "rocm") or found >= _FIRST_CORRECT_ON_GPU:
         return

@@ -1,4 +1,4 @@
-"""The files of offloaded leaves: device arrays in, device arrays out."""
+"""The files of offloaded leaves, which are read and written as device arrays."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class StateFiles:
-    """The files of one process's shards of a state; made when they are first needed.
+    """The files of one process's shards of a state. They are made when they are first needed.
 
-    They have one version of it. Once every chunk of the next one is written, that is the version to read.
+    The files have one version of the state. When every chunk of the next version is written, it becomes the version to
+    read.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class StateFiles:
         """Name the files of some leaves of the state.
 
         Args:
-            path: The folder in which each process makes its own.
+            path: The folder in which each process makes a folder.
             leaves: Layout, chunking and sharding of each leaf, by its index in the state.
-            in_flight: How many chunks are read ahead, and how many written behind.
+            in_flight: The number of chunks that are read ahead, and that are written behind.
         """
-        # absolute, since the working directory may change
+        # Absolute, because the working directory may change.
         self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
         self._leaves = leaves
         self._in_flight = in_flight
@@ -71,12 +72,12 @@ class StateFiles:
         return self._store.read(self._index[k, n], version=self._version)
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
-        """Return the chunk that `read` began to read, in a kind of the devices' memory, in storage shape."""
+        """Return the chunk that `read` began to read, in storage shape, in a kind of the devices' memory."""
         leaf, chunking, sharding = self._leaves[k]
         shape = chunking.chunk_shape(leaf, chunking.extents[n])
         with reading.result() as lease:
             shards = [
-                # on CPU the array would share the buffer that is lent, told not to (may_alias=) or not: jax 0.10.2
+                # On CPU the array would share the lent buffer, even with may_alias=False (jax 0.10.2).
                 jax.device_put(
                     data.copy() if device.platform == "cpu" else data, SingleDeviceSharding(device, memory_kind=kind)
                 )
@@ -87,7 +88,7 @@ class StateFiles:
         return jax.make_array_from_single_device_arrays(shape, sharding.with_memory_kind(kind), shards)
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to write the next version of chunk `n` of leaf `k`; blocks until the array is in a buffer."""
+        """Begin to write the next version of chunk `n` of leaf `k`. Returns when the array is in a buffer."""
         data = {shard.device: shard.data for shard in array.addressable_shards}
         shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
         index = self._index[k, n]
@@ -103,20 +104,16 @@ class StateFiles:
         return np.array(self._version + 1, np.int32)
 
     def require(self, version: Any) -> None:
-        """Refuse a state of a version that the files no longer have.
-
-        Raises:
-            ValueError: Saying both versions.
-        """
+        """Raise a `ValueError` for a state of another version than the files have."""
         if int(version) != self._version:
             raise ValueError(
-                f"The optimizer state on disk in {self.path} is of version {self._version}, and this state is of "
+                f"The optimizer state on disk in {self.path} has version {self._version}, and this state has version "
                 f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
-                f"that the last step returned; save what is to be kept in a checkpoint."
+                f"that the last step returned. To keep a state, save it in a checkpoint."
             )
 
     def abandon(self) -> None:
-        """Give up files that are of two versions, and the folder with them, until a state is written anew."""
+        """Give up files of mixed versions, and unlock their folder. Writing a whole new state makes them again."""
         self._written.clear()
         if store := self.__dict__.pop("_store", None):
             close_store(store)
@@ -124,12 +121,12 @@ class StateFiles:
 
 @dataclasses.dataclass(frozen=True)
 class LeafFiles:
-    """Where a leaf of the state is on disk.
+    """The files of one leaf of the state.
 
     Attributes:
         files: The files of the state.
-        k: Its index in the state.
-        chunks: How many chunks it has.
+        k: Index of the leaf in the state.
+        chunks: The number of chunks of the leaf.
     """
 
     files: StateFiles
@@ -137,7 +134,7 @@ class LeafFiles:
     chunks: int
 
     def load(self, version: Any) -> list[Array]:
-        """Load its chunks onto the devices. They must be of `version`."""
+        """Load the leaf's chunks onto the devices. They must have this version."""
         self.files.require(version)
         reading, arrays = collections.deque([self.files.read(self.k, 0)]), []
         try:
@@ -146,12 +143,12 @@ class LeafFiles:
                     reading.append(self.files.read(self.k, n + 1))
                 arrays.append(self.files.receive(self.k, n, reading.popleft(), "device"))
         finally:
-            for unused in reading:  # as one before failed
+            for unused in reading:  # an earlier read failed
                 unused.add_done_callback(lambda read: read.exception() or read.result().release())
         return arrays
 
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
-        """Write it anew; the version that this is, complete once every leaf is written."""
+        """Write the leaf and return its version, which is complete when every leaf is written."""
         version = self.files.next_version
         for n, chunk in enumerate(chunks):
             self.files.write(self.k, n, chunk)
@@ -159,10 +156,10 @@ class LeafFiles:
 
 
 def close(state: PyTree) -> None:
-    """Unlock the folder of a state on disk, which cannot be used any more.
+    """Unlock the folder of a state on disk. The state cannot be used afterwards.
 
-    As after Ctrl-C in a step: the state is lost, and its folder locked for as long as something,
-    a traceback perhaps, refers to it. What is not on disk is left alone.
+    Call this after Ctrl-C in a step: the state is lost, and its folder stays locked as long as something, such as a
+    traceback, refers to the state. Leaves that are not on disk are not changed.
 
     Args:
         state: A `ZeroState`, donated or not, or any tree with offloaded leaves.
@@ -173,7 +170,7 @@ def close(state: PyTree) -> None:
 
 
 def close_store(store: DiskStore) -> None:
-    """Unlock the folder of a state that nobody has any more; what fails then concerns nobody."""
+    """Unlock the folder of a state that nobody has any more. Nobody needs its failed writes either."""
     with contextlib.suppress(DiskError):
         store.close()
 

@@ -1,4 +1,4 @@
-"""Refuse a state, or parameters, that a plan was not made for."""
+"""Refuse a state or parameters that do not fit a plan."""
 
 from __future__ import annotations
 
@@ -15,26 +15,19 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.new_state import tree_difference
 from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.transformation import tree_difference
 from zerojax.placement.storage import shapes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-def check_state(config: Config, plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
-    """Refuse a state that was not made for these parameters.
+def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
+    """Refuse a state that was not made for the plan's parameters, with a `ValueError` for the first leaf that differs.
 
-    Args:
-        config: The transformation.
-        plan: Of the parameters.
-        state: To be updated.
-        may_be_wider: Whether floats may be of a wider type than `init` made, as gradients that are wider than their
-            parameters make them.
-
-    Raises:
-        ValueError: Naming the first leaf that differs, what was found and what was required.
+    With `may_be_wider`, floats may have a wider type than `init` gave them. Gradients that are wider than their
+    parameters make such a state.
     """
     remedy = "Make a new state with init(params), or pass the parameters, stage and mesh it was made for."
     found, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_chunked)
@@ -57,11 +50,7 @@ def check_state(config: Config, plan: ShardingPlan, state: PyTree, *, may_be_wid
 
 
 def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
-    """Refuse parameters that are not those a plan was made for, and a plan of another stage or mesh.
-
-    Raises:
-        ValueError: Naming what differs, what was found and what was required.
-    """
+    """Refuse parameters that a plan was not made for, and a plan of another stage or mesh, with a `ValueError`."""
     policy = config.layout_policy
     if plan.layout.policy != policy:
         made = plan.layout.policy
@@ -72,7 +61,7 @@ def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     if structure != plan.layout.treedef:
         raise ValueError(
-            f"The parameters are not those the state was made with: their tree "
+            f"The state was not made with these parameters: their tree "
             f"{tree_difference(found, plan.layout.params)}. Make a new state with create(params)."
         )
     for (_, x), leaf in zip(found, plan.layout.params, strict=True):
@@ -109,6 +98,6 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 
 
 def roles(layout: Layout) -> Iterator[str]:
-    """Describe what precision and trainable say about each parameter."""
+    """Describe for each parameter whether it is trained, and in which types, as precision= and trainable= decide."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

@@ -1,26 +1,27 @@
-"""The core of a leaf's update: the part of its equations that needs the matrix whole.
+"""Find the core of a leaf's update: the part of its equations that needs the matrix whole.
 
-Nothing is known about transformations by name. Of the equations behind a parameter's results those are found that
-multiply or decompose matrices, and what lies between them; what is element by element before and after, such as a
-momentum or weight decay, is not part of it and stays divided with the leaf. A core reads arrays of the leaf alone
-and what all leaves share (a count, a schedule, the norm of all gradients): so one device can compute it.
+Nothing is known about transformations by name. Among the equations behind a parameter's results, a core has all
+equations that multiply or decompose matrices, and all equations that lie between them. Elementwise equations before and
+after, such as a momentum or weight decay, are not part of the core, and stay divided with the leaf. A core reads only
+arrays of its leaf, and values that all leaves share (a count, a schedule, the norm of all gradients). So one device can
+compute it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.dims import has_products
-from zerojax.optim.elementwise import ELEMENTWISE
+from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
 from zerojax.optim.owned_group import Core
-from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate
+from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
-# A value of a leaf that is not laid out as one of its arrays, such as a norm, is small or refuses the core; elements.
+# Elements. A value of a leaf without a layout, such as a norm, is sent to all devices. If it is larger, there is no
+# core.
 SMALL = 8192
 
 
@@ -28,25 +29,21 @@ class CoreFinder:
     """Finds the cores of a traced update. Lives as long as one analysis."""
 
     def __init__(self, traced: TracedUpdate, grads: Sequence[Leaf], state: Sequence[Leaf], param_of: Sequence):
-        """Follow what depends on which leaf once.
-
-        Args:
-            traced: The update of logical arrays.
-            grads: One `Leaf` a trained parameter.
-            state: One `Leaf` each leaf of the state.
-            param_of: For each leaf of the state, the parameter it belongs to by structure, or None.
-        """
+        """Follow which variable depends on which leaf. The other arguments are the fields of `UpdatedLeaves`."""
         self.traced, self.grads, self.state = traced, grads, state
         self.param_of = list(param_of)
         alone = [k for k, i in enumerate(self.param_of) if i is None and state[k].shape]
         self._follow()
-        for k in alone:  # it may belong to the one parameter that it depends on, whatever its path
-            found = self._union([traced.jaxpr.outvars[traced.num_params + k]])
+        for k in alone:  # a state leaf may belong to the one parameter that it depends on, whatever its path
+            found = union(self.depends, [traced.jaxpr.outvars[traced.num_params + k]])
             self.param_of[k] = next(iter(found)) if len(found) == 1 else None
         self._follow()
 
     def _follow(self) -> None:
-        """Map each variable to the leaves that it depends on, except through scalars of several leaves."""
+        """Map each variable to the leaves that it depends on, except through scalars of several leaves.
+
+        Such a scalar, like the norm of all gradients, is shared: it ties no leaf to another.
+        """
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
             if kind in (GRAD, PARAM):
@@ -54,9 +51,9 @@ class CoreFinder:
             elif kind == STATE and self.param_of[k] is not None:
                 self.depends[var] = frozenset((self.param_of[k],))
         self.by_leaf: dict[int, list[int]] = {}
-        of_several: set = set()  # scalars, such as a sum over all leaves, and its parts so far
+        of_several: set = set()
         for e, eqn in enumerate(self.traced.jaxpr.eqns):
-            found = self._union(eqn.invars)
+            found = union(self.depends, eqn.invars)
             is_several = len(found) > 1 or any(v in of_several for v in jaxprs.variables_in(eqn.invars))
             for var in eqn.outvars:
                 if is_several and var.aval.shape == ():
@@ -66,18 +63,12 @@ class CoreFinder:
             if len(found) == 1:
                 self.by_leaf.setdefault(next(iter(found)), []).append(e)
 
-    def _union(self, atoms: Sequence) -> frozenset:
-        known = (self.depends.get(atom, frozenset()) for atom in atoms if not compat.is_literal(atom))
-        return functools.reduce(frozenset.union, known, frozenset())
-
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """Return the cores by parameter, and why other parameters whose matrices are multiplied have none."""
+        """Return the cores by parameter, and why other parameters whose matrices are multiplied have no core."""
         cores, refused = {}, {}
         for i, leaf in enumerate(self.grads):
             eqns = self._needed(i)
-            if not any(has_products(self.traced.jaxpr.eqns[e]) for e in eqns):
-                continue
-            if leaf.kind != "sharded":
+            if leaf.kind != "sharded" or not any(has_products(self.traced.jaxpr.eqns[e]) for e in eqns):
                 continue
             found = "other mesh axes divide it" if any(leaf.others) else self._core(i, leaf, eqns)
             if isinstance(found, str):
@@ -85,7 +76,7 @@ class CoreFinder:
             else:
                 cores[i] = found
         for eqn in filter(has_products, self.traced.jaxpr.eqns):
-            together = self._union(eqn.invars)
+            together = union(self.depends, eqn.invars)
             for i in together if len(together) > 1 else ():
                 if self.grads[i].kind == "sharded" and len(self.grads[i].shape) > 1:
                     cores.pop(i, None)
@@ -93,8 +84,8 @@ class CoreFinder:
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
-        """Return the equations behind the leaf's own results that depend on this leaf alone."""
-        outvars, own = self.traced.jaxpr.outvars, frozenset((i,))
+        """Return the equations behind the leaf's results that depend on this leaf only."""
+        outvars, this = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
             outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
         ]
@@ -103,7 +94,7 @@ class CoreFinder:
             eqn = self.traced.jaxpr.eqns[e]
             if wanted.intersection(eqn.outvars):
                 kept.append(e)
-                wanted.update(v for v in eqn.invars if not compat.is_literal(v) and self.depends.get(v) == own)
+                wanted.update(v for v in eqn.invars if not compat.is_literal(v) and self.depends.get(v) == this)
         return kept[::-1]
 
     def _is_elementwise(self, eqn: Any, shape: tuple[int, ...]) -> bool:
@@ -112,51 +103,58 @@ class CoreFinder:
             return False
         if name == "broadcast_in_dim":
             return eqn.invars[0].aval.shape == ()
-        return name in ELEMENTWISE or all(atom.aval.shape == () for atom in atoms)
+        return name in ELEMENTWISE_OR_BARRIER or all(atom.aval.shape == () for atom in atoms)
 
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
-        """Return the core of one leaf, or the reason why it has none."""
+        """Return the core of one leaf, or the reason why it has none.
+
+        The anchors are the equations that a core must have: products, and non-elementwise equations that a product
+        needs or that need a product. The core is all equations between two anchors. It grows as long as it reads a
+        value of the leaf that has no layout, because only arrays with a layout can be sent to owners.
+        """
         all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
-        inside, own = set(eqns), frozenset((i,))
-        before = {
+        inside, this = set(eqns), frozenset((i,))
+        needs = {
             e: {producers[v] for v in all_eqns[e].invars if not compat.is_literal(v) and producers.get(v) in inside}
             for e in eqns
         }
+        users: dict[int, set[int]] = {e: set() for e in eqns}
+        for e, needed in needs.items():
+            for other in needed:
+                users[other].add(e)
+        behind = lambda marked: _reach(reversed(eqns), marked, users)
+        ahead = lambda marked: _reach(eqns, marked, needs)
         heavy = {e for e in eqns if has_products(all_eqns[e])}
         mixed = {e for e in eqns if e in heavy or not self._is_elementwise(all_eqns[e], leaf.shape)}
-        anchors = mixed & (_reach(reversed(eqns), heavy, _inverse(before)) | _reach(eqns, heavy, before))
-        core = _reach(reversed(eqns), anchors, _inverse(before)) & _reach(eqns, anchors, before)
-        while True:  # what is read must be laid out as an array of the leaf
+        core, more, read = set(), mixed & (behind(heavy) | ahead(heavy)), []
+        while more:
+            core = behind(core | more) & ahead(core | more)
             produced = {v for e in core for v in all_eqns[e].outvars}
-            read = dict.fromkeys(
-                v for e in sorted(core) for v in all_eqns[e].invars if not compat.is_literal(v) and v not in produced
-            )
+            of_core = (v for e in sorted(core) for v in jaxprs.variables_in(all_eqns[e].invars))
+            read = list(dict.fromkeys(v for v in of_core if v not in produced))
             more = {
                 producers[v]
                 for v in read
-                if self.depends.get(v) == own and v in producers and self._layout_of(v, i, leaf) is None
+                if self.depends.get(v) == this and v in producers and self._layout_of(v, leaf) is None
                 if v.aval.size > 1
             }
-            if not more:
-                break
-            core = _reach(reversed(eqns), core | more, _inverse(before)) & _reach(eqns, core | more, before)
-        return self._described(i, leaf, sorted(core), list(read), inside)
+        return self._described(i, leaf, sorted(core), read)
 
-    def _described(self, i: int, leaf: Leaf, core: list[int], read: list, inside: set[int]) -> Core | str:
-        """Return the core with its inputs and outputs, or the reason why it is not a core."""
-        position, own = self.traced.positions, frozenset((i,))
+    def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
+        """Return the core with its inputs and results, or the reason why owners cannot compute it."""
+        position, this = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:
             found = self.depends.get(v, frozenset())
-            where = self._layout_of(v, i, leaf) if found == own else None
-            if found - own:
+            where = self._layout_of(v, leaf) if found == this else None
+            if found - this:
                 return "its update reads arrays of other parameters"
             if where is not None and where.kind == "sharded":
                 arrays.append((position[v], where))
             elif v.aval.size > SMALL:
                 return "its update reads a large array that is not sharded"
             else:
-                (small if found == own else shared).append(position[v])
+                (small if found == this else shared).append(position[v])
         if any(any(where.others) or where.axes != leaf.axes for _, where in arrays):
             return "other mesh axes divide a part of its state"
         outs, small_outs, taken = [], [], set(core)
@@ -176,8 +174,8 @@ class CoreFinder:
                     small_outs.append(position[v])
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
-    def _layout_of(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """Return the layout of an array that the core reads: the leaf's layout, or that of a state leaf."""
+    def _layout_of(self, var: Any, leaf: Leaf) -> Leaf | None:
+        """Return the layout of an array that the core reads: the leaf's layout, or a state leaf's layout."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]
@@ -190,24 +188,13 @@ class CoreFinder:
         for k, param in enumerate(self.param_of):
             if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
-        return self._layout_of(var, i, leaf)
+        return self._layout_of(var, leaf)
 
 
-def _reach(eqns: Any, start: set[int], before: dict[int, set[int]]) -> set[int]:
-    """Return the equations in `start` and all later equations that need them.
-
-    `before` says what each equation needs.
-    """
+def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
+    """Return the equations in `start`, and all later equations in this order with an edge to a found equation."""
     found: set[int] = set()
     for e in eqns:
-        if e in start or before[e] & found:
+        if e in start or edges[e] & found:
             found.add(e)
     return found
-
-
-def _inverse(before: dict[int, set[int]]) -> dict[int, set[int]]:
-    after: dict[int, set[int]] = {e: set() for e in before}
-    for e, needed in before.items():
-        for other in needed:
-            after[other].add(e)
-    return after

@@ -1,4 +1,7 @@
-"""Describe a transformation, so that two can be told apart whose states have the same leaves, as AdamW's and LAMB's."""
+"""Describe a transformation for a checkpoint.
+
+The states of two transformations may have the same leaves, as for AdamW and LAMB. Their descriptions differ.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,20 @@ import numpy as np
 import optax
 
 from zerojax import compat
-from zerojax.optim.extra_args import with_extra_args
-from zerojax.optim.guarded import TransformationError, guarded
+from zerojax.optim.transformation import TransformationError, guarded, with_extra_args
 
 PARAMS, LEAF = "params", "*"
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What is recorded of a transformation.
+    """The record of a transformation.
 
     Attributes:
         structure: The types in its state, such as `(ScaleByAdamState(*, params, params), EmptyState())`.
         operations: The distinct operations of its update, each with its constants, such as `mul 0.9`; sorted. Empty
             if it takes more arguments than a step gives.
-        program: sha256 of all operations in order, and of what each of them reads.
+        program: sha256 of all operations in order, and of the numbers of the values that each of them reads.
     """
 
     structure: str
@@ -38,7 +40,7 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Describe:
-    """Describes a transformation when asked: tracing it takes time, and only a checkpoint needs it.
+    """Describes a transformation when it is first asked: tracing takes time, and only a checkpoint needs it.
 
     Attributes:
         tx: The transformation.
@@ -69,12 +71,7 @@ class Describe:
 
 
 def structure_of(state: Any, params: Any) -> str:
-    """Name the types of a state's nodes; what has the parameters' structure is `params`.
-
-    Args:
-        state: Structure of the state.
-        params: Structure of the parameters.
-    """
+    """Name the types of the nodes of a state's structure. A part with the parameters' structure is named `params`."""
     if state == params:
         return PARAMS
     if (data := state.node_data()) is None:
@@ -87,7 +84,7 @@ def structure_of(state: Any, params: Any) -> str:
 
 
 def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name each operation of a jaxpr and of those within it, with its constants, and number what else it reads."""
+    """Yield each operation with its constants, and the numbers of the variables that it reads; inner jaxprs too."""
     numbers: dict[Any, int] = {}
     for var in (*compat.constvars_of(jaxpr), *jaxpr.invars):
         numbers[var] = len(numbers)

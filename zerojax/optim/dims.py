@@ -1,7 +1,8 @@
-"""Count what the products of a matrix's update cost if one of its dims is divided.
+"""Count the cost of the products in a matrix's update if one of its dims is divided.
 
-Where the dim goes (`zerojax.dims`) says two things of an update: whether it is a batch over that dim, each slice for
-itself; and which of its products are divided if the dim is, and which every device repeats.
+The dim is followed through the update (`zerojax.dims`). The result says whether the update is a batch over this dim,
+with each slice computed for itself. It also says which products are divided if the dim is, and which every device
+repeats.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from zerojax import compat
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.jaxprs import nbytes
 
-# FLOPs of a decomposition of an (m, n) matrix, m >= n, over m * n^2: Golub and Van Loan 2013, sections 4.2 to 8.6.
+# FLOPs of a decomposition of an (m, n) matrix, m >= n, divided by m * n^2: Golub and Van Loan 2013, sections 4.2 to
+# 8.6.
 DECOMPOSITIONS = {
     "cholesky": 1 / 3,
     "eig": 25.0,
@@ -32,18 +34,19 @@ DECOMPOSITIONS = {
 
 
 class LostError(Exception):
-    """The dim is mixed with others, or an equation is not known."""
+    """The dim is mixed with other dims, or an equation is not known."""
 
 
 @dataclasses.dataclass
 class Work:
-    """What equations cost where a dim is followed.
+    """The cost of equations through which a dim is followed.
 
     Attributes:
-        divided: FLOPs of products that have the dim: each device does its part if the dim is sharded.
-        repeated: FLOPs of the others: each device does all of them.
-        summed: Bytes of results that are summed over the dim, each by an all-reduce; of a gathered operand, half.
-        sums: How many these are.
+        divided: FLOPs of products that have the dim. Each device computes its part if the dim is sharded.
+        repeated: FLOPs of all other products. Each device computes all of them.
+        summed: Bytes of results that are summed over the dim, each by an all-reduce, and half the bytes of operands
+            that are gathered.
+        sums: The number of these all-reduces and gathers.
     """
 
     divided: float = 0.0
@@ -53,40 +56,35 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Return all FLOPs."""
+        """Return the FLOPs of all products."""
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add another's, executed some times."""
+        """Add the cost of other equations, executed some times."""
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed
         self.sums += times * other.sums
 
-    def sum(self, var: Any) -> None:
-        """Sum a result over the dim."""
-        self.summed += nbytes(var)
-        self.sums += 1
-
-    def gather(self, var: Any) -> None:
-        """Gather an operand, which sends half of what a sum of its size does."""
-        self.summed += nbytes(var) / 2
+    def sum(self, var: Any, share: float = 1) -> None:
+        """Count an all-reduce of a result, or another collective that sends a share of its bytes."""
+        self.summed += share * nbytes(var)
         self.sums += 1
 
 
 def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[list[int | None], Work]:
-    """Follow one dim of some of a jaxpr's arguments to its results.
+    """Follow one dim from a jaxpr's arguments to its results.
 
     Args:
         jaxpr: The equations.
-        dims: For each argument, which of its dims is followed; None: it does not have it.
-        may_sum: Whether it may be summed over, after which a result does not have it any more.
+        dims: For each argument, which of its dims is the followed dim; None if it does not have the dim.
+        may_sum: Whether the dim may be summed over. A sum does not have the dim any more.
 
     Returns:
-        For each result which of its dims it is, and what the equations cost.
+        For each result, which of its dims is the followed dim; and the cost of the equations.
 
     Raises:
-        LostError: If the dim cannot be followed, or is summed over where that is forbidden.
+        LostError: If the dim cannot be followed, or is summed over and `may_sum` is false.
     """
     found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
     of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
@@ -105,7 +103,7 @@ def has_products(eqn: Any) -> bool:
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return where the dim is in each result of one equation, and add the equation's cost to `work`."""
+    """Return which dim of each result the dim becomes, and add the equation's cost to `work`."""
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return _inner(body, dims, may_sum, work)
@@ -134,7 +132,7 @@ def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, ti
 def _through_loop(
     eqn: Any, loop: compat.LoopEqn, dims: list[int | None], may_sum: bool, work: Work
 ) -> list[int | None]:
-    """Follow the dim through a loop. A carry keeps it in one place; slices of scanned arrays have lost their dim 0."""
+    """Follow the dim through a loop. A carry must keep it as the same dim. Slices of scanned arrays have no dim 0."""
     sliced = loop.consts + loop.carry
     if 0 in dims[sliced:]:
         raise LostError(eqn)
@@ -147,7 +145,7 @@ def _through_loop(
 
 
 def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """Follow the dim through a cond. All branches must agree, and the most expensive one counts."""
+    """Follow the dim through a cond. All branches must agree, and the most expensive branch counts."""
     found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
     if any(outs != found[0][0] for outs, _ in found):
         raise LostError(eqn)
@@ -172,7 +170,8 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
     if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
     if None not in dims and not matched:
-        work.gather(eqn.invars[1])  # one operand has it elsewhere: the compiler gathers that
+        # The dim is another dim of the second operand. The compiler gathers it, with half the bytes of an all-reduce.
+        work.sum(eqn.invars[1], 0.5)
         dims = [dims[0], None]
         found = [one for one in pairs if has(one[0])]
     for _, place, sums in found:
@@ -204,7 +203,7 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
 
 
 def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return where an equation without products puts the dim, according to the table of `zerojax.dims`."""
+    """Return which dim of each result the dim becomes, in an equation without products: `zerojax.dims` has a table."""
     sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
     if len(sizes) > 1:
         raise LostError(eqn)
@@ -213,7 +212,11 @@ def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: di
     found = []
     for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
         place = None if state is None else state.only
-        if state is None or len(state.of) > 1 or (place and (place.outer > 1 or var.aval.shape[place.dim] != count)):
+        if (
+            state is None
+            or len(state.places) > 1
+            or (place and (place.outer > 1 or var.aval.shape[place.dim] != count))
+        ):
             raise LostError(eqn)
         if place is None and not may_sum:
             raise LostError(eqn)

@@ -1,18 +1,17 @@
 """Find out which leaves an optax transformation updates element by element.
 
-Such a leaf may be flattened, padded and divided without changing a number. Nothing is
-known about transformations by name: `tx.update` is traced twice, with the leaf in its
-logical shape and with it flattened and padded, and both programs are read. The leaf
-qualifies when its update and its state come from its own elements and from scalars
-alone, by the same program in both traces. Everything else in the state that depends on the leaf,
-such as a measurement of it, must qualify, too.
+Such a leaf may be flattened, padded and divided without changing a number. Nothing is known about transformations by
+name. `tx.update` is traced twice, with the leaf in its logical shape and with the leaf flattened and padded, and both
+programs are read. The leaf qualifies if each element of its update and of its state is computed from the same element
+of the leaf's arrays and from scalars, by the same program in both traces. All other state that depends on the leaf,
+such as a measurement, must qualify, too.
 
-A sum over a full leaf (the global norm of `clip_by_global_norm`) is a scalar that both
-traces agree on if padding adds nothing to it, that is, if what is summed is zero where
-the gradient and the parameter are.
+A sum over a full leaf (as in the global norm of `clip_by_global_norm`) is a scalar on which both traces agree if
+padding adds zero to it, that is, if the summed value is zero wherever gradient and parameter are zero.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,17 +20,9 @@ import optax
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.guarded import TransformationError, guarded
+from zerojax.optim.transformation import TransformationError, guarded
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow real
-    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    sqrt square stop_gradient sub tan tanh xor optimization_barrier
-    """.split()
-)
+ELEMENTWISE_OR_BARRIER = jaxprs.ELEMENTWISE | {"optimization_barrier"}
 ZERO_AT_ZERO = frozenset(
     """
     abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square
@@ -49,15 +40,15 @@ SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of one value of a traced program.
+    """Properties of one value of a traced program.
 
     Attributes:
-        kind: `SCALAR`: one value in every element, whatever the leaves' shapes. `LEAF`:
-            element i depends on element i of one leaf. `MIXED`: anything else.
+        kind: `SCALAR`: all elements are equal, whatever the shapes of the leaves. `LEAF`: element i depends on element
+            i of one leaf. `MIXED`: anything else.
         token: Two values with the same token are computed by the same program.
         leaf: Index of the leaf, if `kind` is `LEAF`.
-        zero: Whether the value is zero where gradients and parameters are.
-        reads: Indices of all leaves that it depends on.
+        zero: Whether the value is zero wherever gradients and parameters are zero.
+        reads: Indices of all leaves that the value depends on.
     """
 
     kind: str
@@ -75,15 +66,15 @@ def elementwise_leaves(
 ) -> frozenset[int]:
     """Return the indices of the flat `parts` that `tx` updates element by element; none if it refuses flat leaves.
 
-    `param_of` has for each leaf of `tx`'s state the index of the parameter it belongs to, or None.
+    `param_of` has the index of the parameter that each leaf of the state mirrors, or None.
     """
     small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
     vectors = frozenset(i for i in small if len(parts[i].shape) < 2)
-    for wanted in (small, vectors):  # a transformation that sorts leaves by their ndim may take flat vectors alone
+    for wanted in (small, vectors):  # a transformation that sorts leaves by ndim may accept only vectors as flat leaves
         if wanted:
             try:
                 return wanted - refused_leaves(tx, params, parts, param_of, {i: parts[i].storage_shape for i in wanted})
-            except TransformationError:  # it needs more arguments, or takes no flat leaves: the report says so
+            except TransformationError:  # it needs more arguments, or refuses flat leaves: the report says so
                 continue
     return frozenset()
 
@@ -97,9 +88,8 @@ def refused_leaves(
 ) -> set[int]:
     """Return the leaves with an output that the two traces do not compute element by element by the same program.
 
-    An output of no leaf must be a scalar of the same program in both; otherwise all leaves it depends on are refused.
-
-    `changed` has the shapes of some leaves in the second trace, by index; the rest is as for `elementwise_leaves`.
+    An output that mirrors no leaf must be a scalar, of the same program in both traces. Otherwise all leaves that it
+    depends on are refused. `changed` has the shapes of some leaves in the second trace, by index.
     """
     logical = read_update(tx, params, parts, param_of, {})
     other = read_update(tx, params, parts, param_of, changed)
@@ -112,12 +102,12 @@ def refused_leaves(
 
 
 def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with some leaves in other shapes; for each output, its leaf and what is known."""
+    """Trace `tx.update` with some leaves in other shapes. Return the leaf and the properties of each output."""
     leaves, tree = jax.tree.flatten(params)
     shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
     state_leaves, state_tree = jax.tree.flatten(compat.eval_shape(tx.init, params))
-    # a state leaf is followed element by element only if it has its parameter's shape
+    # A state leaf is followed element by element only if it has its parameter's shape.
     param_of = [
         i if i is not None and x.shape == parts[i].shape else None for x, i in zip(state_leaves, param_of, strict=True)
     ]
@@ -140,19 +130,19 @@ def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]
     inputs = [Known(LEAF, hash(("gradient", i)), i, True, frozenset((i,))) for i in count]
     inputs += [of_state(k, param) for k, param in enumerate(param_of)]
     inputs += [Known(LEAF, hash(("parameter", i)), i, True, frozenset((i,))) for i in count]
-    return list(zip([*count, *param_of], walk(jaxpr, [of_closed_over(c) for c in consts], inputs), strict=True))
+    return list(zip([*count, *param_of], walk(jaxpr, consts, inputs), strict=True))
 
 
-def walk(jaxpr, consts: list[Known], inputs: list[Known]) -> list[Known]:
+def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
     """Interpret a jaxpr over `Known` values."""
-    return jaxprs.evaluate(jaxpr, consts, inputs, interpret, literal=of_constant)
+    return jaxprs.evaluate(jaxpr, [of_closed_over(c) for c in consts], inputs, interpret, literal=of_constant)
 
 
 def of_closed_over(value) -> Known:
-    """Return what is known about a value that a transformation closes over, such as a hyperparameter.
+    """Return the properties of a value that a transformation closes over, such as a hyperparameter.
 
-    Under `jax.jit` it may be traced and have no value, outside of it may be zero: neither may make a difference, or
-    `init` and `update` would not agree on what is flat.
+    Under `jax.jit` the value may be traced, and unknown. Outside, it may be zero. Neither must make a difference,
+    because `init` and `update` must agree on which leaves are flat.
     """
     if isinstance(value, jax.core.Tracer):
         return Known(SCALAR, hash(("closed over", id(value)))) if value.shape == () else Known(MIXED)
@@ -161,7 +151,7 @@ def of_closed_over(value) -> Known:
 
 
 def of_constant(value) -> Known:
-    """Return what is known about a literal. A scalar's value is its token; an array constant is not a scalar."""
+    """Return the properties of a constant. The token of a scalar is its value. An array is not a scalar."""
     if getattr(value, "shape", ()) != ():
         return Known(MIXED)
     number = value.item() if hasattr(value, "item") and jax.dtypes.issubdtype(value.dtype, jax.numpy.number) else value
@@ -169,18 +159,18 @@ def of_constant(value) -> Known:
 
 
 def interpret(eqn, values: list[Known]) -> list[Known]:
-    """Return what is known about one equation's results, given what is known about its operands."""
+    """Return the properties of one equation's results, given the properties of its operands."""
     name = eqn.primitive.name
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
     if name in INLINED and body is not None:
-        return walk_closed(body, values)
+        return walk(*compat.opened(body), values)
     reads = frozenset().union(*(v.reads for v in values))
     known = choose(eqn, values) if name == "cond" else of_equation(eqn, values)
     return [dataclasses.replace(x, reads=reads) for x in known]
 
 
 def of_equation(eqn, values: list[Known]) -> list[Known]:
-    """Do the same as `interpret` for an equation that calls nothing, without recording what it reads."""
+    """Do the same as `interpret` for an equation that calls nothing, without recording which leaves it reads."""
     name = eqn.primitive.name
     mixed = [Known(MIXED)] * len(eqn.outvars)
     if any(v.kind == MIXED for v in values):
@@ -192,7 +182,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
     if name == "reduce_sum" and len(leaves) == 1 and values[0].zero:
         full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
         return [Known(SCALAR, token)] if full else mixed
-    if name in ELEMENTWISE and len(leaves) <= 1:
+    if name in ELEMENTWISE_OR_BARRIER and len(leaves) <= 1:
         kind, leaf = (LEAF, leaves.pop()) if leaves else (SCALAR, None)
         return [Known(kind, hash((token, i)), leaf, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
     if not leaves and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):
@@ -203,7 +193,9 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
 def stays_zero(eqn, values: list[Known]) -> bool:
     """Return whether an elementwise result is zero where gradients and parameters are zero."""
     name = eqn.primitive.name
-    if name == "mul":  # by a scalar: a state's padding might be infinite
+    if (
+        name == "mul"
+    ):  # zero times a scalar; zero times state is not safe, because the state's padding might be infinite
         return any(v.zero for v in values) and all(v.zero or v.kind == SCALAR for v in values)
     if name == "div":
         return values[0].zero and not values[1].zero and values[1].kind == SCALAR
@@ -214,16 +206,10 @@ def stays_zero(eqn, values: list[Known]) -> bool:
     return name in ZERO_AT_ZERO | {"add", "sub", "max", "min", "add_any"} and all(v.zero for v in values)
 
 
-def walk_closed(body, values: list[Known]) -> list[Known]:
-    """Interpret a closed jaxpr that an equation carries."""
-    jaxpr, consts = compat.opened(body)
-    return walk(jaxpr, [of_closed_over(c) for c in consts], values)
-
-
 def choose(eqn, values: list[Known]) -> list[Known]:
-    """Return what is known of a `cond` on a scalar: it is elementwise if all its branches are, for the same leaf."""
+    """Return the properties of a `cond`'s results. A scalar must choose, and all branches must read the same leaf."""
     index, *operands = values
-    branches = [walk_closed(branch, operands) for branch in eqn.params["branches"]]
+    branches = [walk(*compat.opened(branch), operands) for branch in eqn.params["branches"]]
     joined = []
     for outcomes in zip(*branches, strict=True):
         kinds, leaves = {o.kind for o in outcomes}, {o.leaf for o in outcomes if o.kind == LEAF}
@@ -237,5 +223,5 @@ def choose(eqn, values: list[Known]) -> list[Known]:
 
 
 def parameters(eqn) -> str:
-    """Return an equation's parameters as text, without those that only repeat shapes."""
+    """Return an equation's parameters as text, without parameters that only repeat shapes."""
     return str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in SHAPE_ONLY))

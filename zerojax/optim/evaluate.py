@@ -1,4 +1,4 @@
-"""Evaluate equations of an update, with matrices computed by their owners."""
+"""Evaluate equations of an update; owners compute the cores in them."""
 
 from __future__ import annotations
 
@@ -10,83 +10,82 @@ import jax.core
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.comm.mesh import to_storage
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.owned_group import OwnedGroup
+from zerojax.optim.owned_group import OwnedGroup, equations_after, item_of
 from zerojax.optim.traced import Equations
-from zerojax.placement.storage import to_storage, unpadded
+from zerojax.placement.storage import unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
 def evaluate(config: Config, equations: Equations, values: Sequence) -> list:
-    """Evaluate equations on the values that they read, in logical shapes, and return their results."""
+    """Evaluate equations on the values that they read, in logical shapes, and return their results.
+
+    In three parts, because all cores are computed together: equations that read no core's results, the cores, and the
+    remaining equations.
+    """
     jaxpr, variables = equations.jaxpr, equations.variables
     if not equations.owned:
         return jax.core.eval_jaxpr(jaxpr, (), *values)
     cores = [core for group in equations.owned for core in group.cores]
-    inside = {e for core in cores for e in core.eqns}
-    late: set = set()
-    before, after = [], []
-    for e, eqn in enumerate(jaxpr.eqns):
-        if e in inside or any(v in late for v in jaxprs.variables_in(eqn.invars)):
-            late.update(eqn.outvars)
-            after += [] if e in inside else [e]
-        else:
-            before.append(e)
+    inside, late = equations_after(jaxpr, cores)
+    before = [eqn for e, eqn in enumerate(jaxpr.eqns) if e not in inside | late]
+    after = [jaxpr.eqns[e] for e in sorted(late)]
     env = dict(zip(jaxpr.invars, values, strict=True))
     results = set(jaxprs.variables_in(jaxpr.outvars))
     wanted = {variables[n] for core in cores for n in core.inputs}
-    _evaluate(jaxpr, before, env, wanted | _read(jaxpr, after) | results)
+    _evaluate(jaxpr, before, env, wanted | _read(after) | results)
     for group in equations.owned:
         env |= _compute(config, group, env, variables)
     _evaluate(jaxpr, after, env, results)
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 
-def _read(jaxpr: Any, eqns: Sequence[int]) -> set:
-    return {v for e in eqns for v in jaxprs.variables_in(jaxpr.eqns[e].invars)}
+def _read(eqns: Sequence) -> set:
+    return {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)}
 
 
-def _evaluate(jaxpr: Any, eqns: Sequence[int], env: dict, wanted: set) -> None:
-    """Evaluate some equations, and add to `env` what of their results is wanted."""
-    made = [v for e in eqns for v in jaxpr.eqns[e].outvars if v in wanted]
-    given = [v for v in _read(jaxpr, eqns) if v in env]
-    part = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], given, made)
+def _evaluate(jaxpr: Any, eqns: Sequence, env: dict, wanted: set) -> None:
+    """Evaluate some equations, and add their wanted results to `env`."""
+    made = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+    given = [v for v in _read(eqns) if v in env]
+    part = compat.part_of(jaxpr, eqns, given, made)
     env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
 
 
 def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
-    """Compute a group's cores; the values of their results."""
+    """Let owners compute a group's cores. Return the values of their results."""
     first = group.cores[0]
     value = lambda n: env[variables[n]]
 
     def stack(n: int, where: Leaf) -> Array:
-        x = to_storage(config, value(n), where)
+        x = to_storage(config.mesh, value(n), where)
         return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
 
     arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
     numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
-    same = [len(set(of_each)) == 1 for of_each in numbers]  # else a number that each leaf has for itself
+    same = [len(set(of_each)) == 1 for of_each in numbers]  # otherwise each leaf has a number for itself
 
     def each_item(of_each: Sequence[int]) -> Array:
         rows = zip(of_each, group.counts, strict=True)
         return jnp.stack([x for n, count in rows for x in [value(n)] * count])
 
     def fn(*args):
-        taken, own = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
+        taken, each = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
         shared = iter(args[len(args) - sum(same) :])
-        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else own) for one in same))
+        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else each) for one in same))
 
     outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
         fn,
         arrays,
-        [group.item(where) for _, where in first.arrays],
+        [item_of(where, group.size) for _, where in first.arrays],
         [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
         [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
-        [group.item(where) for _, where in first.outs],
+        [item_of(where, group.size) for _, where in first.outs],
     )
     found, at = {}, 0
     for core, count in zip(group.cores, group.counts, strict=True):

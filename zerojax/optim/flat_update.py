@@ -12,17 +12,16 @@ import optax
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.optim.guarded import guarded
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.new_state import check_new_state
 from zerojax.optim.traced import TracedUpdate, trace_update
+from zerojax.optim.transformation import check_new_state, guarded
 from zerojax.placement.storage import cast
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class UpdatedLeaves(NamedTuple):
-    """What an update reads and replaces.
+    """Layouts of everything that an update reads and replaces.
 
     Attributes:
         grads: One `Leaf` per trained parameter, for its gradient and its update.
@@ -42,7 +41,7 @@ class FlatUpdate:
     Attributes:
         config: The wrapped transformation.
         trained: Layout of the trained parameters.
-        leaves: Layouts of what is read and replaced.
+        leaves: Layouts of everything that the update reads and replaces.
         state_def: Structure of the state.
         applies: Whether it returns new parameters, in the types they are stored in, rather than updates.
     """
@@ -69,8 +68,8 @@ class FlatUpdate:
     def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
         """Return `trace(changed)`, which traces the update of these values or shapes.
 
-        `changed` maps trained parameters to other shapes, which their state takes as well; see `_changed_shape`.
-        `trace` raises a `TransformationError` for every error of the transformation.
+        `changed` maps trained parameters to other shapes, which their state takes as well; see `_state_shape`. `trace`
+        raises a `TransformationError` for every error of the transformation.
         """
         numbers, tree = jax.tree.flatten(extra)
         fixed = [None if is_traced(x) else x for x in numbers]
@@ -84,7 +83,8 @@ class FlatUpdate:
         def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
             of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
             seen = [_shaped(x, self._state_shape(k, changed)) for k, x in enumerate(state)]
-            with jax.sharding.use_abstract_mesh(NO_MESH):  # equations remember the context, and may run in a shard_map
+            # Equations remember the mesh of their context. Owners evaluate them in a shard_map, with another mesh.
+            with jax.sharding.use_abstract_mesh(NO_MESH):
                 return trace_update(update, of_params(grads), seen, of_params(params or []), arrays)
 
         return trace

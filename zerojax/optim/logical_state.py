@@ -1,7 +1,7 @@
-"""Give the state of an optimizer back as optax alone would have it: logical arrays, without master weights.
+"""Convert the state of an optimizer for users: into logical arrays, or into parameters.
 
-The leaves of a state are plain arrays in storage shape. Padded or flattened, they do not say their logical shapes. The
-plan does: that of the parameters that the caller gives, or one that this transformation has made already.
+The leaves of a state are plain arrays in storage shape. A padded or flat array does not say its logical shape. A plan
+does: the plan of the parameters that the caller gives, or a plan that this transformation has made before.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.master_weights import MasterState
-from zerojax.optim.plan import ShardingPlan, plan_of_layout
+from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.returned_state import Annotated, as_planned, seen_in
+from zerojax.optim.transformation import tree_difference
+from zerojax.optim.update import unshard_after_update
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape, in_storage, named_tree, storage_leaves
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 
 def is_opt_state(tree: PyTree) -> bool:
-    """Return whether a tree is certainly a state, or a part of one: it has a node of optax's or of ours."""
+    """Return whether a tree is certainly a state, or a part of one: it has a node of optax or of zerojax."""
     nodes: list[Any] = []
     jax.tree.flatten(tree, is_leaf=lambda x: nodes.append(x) or is_chunked(x))
     ours = (Annotated, MasterState)
@@ -42,18 +44,12 @@ def is_opt_state(tree: PyTree) -> bool:
 
 
 def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
-    """Gather a state, or a part of one, into logical arrays.
+    """Gather a state in storage, or a part of one, into replicated logical arrays, without master weights.
 
-    Args:
-        config: The transformation.
-        tree: A tree in storage: the state, or a subtree of it.
-        params: The parameters, in any form, or their shapes. None: those of a plan that was made before.
-
-    Returns:
-        The tree with logical arrays, replicated, without master weights; None if `tree` belongs to no known state.
+    Without `params`, the plans that were made before are asked. Returns None if `tree` belongs to no known state.
 
     Raises:
-        ValueError: If `tree` is a state and no plan describes it, or several that differ do.
+        ValueError: If `tree` is a state, and no plan describes it, or several plans with different logical shapes do.
     """
     if params is not None:
         with auto_context(config.user_mesh):
@@ -70,11 +66,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
 
 
 def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
-    """Raise an error for a state whose logical shapes are not known.
-
-    Raises:
-        ValueError: Unless the tree has no arrays.
-    """
+    """Raise a `ValueError` for a state whose logical shapes are not known, unless it has no arrays."""
     keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     if not keyed:
         return
@@ -83,7 +75,7 @@ def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
     if with_params:
         raise ValueError(
             f"The state does not belong to these parameters: {first} are not what this transformation stores for them. "
-            f"Pass the state, or a part of it, and the parameters that it was made for."
+            f"Pass the parameters that the state was made for."
         )
     why = (
         f"this transformation has {count} plans with different logical shapes that all store such a state"
@@ -97,14 +89,15 @@ def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
 
 
 def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[tuple[Any, tuple[Leaf, ...]]]:
-    """Yield the tree without master weights, and the layouts of its leaves, for each place in the state that it fits.
+    """Yield the tree without master weights, and the layouts of its leaves, for each part of the state that it fits.
 
-    Leaves are matched by path, since Flax's NNX has its own variables in the places of arrays.
+    Leaves are matched by path and not by structure, because Flax's NNX puts variables where the plan has arrays.
     """
     tree = as_planned(plan, tree)
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     paths = [jax.tree_util.keystr(path) for path, _ in found]
     whole = len(paths) == len(plan.state)
+    stored_as = lambda x, leaf: not is_padded(x) and hasattr(x, "shape") and tuple(x.shape) == leaf.storage_shape
     for start in range(len(plan.state) if may_be_part else 1):
         leaves = plan.state[start : start + len(paths)]
         if not paths or len(leaves) < len(paths) or not (whole or may_be_part):
@@ -120,13 +113,8 @@ def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[
             yield tree, leaves
 
 
-def stored_as(x: Any, leaf: Leaf) -> bool:
-    """Return whether a leaf of a tree has the storage shape of a layout."""
-    return not is_padded(x) and hasattr(x, "shape") and tuple(x.shape) == leaf.storage_shape
-
-
 def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
-    """Gather the leaves of a state; offloaded ones are brought to the devices one by one."""
+    """Gather the leaves of a state. Offloaded leaves are brought to the devices one by one."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_chunked)
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nodes)):
         wait_if_simulated(config.mesh, nodes)
@@ -142,3 +130,34 @@ def gathering(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
         return [in_logical_shape(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
     return jax.jit(functools.partial(on_auto_mesh, mesh, all_logical), out_shardings=replicated(mesh))
+
+
+def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
+    """Convert a state tree that mirrors the trained parameters into parameters; see `ZeroTransformation.as_params`."""
+    plan = make_plan(config, params)
+    found, _ = jax.tree_util.tree_flatten_with_path(mirror, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    # Compared by path: the state of nnx.Optimizer has variables of another class where the parameters have theirs.
+    trained = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(plan.trained.treedef, plan.grads))
+    if [path for path, _ in found] != [path for path, _ in trained]:
+        raise ValueError(
+            f"The tree does not mirror the parameters that are trained: it {tree_difference(found, plan.grads)}. Give "
+            f"one tree of the state, such as optax.tree_utils.tree_get(state, 'mu')."
+        )
+    for (path, x), leaf in zip(found, plan.grads, strict=True):
+        if tuple(x.shape) != leaf.storage_shape or is_padded(x):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, but the optimizer's state of its parameter "
+                f"has {list(leaf.storage_shape)} in storage. Give a tree of the state that this transformation made."
+            )
+    arrays = [joined(x) if is_chunked(x) else x for _, x in found]
+    wait_if_simulated(config.mesh, (arrays, params))
+    shardings = lambda _: named_tree(config, plan.layout.treedef, plan.layout.params)
+    return on_auto_mesh(
+        config.user_mesh, functools.partial(_as_params, config, plan), arrays, params, shardings=shardings
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _as_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
+    stored = storage_leaves(params, plan.layout.params)
+    return in_storage(unshard_after_update(config, plan, arrays, stored), plan.layout)

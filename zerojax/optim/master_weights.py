@@ -1,7 +1,7 @@
-"""Master weights: the wide copy that the optimizer updates, beside narrow parameters, in the optimizer's state.
+"""Master weights: wide copies of narrow parameters, which the optimizer updates and keeps in its state.
 
-A transformation like any other, so that its state is matched to parameters and sharded
-by the same rules.
+They are made by a transformation around the user's, so that the same rules match their state to parameters and shard
+it.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
@@ -17,7 +17,7 @@ import optax
 
 from zerojax.config import Config
 from zerojax.layout.tree import Layout
-from zerojax.optim.extra_args import with_extra_args
+from zerojax.optim.transformation import with_extra_args
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -27,9 +27,9 @@ class MasterState(NamedTuple):
     """The state of an optimizer that keeps master weights.
 
     Attributes:
-        inner: The wrapped transformation's own state.
-        master: The parameters in the type of the master weights; `optax.MaskedNode()`
-            where the parameter itself is stored in it.
+        inner: The state of the wrapped transformation.
+        master: The parameters in the type of the master weights; `optax.MaskedNode()` if the parameter itself is stored
+            in this type.
     """
 
     inner: PyTree
@@ -37,15 +37,9 @@ class MasterState(NamedTuple):
 
 
 def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> optax.GradientTransformationExtraArgs:
-    """Let a transformation update master weights.
+    """Let a transformation update master weights. The new `update` returns new parameters, and not increments.
 
-    Args:
-        tx: Any transformation.
-        narrow: For each parameter, whether it is stored in a narrower type than its master weight.
-
-    Returns:
-        A transformation whose `update` returns not increments but the new parameters, in
-        the type of the master weights.
+    `narrow` says for each parameter whether it is stored in a narrower type than its master weight.
     """
     inner = with_extra_args(tx)
 
@@ -68,7 +62,7 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
 
 
 def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
-    """Return the wrapped transformation, with master weights where parameters are stored in a narrower type."""
+    """Return the wrapped transformation, with master weights of the parameters that are stored in a narrower type."""
     if not config.has_master_weights:
         return with_extra_args(config.tx)
     return with_master(config.tx, narrow_leaves(trained))

@@ -1,4 +1,4 @@
-"""Which leaves of the optimizer's state are offloaded, and which parameters are updated in chunks."""
+"""Decide which leaves of the optimizer's state are offloaded, and which parameters are updated in chunks."""
 
 from __future__ import annotations
 
@@ -11,29 +11,23 @@ import optax
 
 from zerojax.config import Config, Offload
 from zerojax.layout.chunked import Chunking, chunking_of
-from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
 from zerojax.optim.flat_update import UpdatedLeaves
-from zerojax.optim.guarded import TransformationError
 from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import shapes
 
 # Chunks in flight: one is fetched, one updated, one written.
 IN_FLIGHT = 3
-# What is offloaded together: the state that mirrors a trained parameter, by index, or ("state", k), one leaf alone.
+# Leaves that are offloaded together: all state that mirrors one trained parameter (its index), or one leaf ("state",
+# k).
 Unit = int | tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedState:
-    """What of the state is offloaded, from shapes alone.
-
-    Attributes:
-        config: The wrapped transformation.
-        trained: Layout of the trained parameters.
-        leaves: Layouts of what the update reads and replaces.
-    """
+    """The offloaded part of the state, from shapes alone; the attributes are as for `FlatUpdate`."""
 
     config: Config
     trained: Layout
@@ -43,7 +37,7 @@ class OffloadedState:
     def units(self) -> dict[int, Unit]:
         """Return the offloaded leaves of the state, each with its unit.
 
-        Of what may be offloaded, the device keeps the largest units that still fit.
+        The device keeps units that could be offloaded while they fit, largest first.
         """
         if self.config.offload is None:
             return {}
@@ -59,35 +53,32 @@ class OffloadedState:
 
     @functools.cached_property
     def _candidates(self) -> dict[int, Unit]:
-        """Return the leaves of the state that may be offloaded, each with its unit."""
+        """Return the leaves of the state that may be offloaded, each with its unit. Small leaves are not worth it."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
-        # What Adafactor keeps of a scalar, or of an empty leaf, cannot be divided as its parameter is.
-        means = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
+        # Adafactor's state of a scalar, or of an empty leaf, cannot be divided as its parameter is.
+        covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
             for k, (leaf, i) in enumerate(zip(self.leaves.state, self.leaves.param_of, strict=True))
-            if self._is_large(leaf) and (i is None or means[i])
+            if leaf.shape != () and leaf.kind != "flat" and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if leaf.size >= self.config.persist_below and (i is None or covered[i])
         }
+
+    @property
+    def place(self) -> str:
+        """Return where offloaded state waits between steps."""
+        return self._offload.optimizer or "device"
 
     @property
     def _offload(self) -> Offload:
         assert self.config.offload is not None
         return self.config.offload
 
-    def _is_large(self, leaf: Leaf) -> bool:
-        """Return whether a leaf of the state is large enough to be worth a transfer."""
-        return (
-            leaf.shape != ()
-            and leaf.kind != "flat"
-            and leaf.size >= self.config.persist_below
-            and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        )
-
     def _room_on_device(self, total: int) -> int:
-        """Return the bytes per device for state that may be offloaded, of which there are `total`.
+        """Return how many of the `total` bytes of state that may be offloaded each device can keep.
 
         Raises:
-            ValueError: If what cannot be offloaded is larger than the budget.
+            ValueError: If everything that cannot be offloaded needs more than the budget.
         """
         offload = self._offload
         if offload.fraction != "auto":
@@ -105,15 +96,15 @@ class OffloadedState:
         fixed += IN_FLIGHT * max(chunks, default=0)
         if fixed > offload.budget:
             raise ValueError(
-                f"Offload(budget={offload.budget}): parameters, gradients, what is too small to be offloaded, and the "
-                f"chunks in flight need {fixed} bytes a device already. Give a larger budget, a smaller chunk_bytes, "
-                f"stage 3, or more devices."
+                f"Offload(budget={offload.budget}) is too small: parameters, gradients, state that is too small to be "
+                f"offloaded, and the chunks in flight need {fixed} bytes per device. Give a larger budget, a smaller "
+                f"chunk_bytes, stage 3, or more devices."
             )
         return offload.budget - fixed
 
     @functools.cached_property
     def chunkable(self) -> dict[int, Chunking]:
-        """Return how parameters with offloaded state are chunked, for those whose update is elementwise."""
+        """Return how parameters with offloaded state are chunked, if their update is elementwise."""
         grads, state, param_of = self.leaves
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
@@ -125,9 +116,9 @@ class OffloadedState:
             return {}
         params = jax.tree.unflatten(self.trained.treedef, shapes(grads))
         inner = wrapped_tx(self.config, self.trained)
-        # as `train_step` calls it; any value that is not zero stands for the loss
+        # Called as `train_step` calls it. Any value that is not zero stands for the loss.
         tx = optax.GradientTransformation(inner.init, functools.partial(inner.update, value=jnp.float32(1)))
-        # the last chunk may be shorter, and a transformation may treat shorter arrays in another way
+        # The last chunk may be shorter, and a transformation may treat shorter arrays in another way.
         first, last = (
             {i: chunking.chunk_shape(grads[i], chunking.extents[n]) for i, chunking in chunkings.items()}
             for n in (0, -1)
@@ -136,6 +127,6 @@ class OffloadedState:
         try:
             for changed in [first] if first == last else [first, last]:
                 refused |= refused_leaves(tx, params, grads, param_of, changed)
-        except TransformationError:  # it needs more arguments, or takes no chunks: leaves are updated as full arrays
+        except TransformationError:  # it needs more arguments, or refuses chunks: leaves are updated as full arrays
             return {}
         return {i: chunking for i, chunking in chunkings.items() if i not in refused}

@@ -1,8 +1,9 @@
 """Warn of optax transformations around `tx`, in an `optax.chain`, that compute with the padding of parameters.
 
-They run outside of zerojax, on storage: nothing there says that a mean counts the padding. But `tx.update` is called by
-the chain, whose frame holds the other transformations. Each is traced on logical shapes and on storage shapes, as for
-small leaves (`optim.elementwise`).
+These transformations run outside of zerojax, on storage, where nothing says that a mean counts the padding. But the
+chain calls `tx.update`, and the frame of the chain's update function holds its other transformations. Each of them is
+traced on logical shapes and on storage shapes, and both programs are compared, as for small leaves
+(`optim.elementwise`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ from zerojax.layout.opt_state import params_of_state
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
-from zerojax.optim.guarded import TransformationError
+from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import Form, shapes
 
 
 def warn_of_outer_transformations(layout: Layout, forms: Sequence[Form]) -> None:
     """Warn once for each transformation of a surrounding `optax.chain` whose results may depend on padding.
 
-    Args:
-        layout: Layout of the parameters that `update` was given.
-        forms: How each of them is padded, or None.
+    `layout` describes the parameters that `update` was given, and `forms` how each of them is padded, or None.
     """
     if not any(forms):
         return
@@ -52,7 +51,7 @@ def transformations_around() -> Iterator[tuple[Any, Any]]:
 
 
 def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the other transformations, given the variables of the update function of a chain, or of a named one."""
+    """Return the other transformations, given the variables of the update function of a chain or of a named chain."""
     states = chain.get("state", ())
     if "transforms" in chain:
         inside = getattr(chain.get("tx"), "update", None)
@@ -73,7 +72,7 @@ def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tupl
     try:
         tx = optax.GradientTransformationExtraArgs(init, fn)
         refused = refused_leaves(tx, params, layout.params, params_of_state(state, layout), changed)
-    except TransformationError:  # it needs more arguments, or is written for the padded tree: nothing is known
+    except TransformationError:  # it needs more arguments, or is written for padded trees: nothing is known about it
         return
     if seen := sorted(refused.intersection(changed)):
         leaf = layout.params[seen[0]]
@@ -91,7 +90,7 @@ def _logical_shape(x: Any) -> Any:
 
 
 def _name(fn: Any) -> str:
-    """Return how optax calls the transformation of an update function."""
+    """Return optax's name for the transformation of an update function."""
     inner = inspect.getclosurevars(fn).nonlocals.get("tx") if inspect.isfunction(fn) else None
     name = getattr(getattr(inner, "update", fn), "__qualname__", "A transformation")
     return name.partition(".<locals>")[0]

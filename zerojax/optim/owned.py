@@ -1,8 +1,8 @@
-"""Owner-computed updates: cores of one program are stacked, and each is computed by one device, once.
+"""Decide which cores owners compute: cores of one program are stacked, and each is computed by one device, once.
 
-Otherwise the compiler divides every product of a core among all devices: it sums over them after each, and what
-cannot be divided (the square of a Gram matrix) every device repeats. What is cheaper is decided by counting FLOPs
-and bytes in the traced program.
+Without owners, the compiler divides every product of a core among all devices. It needs an all-reduce after each
+product, and every device repeats a product that cannot be divided, such as the square of a Gram matrix. The cheaper way
+is found by counting FLOPs and bytes in the traced program.
 
 References:
     Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon with the matrices gathered on some devices.
@@ -21,24 +21,24 @@ from zerojax.config import Config
 from zerojax.optim.cores import CoreFinder
 from zerojax.optim.dims import LostError, Work, follow
 from zerojax.optim.flat_update import UpdatedLeaves
-from zerojax.optim.guarded import TransformationError
-from zerojax.optim.owned_group import Core, OwnedGroup, item_of
+from zerojax.optim.owned_group import Core, OwnedGroup, equations_after, item_of
 from zerojax.optim.traced import TracedUpdate
+from zerojax.optim.transformation import TransformationError
 
-# An H200's TF32 products and NVLink, and what a collective takes at least. Their ratios decide, and differ little
-# between GPUs; where nothing is known of the devices, these count.
+# TF32 products and NVLink of an H200, and the least time of a collective. Only their ratios matter, which differ little
+# between GPUs. So one table serves all devices, and plans of different devices agree.
 FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
-# Bytes of a matrix that one device may take whole; it holds several of its size while it computes.
+# Bytes of the largest matrix that one device takes whole. It holds several arrays of this size while it computes.
 LARGEST = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnedUpdate:
-    """Which cores of an update are computed by owners.
+    """The cores of an update that owners compute.
 
     Attributes:
         groups: The cores.
-        left: Why other parameters whose matrices are multiplied are not among them.
+        left: Why owners compute no core of other parameters whose matrices are multiplied, by parameter.
     """
 
     groups: tuple[OwnedGroup, ...]
@@ -52,11 +52,11 @@ def owned_update(
     trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
     streamed: Collection[int] = (),
 ) -> OwnedUpdate:
-    """Find what owners compute.
+    """Find the cores that owners compute: the cheaper cores with `matrix_updates="auto"`, and otherwise all cores.
 
     Args:
-        config: Says whether owners compute what is cheaper that way, everything, or nothing.
-        leaves: Layouts of what the update reads and replaces.
+        config: The wrapped transformation.
+        leaves: Layouts of everything that the update reads and replaces.
         traced: The update of logical arrays.
         trace: Traces the update with other shapes of some parameters.
         streamed: Parameters whose state is offloaded. Owners compute as many of them at a time as there are devices,
@@ -91,7 +91,7 @@ def owned_update(
 
 
 def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
-    """Divide a group whose state is offloaded: into an item per device each, if a chunk has room for them."""
+    """Divide a group whose state is offloaded into batches, of one item per device if a chunk has room for them."""
     assert config.offload is not None
     batches: list[list[Core]] = []
     items = local_bytes = math.inf
@@ -110,13 +110,14 @@ def _sliced(
 ) -> tuple[TracedUpdate, int]:
     """Return the same program on a few matrices of each stack, and their number, or 0 if there is no such program.
 
-    One alone may make another program: `jax.numpy` takes batches of one apart.
+    A stack of one matrix may give another program, because `jax.numpy` treats batches of one in another way. So the
+    smallest further divisor is tried, too.
     """
     common = math.gcd(*stacks.values())
     for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
         try:
             sliced = trace({i: (size, *leaves.grads[i].shape[1:]) for i in stacks})
-        except TransformationError:  # a transformation may take no stack as short as this
+        except TransformationError:  # a transformation may refuse a stack as short as this
             continue
         if sliced.structure == traced.structure:
             return sliced, size
@@ -140,9 +141,9 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
-    """Return the cheapest way to compute cores of one program, perhaps only some of them, or why owners do not."""
+    """Return the cheapest way to compute all or some cores of one program, or why owners compute none of them."""
     first, counts, shards = group.cores[0], group.counts, group.leaf.shards
-    sizes = [group.item(where).bytes for _, where in (*first.arrays, *first.outs)]
+    sizes = [item_of(where, group.size).bytes for _, where in (*first.arrays, *first.outs)]
     work, follows = _work(first, group.jaxpr)
     sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
     if not follows:  # the compiler gathers it
@@ -189,21 +190,16 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """Return how many leaves, counted from the first, the owners share evenly; 0 if none."""
+    """Return how many leaves, counted from the first, the owners can share evenly."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 
 
 def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
-    """Drop groups that read what another group computes, because all groups are computed at once."""
-    made: set = set()
-    variables = traced.variables
-    cores = [core for group in found.groups for core in group.cores]
-    inside = {e for core in cores for e in core.eqns}
-    for e, eqn in enumerate(traced.jaxpr.eqns):
-        if e in inside or any(v in made for v in jaxprs.variables_in(eqn.invars)):
-            made.update(eqn.outvars)
-    chained = [g for g in found.groups if any(variables[n] in made for core in g.cores for n in core.inputs)]
+    """Drop groups that read the results of another group, because all groups are computed at once."""
+    inside, late = equations_after(traced.jaxpr, [core for group in found.groups for core in group.cores])
+    made = {traced.positions[var] for e in inside | late for var in traced.jaxpr.eqns[e].outvars}
+    chained = [g for g in found.groups if any(made.intersection(core.inputs) for core in g.cores)]
     reason = "its update reads what is computed of other matrices"
     left = {core.leaf: reason for group in chained for core in group.cores}
     return OwnedUpdate(tuple(group for group in found.groups if group not in chained), found.left | left)

@@ -1,4 +1,4 @@
-"""Records of what owners compute: cores, which need a matrix whole, and groups of cores of one program."""
+"""Records of the work of owners: cores, which need a matrix whole, and groups of cores of one program."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zerojax import jaxprs
 from zerojax.layout.leaf import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The part of one leaf's update that needs it whole, by indices of equations and variables of a jaxpr.
+    """The part of a leaf's update that needs the leaf whole. Equations and variables of a jaxpr are given by index.
 
     Attributes:
         leaf: The trained parameter.
-        eqns: Its equations.
-        arrays: Sharded arrays that it reads, each with its layout.
-        small: Other arrays of the leaf that it reads.
-        shared: Values that it reads and all leaves share.
-        outs: Its results that are sharded, each with its layout.
-        small_outs: Its other results.
+        eqns: The equations of the core.
+        arrays: Sharded arrays that the core reads, each with its layout.
+        small: Other values of the leaf that the core reads.
+        shared: Values that the core reads and that all leaves share.
+        outs: Sharded results of the core, each with its layout.
+        small_outs: All other results of the core.
     """
 
     leaf: int
@@ -33,12 +34,12 @@ class Core:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Return the variables that it reads."""
+        """Return the variables that the core reads."""
         return *(n for n, _ in self.arrays), *self.small, *self.shared
 
     @property
     def results(self) -> tuple[int, ...]:
-        """Return the variables that it computes for others."""
+        """Return the variables that the core computes for other equations."""
         return *(n for n, _ in self.outs), *self.small_outs
 
     def renumbered(self, eqns: Mapping[int, int], variables: Mapping[int, int]) -> Core:
@@ -54,13 +55,13 @@ class OwnedGroup:
     """Cores of one program that are computed together.
 
     Attributes:
-        cores: One per parameter.
-        counts: How many items each core has: one, or the number of parts that a stack of matrices is divided into.
-        size: Matrices per item where the parameters are stacks of matrices, mostly 1; 0: they are not stacks.
+        cores: One core per parameter.
+        counts: The number of items of each core: 1, or the number of items that a stack of matrices is divided into.
+        size: Matrices per item if the parameters are stacks of matrices, mostly 1; 0 if they are not stacks.
         jaxpr: The program of one item.
         within: Devices per owner.
-        seconds: Estimated time of all of them by owners, at peak rates.
-        seconds_sharded: The same if each is divided among all devices.
+        seconds: Estimated time if owners compute the group, at peak rates.
+        seconds_sharded: Estimated time if each matrix is divided among all devices.
     """
 
     cores: tuple[Core, ...]
@@ -78,20 +79,16 @@ class OwnedGroup:
 
     @property
     def leaf(self) -> Leaf:
-        """Return the layout of the first array that is moved."""
+        """Return the layout of the first array that is sent to owners."""
         return self.cores[0].arrays[0][1]
 
     @property
     def structure(self) -> tuple:
-        """Return everything that two groups in equal equations can differ in."""
+        """Return everything in which two groups of equal equations can differ."""
         return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
 
-    def item(self, leaf: Leaf) -> Leaf:
-        """Return the layout of one item of an array."""
-        return item_of(leaf, self.size)
-
     def take(self, cores: Sequence[Core]) -> OwnedGroup:
-        """Return the group with some of its cores alone."""
+        """Return the group with only some of its cores."""
         counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
         return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
 
@@ -99,4 +96,15 @@ class OwnedGroup:
 def item_of(leaf: Leaf, size: int) -> Leaf:
     """Return the layout of one item; see `OwnedGroup.size`."""
     shape = (size, *leaf.shape[1:]) if size else leaf.shape
-    return dataclasses.replace(leaf, path="", reason="", shape=shape)
+    return dataclasses.replace(leaf, shape=shape)
+
+
+def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
+    """Return the equations of some cores, and all other equations that depend on the cores' results."""
+    inside = {e for core in cores for e in core.eqns}
+    made, late = set(), set()
+    for e, eqn in enumerate(jaxpr.eqns):
+        if e in inside or made.intersection(jaxprs.variables_in(eqn.invars)):
+            made.update(eqn.outvars)
+            late.add(e)
+    return inside, late - inside

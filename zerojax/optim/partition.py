@@ -1,10 +1,9 @@
-"""Partition an optax update: what needs no offloaded state, and groups of leaves that are updated together.
+"""Partition an optax update into groups: results that are computed together, when their state arrives.
 
-Nothing is known about transformations by name. `tx.update` is traced, and each result is
-followed back to the offloaded arrays it depends on. What depends on none (a count, a
-schedule, the norm of all gradients) is computed once, with the gradients. Results that
-depend on the same offloaded arrays form one group; if all of them are elementwise, the
-group is updated in chunks.
+Nothing is known about transformations by name. `tx.update` is traced, and each result is followed back to the offloaded
+arrays that it depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
+form the first group. It is computed once, in the program that computes the gradients. Results that depend on the same
+offloaded arrays form one further group. If all results of a group are elementwise, the group is updated in chunks.
 """
 
 from __future__ import annotations
@@ -22,22 +21,35 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.offloaded import OffloadedState, Unit
 from zerojax.optim.owned import OwnedUpdate
 from zerojax.optim.owned_group import OwnedGroup
-from zerojax.optim.traced import EXTRA, GRAD, PARAM, SHARED, STATE, Equations, Read, TracedUpdate, equations_behind
+from zerojax.optim.traced import (
+    EXTRA,
+    GRAD,
+    PARAM,
+    SHARED,
+    STATE,
+    Equations,
+    Read,
+    TracedUpdate,
+    equations_behind,
+    union,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateGroup:
-    """The update of leaves whose offloaded state is needed at the same time.
+    """Results of an update that are computed together.
 
     Attributes:
-        params: Trained parameters that it updates.
-        state: Offloaded leaves of the state, which it reads and replaces.
-        resident: Leaves of the state on the device that it replaces.
-        chunking: How the parameter and its state are chunked; None: updated as full arrays.
-        equations: For each length of a chunk, the equations; under 0 those on full arrays.
-            Results: parameters, offloaded state, resident state.
+        place: Where `state` waits between steps: `"device"`, `"host"` or `"disk"`.
+        params: Trained parameters that the group updates.
+        state: Offloaded leaves of the state, which the group reads and replaces.
+        resident: Leaves of the state on the device that the group replaces.
+        chunking: How the parameter and its state are chunked; None: the group is updated as full arrays.
+        equations: The equations for each length of a chunk; under 0 the equations on full arrays. Their results:
+            parameters, offloaded state, resident state.
     """
 
+    place: str
     params: tuple[int, ...]
     state: tuple[int, ...]
     resident: tuple[int, ...]
@@ -46,7 +58,7 @@ class UpdateGroup:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Return `(start, length)` of each chunk, or `(0, 0)` for full arrays."""
+        """Return `(start, length)` of each chunk; `(0, 0)` for full arrays."""
         return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
     def reads(self, kind: str) -> tuple[int, ...]:
@@ -59,17 +71,14 @@ class Partition:
     """A partitioned update.
 
     Attributes:
-        resident: What depends on no offloaded array. Results: parameters, state, shared values.
-        resident_params: Trained parameters that `resident` updates.
-        resident_state: Leaves of the state that `resident` replaces.
-        num_shared: How many values `resident` computes for the groups.
-        groups: The rest.
+        first: The group of the results that depend on no offloaded array. Its equations have further results: the
+            values that the other groups share.
+        num_shared: The number of shared values.
+        groups: All other groups.
         consts: Arrays that the transformation closed over.
     """
 
-    resident: Equations
-    resident_params: tuple[int, ...]
-    resident_state: tuple[int, ...]
+    first: UpdateGroup
     num_shared: int
     groups: tuple[UpdateGroup, ...]
     consts: tuple
@@ -82,7 +91,7 @@ class Partition:
     @property
     def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Return shapes and types of the shared values."""
-        outvars = self.resident.jaxpr.outvars
+        outvars = self.first.equations[0].jaxpr.outvars
         return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
 
@@ -98,13 +107,13 @@ def partition(
     Args:
         traced: The update of logical arrays.
         offloaded: The leaves of the state that are offloaded, and the parameters that may be chunked.
-        groups: Indices of the results that are computed together, group by group.
+        groups: Indices of the results that are computed together, for each group but the first.
         trace: Traces the update with other shapes of some parameters.
-        owned: What owners compute, wherever it lies.
+        owned: The cores that owners compute, in whichever group they lie.
     """
     units, chunkings = offloaded.units, offloaded.chunkable
     shared_scalars = Dependencies.of(traced, units).shared_scalars
-    chunk_traces = ChunkTraces(chunkings, offloaded.leaves.grads, trace)
+    traces_of = chunk_traces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
     found = []
@@ -115,6 +124,7 @@ def partition(
         resident = tuple(k for k in leaves if k not in units)
         outs = [*params, *(num_params + k for k in (*state, *resident))]
         eqns, inputs = equations_behind(traced.jaxpr, traced.producers, [outvars[o] for o in outs], shared_scalars)
+        # A group reads gradients and parameters, its offloaded state, and shared values, which are everything else.
         reads: dict[Any, Read] = {}
         for var in inputs:
             kind, i = traced.reads.get(var, (SHARED, 0))
@@ -122,7 +132,8 @@ def partition(
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
         alone = len(params) == 1 and not resident
         chunking = chunkings.get(params[0]) if alone and may_chunk(traced, units, eqns, reads, outs) else None
-        traces = {0: traced} if chunking is None else chunk_traces.by_length(params[0])
+        traces = {0: traced} if chunking is None else traces_of(params[0])
+        # Variables of a chunk's trace are found by their positions, so a trace of another structure is of no use.
         if any(other.structure != traced.structure for other in traces.values()):
             chunking, traces = None, {0: traced}
         equations = {}
@@ -130,8 +141,9 @@ def partition(
             same = {other.variables[traced.positions[var]]: read for var, read in reads.items()}
             wanted = [other.jaxpr.outvars[o] for o in outs]
             equations[length] = other.equations(eqns, same, wanted, owned if chunking is None else ())
-        found.append(UpdateGroup(params, state, resident, chunking, equations))
-    return with_resident(traced, tuple(found), list(shared), owned)
+        found.append(UpdateGroup(offloaded.place, params, state, resident, chunking, equations))
+    first = first_group(traced, found, list(shared), owned)
+    return Partition(first, len(shared), tuple(found), traced.consts)
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
@@ -142,10 +154,10 @@ def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int
     return [sorted(o for n in joined if n < len(groups) for o in groups[n]) for joined in connected(sets)]
 
 
-def with_resident(
-    traced: TracedUpdate, groups: tuple[UpdateGroup, ...], shared: Sequence, owned: Sequence[OwnedGroup]
-) -> Partition:
-    """Return the partition with what no group computes, and the variables that groups share."""
+def first_group(
+    traced: TracedUpdate, groups: Sequence[UpdateGroup], shared: Sequence, owned: Sequence[OwnedGroup]
+) -> UpdateGroup:
+    """Return the group of the results that no other group computes, and of the variables that groups share."""
     taken_params = {i for group in groups for i in group.params}
     taken_state = {k for group in groups for k in (*group.state, *group.resident)}
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
@@ -153,7 +165,7 @@ def with_resident(
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
     eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
     equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
-    return Partition(equations, params, state, len(shared), groups, traced.consts)
+    return UpdateGroup("device", params, (), state, None, {0: equations})
 
 
 def may_chunk(
@@ -161,16 +173,15 @@ def may_chunk(
 ) -> bool:
     """Return whether a parameter's group may be updated in chunks.
 
-    It must reduce nothing, and read and compute only scalars and arrays of the parameter's
-    shape that are its own. An equation with several results, such as a `cond` over all
-    leaves, reads other leaves too.
+    It must reduce nothing, and read and compute only scalars and arrays that belong to the parameter and have its
+    shape. An equation with several results, such as a `cond` over all leaves, reads arrays of other leaves, too.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
     def fits(var, read: Read) -> bool:
         kind, k = read
-        own = units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-        return var.aval.shape == () or (own and var.aval.shape == shape)
+        of_param = units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
+        return var.aval.shape == () or (of_param and var.aval.shape == shape)
 
     return (
         all(fits(var, read) for var, read in reads.items())
@@ -188,12 +199,12 @@ def reduces(eqn: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Dependencies:
-    """What the variables of a traced update are computed from.
+    """The inputs that each variable of a traced update depends on.
 
     Attributes:
-        offloaded: For each variable, the units of the offloaded arrays it depends on; no entry for none.
-        params: For each variable, the parameters it depends on other than through `shared_scalars`.
-        shared_scalars: Scalars that depend on nothing offloaded: they are computed once.
+        offloaded: For each variable, the units of the offloaded arrays that it depends on; no entry if there are none.
+        params: For each variable, the parameters that it depends on, except through `shared_scalars`.
+        shared_scalars: Scalars that depend on no offloaded array. They are computed once, and given to all groups.
     """
 
     offloaded: dict[Any, frozenset]
@@ -220,24 +231,20 @@ class Dependencies:
         return cls(offloaded, params, frozenset(scalars))
 
 
-def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
-    """Return everything that is known of some variables. Literals depend on nothing."""
-    return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
-
-
 def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies) -> list[list[int]]:
-    """Return the indices of results that are computed together, group by group.
+    """Return the indices of results that are computed together, for each group with offloaded state.
 
-    A group updates every parameter it reads: the update overwrites the old one.
+    A group updates every parameter that it reads, because the update of a parameter overwrites it: no other group could
+    read the old one.
     """
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
-    own: list[set] = [{i} for i in range(num_params)]
-    own += [{units[k]} if k in units else set() for k in range(traced.num_state)]
+    units_of: list[set] = [{i} for i in range(num_params)]
+    units_of += [{units[k]} if k in units else set() for k in range(traced.num_state)]
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
-    touched = [own[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
-    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and own[o])}
+    touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
+    active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
     fresh = active
-    while fresh:
+    while fresh:  # updates of parameters that an active result reads become active, too
         fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
         active |= fresh
     results = sorted(active)
@@ -245,7 +252,7 @@ def groups_of(traced: TracedUpdate, units: dict[int, Unit], depends: Dependencie
 
 
 def connected(sets: Sequence[Collection]) -> list[list[int]]:
-    """Return the indices of sets that overlap, directly or through others, group by group. No set is empty."""
+    """Group sets that overlap, directly or through other sets. Return the indices of each group. No set is empty."""
     parent: dict[Any, Any] = {}
 
     def root(x):
@@ -263,19 +270,17 @@ def connected(sets: Sequence[Collection]) -> list[list[int]]:
     return list(groups.values())
 
 
-class ChunkTraces:
-    """Traces of an update on chunks: one for those of full length, and one for the last ones."""
+def chunk_traces(
+    chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable
+) -> Callable[[int], dict[int, TracedUpdate]]:
+    """Return `of(i)`: for each length of parameter `i`'s chunks, the update traced with chunks of this length.
 
-    def __init__(self, chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable):
-        """Store the arguments; nothing is traced yet. `leaves` are those of the trained parameters."""
-        self._lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
+    All parameters share two traces: the first with their chunks of full length, the second with their last chunks.
+    """
+    lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
 
-        def nth(n: int) -> TracedUpdate:
-            lengths = {i: lengths[min(n, len(lengths) - 1)] for i, lengths in self._lengths.items()}
-            return trace({i: chunkings[i].chunk_shape(leaves[i], length) for i, length in lengths.items()})
+    @functools.cache
+    def nth(n: int) -> TracedUpdate:
+        return trace({i: chunkings[i].chunk_shape(leaves[i], of[min(n, len(of) - 1)]) for i, of in lengths.items()})
 
-        self._traced = functools.cache(nth)
-
-    def by_length(self, i: int) -> dict[int, TracedUpdate]:
-        """Return, for each length of parameter `i`'s chunks, the trace with chunks of that length."""
-        return {length: self._traced(n) for n, length in enumerate(self._lengths[i])}
+    return lambda i: {length: nth(n) for n, length in enumerate(lengths[i])}

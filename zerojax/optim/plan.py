@@ -1,6 +1,7 @@
 """The plan of a run: how parameters, gradients and optimizer state are sharded, from shapes alone.
 
-Made once, before any array is placed; frozen and hashable, so that it rides in `ZeroState`.
+A plan is made once, before any array is placed. It is frozen and hashable, because `ZeroState` carries it as static
+data.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ from zerojax.layout.tree import Layout, layout_of
 from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
-from zerojax.optim.flat_update import UpdatedLeaves
+from zerojax.optim.flat_update import FlatUpdate, UpdatedLeaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.matrix_updates import MatrixUpdates
 from zerojax.optim.partition import Partition
 from zerojax.optim.planned_update import planned_update
+from zerojax.optim.summary import MatrixUpdates
 from zerojax.placement.storage import shapes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CachedHash):
-    """How parameters, gradients and optimizer state are sharded; printed, a line a leaf.
+    """How parameters, gradients and optimizer state are sharded. Prints one line per leaf.
 
     Attributes:
         layout: Layout of all parameters.
-        trained: Layout of those that are trained; the others are holes in its tree.
-        grads: One `Leaf` a trained parameter, for its reduced gradient and its update.
-        state: One `Leaf` for each leaf of the optimizer's state.
-        state_def: Structure of the optimizer's state: the wrapped transformation's own,
-            inside a `MasterState` where there are master weights.
-        param_of: For each leaf of the state, the trained parameter it belongs to, or None.
-        chunkings: For each leaf of the state, how it is divided into chunks that are kept
-            outside the device's memory; None: it is on the device.
-        errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how these
-            are sharded; see `layout.error_feedback`.
+        trained: Layout of the trained parameters; all other parameters are holes in its tree.
+        grads: One `Leaf` per trained parameter, for its reduced gradient and its update.
+        state: One `Leaf` per leaf of the optimizer's state.
+        state_def: Structure of the state of the wrapped transformation, inside a `MasterState` if there are master
+            weights.
+        param_of: For each leaf of the state, the trained parameter that it mirrors, or None.
+        chunkings: For each leaf of the state, how it is divided into chunks that are kept outside the device's memory;
+            None: it is on the device.
+        errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how the
+            errors are sharded; see `layout.error_feedback`.
         matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
-        choice: Where the update of what is offloaded runs; None until live arrays ask for it.
-        describe: Describes the wrapped transformation for a checkpoint. Plans that differ in it alone are equal.
+        groups: The groups of the update in words, with the place of each; empty if nothing is offloaded.
+        choice: Where the update of offloaded state runs; None until live arrays ask for it.
+        describe: Describes the wrapped transformation for a checkpoint. It takes no part in equality.
     """
 
     layout: Layout
@@ -62,17 +64,18 @@ class ShardingPlan(CachedHash):
     chunkings: tuple[Chunking | None, ...]
     errors: tuple[tuple[str, Leaf], ...]
     matrices: MatrixUpdates | None
+    groups: str
     choice: Choice | None = None
     describe: Describe | None = dataclasses.field(default=None, compare=False)
 
     @property
     def leaves(self) -> UpdatedLeaves:
-        """Return what an update reads and replaces."""
+        """Return the layouts of everything that an update reads and replaces."""
         return UpdatedLeaves(self.grads, self.state, self.param_of)
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
-        """Return the offloaded leaves of the state, by index, and how they are chunked."""
+        """Return how the offloaded leaves of the state are chunked, by index."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
@@ -96,34 +99,31 @@ class ShardingPlan(CachedHash):
         pairs = zip(self.layout.params, uses, strict=True)
         rows = [("params", leaf, _sent(leaf) + (f", {why}" if why not in leaf.reason else "")) for leaf, why in pairs]
         rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
-        rows += [("opt_state", leaf, _offloaded(self.offloaded.get(k))) for k, leaf in enumerate(self.state)]
+        chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
+        rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
         rows += [("rounding_errors", leaf, "") for _, leaf in self.errors]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
         lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
-        return "\n".join([*lines, *filter(None, [str(self.matrices or "")])])
+        return "\n".join([*lines, *self.update_in_words])
+
+    @property
+    def update_in_words(self) -> list[str]:
+        """Return a line for each kind of group of the update, and for matrices that are updated alike."""
+        return [*self.groups.splitlines(), *str(self.matrices or "").splitlines()]
 
 
 def _sent(leaf: Leaf) -> str:
     return f", {leaf.sent}" if leaf.sent else ""
 
 
-def _offloaded(chunking: Chunking | None) -> str:
-    return "" if chunking is None else f", offloaded in {len(chunking.extents)} chunks"
-
-
 def make_plan(config: Config, params: Any) -> ShardingPlan:
-    """Plan a run, from shapes alone.
-
-    Args:
-        config: The wrapped transformation, stage, mesh and options.
-        params: Parameters in any form: arrays, `Padded` arrays or shapes.
-    """
+    """Plan a run, from shapes alone. `params` are arrays, `Padded` arrays or shapes."""
     with auto_context(config.user_mesh):
         return plan_of_layout(config, layout_of(config, params))
 
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
-    """Complete a layout of parameters: gradients and optimizer state, flat where the transformation is elementwise."""
+    """Complete a layout of parameters: add gradients and optimizer state, flat where the update is elementwise."""
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
@@ -138,7 +138,8 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     )
     state_leaves = lay_out_state(state, trained, layout.policy, param_of=param_of, flat=flat)
     structure = jax.tree.structure(state)
-    found = planned_update(config, trained, UpdatedLeaves(grads, state_leaves, param_of), structure)
+    leaves = UpdatedLeaves(grads, state_leaves, param_of)
+    found = planned_update(FlatUpdate(config, trained, leaves, structure, applies=True))
     errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
     plan = ShardingPlan(
         layout,
@@ -150,6 +151,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         found.chunkings,
         tuple(errors.items()),
         found.matrices,
+        found.groups,
         describe=Describe(config.tx, params),
     )
     config.plans[layout] = plan
@@ -157,7 +159,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
-    """Decide where the update of offloaded state runs, by measuring if asked. None if nothing is offloaded."""
+    """Decide where the update of offloaded state runs, by measuring for "auto". Return None if nothing is offloaded."""
     if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":
@@ -170,4 +172,4 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
 
 def partitioned_update(config: Config, plan: ShardingPlan) -> Partition:
     """Return the groups of a plan's update."""
-    return planned_update(config, plan.trained, plan.leaves, plan.state_def).partition
+    return planned_update(FlatUpdate(config, plan.trained, plan.leaves, plan.state_def, applies=True)).partition

@@ -1,7 +1,7 @@
-"""The optimizer state as `init` and `update` return it, and as a plan has it.
+"""Convert between the optimizer state that `init` and `update` return and the state that a plan describes.
 
-Flax puts the variables of a model into the state of its optimizer, annotations included; and under
-`jax.jit` an array of Auto axes does not say over which of them it is divided. So what is returned says both.
+Flax puts the variables of a model into the state of its optimizer, annotations included. Under `jax.jit`, an array of
+Auto axes does not say which of them divide it. The returned state says both.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["others", "overwritten"])
 @dataclasses.dataclass(frozen=True)
 class Annotated:
-    """The state of an optimizer of parameters of which `update` has to know more than it can see.
+    """The state of an optimizer, with facts about its parameters that `update` cannot see in them.
 
-    Under `jax.jit` it cannot see which Auto axes, other than the data axes, divide a parameter. Flax's `nnx.Optimizer`
-    gives it arrays without the variables that they were in.
+    Under `jax.jit`, `update` cannot see which Auto axes, other than the data axes, divide a parameter. Flax's
+    `nnx.Optimizer` gives it arrays without the variables that held them.
 
     Attributes:
-        state: The state, in the transformation's own structure.
-        others: For each parameter its `Leaf.others`; () if no other axis divides any.
+        state: The state, in the structure of the wrapped transformation.
+        others: `Leaf.others` of each parameter; () if no other axis divides any parameter.
         overwritten: Indices of the overwritten parameters whose paths do not say so.
     """
 
@@ -42,7 +42,7 @@ class Annotated:
 
 
 def seen_in(state: PyTree) -> dict[str, tuple]:
-    """Return what the state knows of the parameters: keyword arguments of `layout_of`."""
+    """Return the state's facts about the parameters, as keyword arguments of `layout_of`."""
     return {"others": state.others, "overwritten": state.overwritten} if isinstance(state, Annotated) else {}
 
 
@@ -60,9 +60,9 @@ def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Undo `as_returned`. A state of another structure is left for `check_state` to refuse.
+    """Undo `as_returned`. A state of another structure is returned unchanged, and `check_state` refuses it.
 
-    For a transformation without state, optax takes None.
+    None is the state of a transformation without state, as in optax.
     """
     if state is None and plan.state_def.num_leaves == 0:
         return jax.tree.unflatten(plan.state_def, ())
@@ -78,7 +78,7 @@ def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Return the state with Flax's annotations describing the state's layout and not the parameters'."""
+    """Return the state with Flax's annotations changed from the parameters' layouts to the state's layouts."""
     nodes, treedef = jax.tree.flatten(state, is_leaf=lambda x: is_chunked(x) or is_annotated(x))
     new = [x.copy(out_sharding=leaf.spec) if is_annotated(x) else x for x, leaf in zip(nodes, plan.state, strict=True)]
     return jax.tree.unflatten(treedef, new)
@@ -86,6 +86,7 @@ def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
 
 def is_annotated(x: Any) -> bool:
     """Return whether a node is a Flax variable that says how it is sharded."""
-    has_metadata = callable(getattr(type(x), "get_metadata", None))  # a node of the user's may answer for any attribute
+    # Asked of the type, because a user's node may answer for any attribute.
+    has_metadata = callable(getattr(type(x), "get_metadata", None))
     metadata = x.get_metadata() if has_metadata else None
     return isinstance(metadata, dict) and bool(metadata.get("out_sharding"))

@@ -1,4 +1,4 @@
-"""The full optimizer state between device and host memory: for programs that need all of it at once."""
+"""Move the full optimizer state between device and host memory, for programs that need all of it at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
         return join_chunks(config.mesh, chunks, leaf, x.chunking)
 
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)
-    return jax.tree.unflatten(plan.state_def, [one(x, leaf) for x, leaf in zip(leaves, plan.state, strict=True)])
+    return jax.tree.unflatten(plan.state_def, list(map(one, leaves, plan.state)))
 
 
 def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
@@ -49,19 +49,13 @@ def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     def one(x, leaf: Leaf, chunking: Chunking | None):
         if chunking is None:
             return x
-        if config.offload is not None and config.offload.optimizer == "disk":
+        if is_on_disk(config):
             raise TypeError(ON_DISK)
         where = host_sharding(config.mesh, leaf.spec)
-        return chunked(
-            config,
-            [jax.device_put(chunk, where) for chunk in split_chunks(config.mesh, x, leaf, chunking)],
-            leaf,
-            chunking,
-        )
+        chunks = [jax.device_put(chunk, where) for chunk in split_chunks(config.mesh, x, leaf, chunking)]
+        return chunked(config, chunks, leaf, chunking)
 
-    leaves = jax.tree.leaves(state)
-    held = [one(x, leaf, chunking) for x, leaf, chunking in zip(leaves, plan.state, plan.chunkings, strict=True)]
-    return jax.tree.unflatten(plan.state_def, held)
+    return jax.tree.unflatten(plan.state_def, list(map(one, jax.tree.leaves(state), plan.state, plan.chunkings)))
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
@@ -70,12 +64,12 @@ def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
     def one(leaf: Leaf, chunking: Chunking | None):
         if chunking is None:
             return named(config, leaf)
-        on_disk = config.offload is not None and config.offload.optimizer == "disk"
-        chunks = (
-            [replicated(config.mesh)] if on_disk else [host_sharding(config.mesh, leaf.spec)] * len(chunking.extents)
-        )
-        return chunked(config, chunks, leaf, chunking)
+        in_memory = [host_sharding(config.mesh, leaf.spec)] * len(chunking.extents)
+        return chunked(config, [replicated(config.mesh)] if is_on_disk(config) else in_memory, leaf, chunking)
 
-    return jax.tree.unflatten(
-        plan.state_def, [one(x, chunking) for x, chunking in zip(plan.state, plan.chunkings, strict=True)]
-    )
+    return jax.tree.unflatten(plan.state_def, list(map(one, plan.state, plan.chunkings)))
+
+
+def is_on_disk(config: Config) -> bool:
+    """Return whether offloaded state is on disk."""
+    return config.offload is not None and config.offload.optimizer == "disk"

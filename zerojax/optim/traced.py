@@ -1,4 +1,4 @@
-"""An optax update as equations: traced, calls inlined, and the equations behind some of its results."""
+"""An optax update as equations: trace it, inline its calls, and find the equations behind some of its results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.optim.owned_group import Core, OwnedGroup
 
-# What an equation reads from outside: a kind of value, and an index into the values of that kind.
+# The inputs of an update: a kind of value, and an index into the values of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
 Read = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Equations:
-    """Some of the update's equations.
+    """Some equations of an update.
 
     Attributes:
-        jaxpr: From `reads` to some of the results.
-        reads: Its inputs, in order.
-        owned: Cores among them that owners compute, by their indices in `jaxpr` and `variables`.
+        jaxpr: The equations, from the inputs `reads` to some of the update's results.
+        reads: The inputs, in order.
+        owned: The cores in them that owners compute, by indices in `jaxpr` and `variables`.
     """
 
     jaxpr: Any
@@ -34,7 +34,7 @@ class Equations:
 
     @functools.cached_property
     def key(self) -> tuple:
-        """Return what equal programs have in common."""
+        """Return a key: equations with equal keys are the same program."""
         return str(self.jaxpr), tuple(group.structure for group in self.owned)
 
     @functools.cached_property
@@ -54,8 +54,8 @@ class TracedUpdate:
     Attributes:
         jaxpr: From gradients, state, parameters and extra arguments to new parameters and state.
         consts: Arrays that the transformation closed over.
-        reads: What each of the jaxpr's inputs is.
-        num_params: How many of its results are parameters; the rest are state.
+        reads: For each input variable, its kind and index.
+        num_params: How many of the results are parameters. The remaining results are state.
     """
 
     jaxpr: Any
@@ -70,12 +70,12 @@ class TracedUpdate:
 
     @functools.cached_property
     def structure(self) -> tuple:
-        """Return what two traces of one update, on arrays of different shapes, have in common."""
+        """Return what two traces of one update, on arrays of different shapes, must have in common."""
         return len(self.reads), [(eqn.primitive.name, len(eqn.outvars)) for eqn in self.jaxpr.eqns]
 
     @functools.cached_property
     def variables(self) -> list:
-        """Return all variables in order. Those of two traces of one structure correspond."""
+        """Return all variables in order. The variables of two traces of one structure correspond."""
         return [*self.reads, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     @functools.cached_property
@@ -96,10 +96,7 @@ class TracedUpdate:
     def equations(
         self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedGroup] = ()
     ) -> Equations:
-        """Return the equations with some indices, from the variables in `reads` to `outvars`.
-
-        Of `owned`, they have the cores that lie in them.
-        """
+        """Return some equations, from the variables in `reads` to `outvars`, with the `owned` cores in them."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
         part, position = Equations(jaxpr, tuple(reads.values())), {e: n for n, e in enumerate(eqns)}
         variables = {self.positions[var]: n for n, var in enumerate(part.variables)}
@@ -111,13 +108,9 @@ class TracedUpdate:
                 inside.append(dataclasses.replace(taken, cores=tuple(core for _, core in cores)))
         return dataclasses.replace(part, owned=tuple(inside))
 
-    def all_equations(self, owned: Sequence[OwnedGroup] = ()) -> Equations:
-        """Return the whole update."""
-        return self.equations(range(len(self.jaxpr.eqns)), self.reads, self.jaxpr.outvars, owned)
-
 
 def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:
-    """Trace an update of lists: `update(grads, state, params, extra) -> (params, state)`; shapes in."""
+    """Trace an update of lists, `update(grads, state, params, extra) -> (params, state)`, on arrays or shapes."""
     counts = {GRAD: len(grads), STATE: len(state), PARAM: len(params), EXTRA: len(extra)}
 
     def flat(*values):
@@ -146,16 +139,9 @@ def producers_of(jaxpr: Any) -> dict[Any, int]:
 def equations_behind(
     jaxpr: Any, producers: dict[Any, int], outvars: Sequence, stop: Collection = ()
 ) -> tuple[list[int], list]:
-    """Return the equations that compute some variables.
+    """Return the equations that compute some variables, by index, and the input variables that they start from.
 
-    Args:
-        jaxpr: The equations.
-        producers: As `producers_of` gives them.
-        outvars: The variables.
-        stop: Variables that are taken as inputs.
-
-    Returns:
-        `(eqns, inputs)`: indices of equations, in order, and the variables they start from.
+    `producers` are from `producers_of`. The variables in `stop` are taken as inputs.
     """
     pending, inputs, eqns = list(outvars), {}, set()
     while pending:
@@ -168,3 +154,8 @@ def equations_behind(
             eqns.add(e)
             pending += jaxpr.eqns[e].invars
     return sorted(eqns), list(inputs)
+
+
+def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
+    """Return everything that is known of some variables. Literals depend on nothing."""
+    return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))

@@ -1,9 +1,8 @@
-"""The optax update, each device doing its 1/N of it, exact for every transformation.
+"""Run the optax update: each device does 1/N of the work, and the result is exact for every transformation.
 
-The update runs in global view under jit: gradients, parameters and state are logical
-arrays whose layouts are pinned, and the compiler divides the work. A norm over all
-parameters, a factored second moment or a Newton-Schulz iteration then sees full
-matrices, as on one device. Leaves updated element by element may be flat.
+The update runs in global view under `jit`: gradients, parameters and state are logical arrays whose layouts are pinned,
+and the compiler divides the work. So a norm over all parameters, a factored second moment or a Newton-Schulz iteration
+sees full matrices, as on one device. A leaf that is updated element by element may be flat.
 
 References:
     Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import jaxprs
+from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
@@ -26,28 +26,28 @@ from zerojax.layout.padded import is_padded
 from zerojax.offload.host import is_on_host, to_device
 from zerojax.optim.evaluate import evaluate
 from zerojax.optim.flat_update import FlatUpdate, is_traced
-from zerojax.optim.guarded import TransformationError
 from zerojax.optim.owned import owned_update
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.placement.storage import cast, constrain, gather, leaves_of, logical, to_storage, unpadded
+from zerojax.optim.transformation import TransformationError
+from zerojax.placement.storage import cast, gather, leaves_of, logical, unpadded
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
+    from jaxtyping import Array, Bool, PyTree, Shaped
 
 
 def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
     """Return the trained leaves of parameters or gradients, in any form, sharded for the update, in storage shape.
 
-    A parameter in host memory already has its gradient's sharding, and stays there.
+    A parameter in host memory already has the sharding of its gradient, and stays in host memory.
     """
     leaves = leaves_of(tree)
 
     def one(x, leaf: Leaf):
         value = x.storage if is_padded(x) else x
         if value.shape == leaf.storage_shape and (is_padded(x) or is_on_host(value)):
-            return value if is_on_host(value) else constrain(config, value, leaf)
-        return to_storage(config, logical(x), leaf)
+            return value if is_on_host(value) else constrain(config.mesh, value, leaf)
+        return to_storage(config.mesh, logical(x), leaf)
 
     return [one(leaves[i], leaf) for i, leaf in zip(plan.layout.trained, plan.grads, strict=True)]
 
@@ -60,7 +60,8 @@ def unshard_after_update(
 ) -> list[Any]:
     """Undo `shard_for_update`: gather leaves that are replicated, or sharded over fewer axes, between steps.
 
-    Of `frozen`, one array a parameter, those that are not trained are taken; None in `updated` makes None.
+    `frozen` has one array per parameter, of which the parameters that are not trained are taken. The result has None
+    where `updated` has None.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     leaves = plan.trained.params
@@ -80,21 +81,15 @@ def update(
     params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """Run one step of the optimizer on sharded leaves.
+    """Run one step of the optimizer on sharded leaves, in storage shape of `plan.grads`. Return updates and state.
 
-    Gradients, parameters and updates are in storage shape of `plan.grads`. With master weights
-    the updates that are returned are the new parameters. A gradient that is wider than its parameter stays so.
+    With master weights, the updates are the new parameters. A gradient that is wider than its parameter stays wide.
 
     Raises:
-        TypeError: If wide gradients make a leaf of the state wider than it began, and it is offloaded.
+        TypeError: If wide gradients make an offloaded leaf of the state wider than `init` made it.
     """
-
-    def views(stored, leaves):
-        return [unpadded(x, leaf) for x, leaf in zip(stored, leaves, strict=True)]
-
-    def keep(values, leaves):
-        return [to_storage(config, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
-
+    views = lambda stored, leaves: list(map(unpadded, stored, leaves))
+    keep = lambda values, leaves: [to_storage(config.mesh, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
     params = None if params is None else [to_device(x) for x in params]
@@ -116,34 +111,33 @@ def logical_update(
 ) -> tuple[list[Array], list[Array]]:
     """Return `(updates, state)` of the wrapped transformation for logical arrays, with matrices computed by owners."""
     flat = FlatUpdate(config, plan.trained, plan.leaves, plan.state_def)
-    # Without a report of matrices the plan could not know what owners compute, for want of arguments.
+    # The update is traced again, because a custom loop may give it other arguments and types than the plan assumed.
+    # `plan.matrices` is None if the plan could not trace the update without further arguments, which may be here now.
     if plan.matrices is None or plan.matrices.owned:
         trace = flat.tracer(grads, state, params, extra)
         try:
             traced = trace()
-        except TransformationError:  # it needs the mesh's context, or is wrong: then it fails below, in its own words
+        except TransformationError:  # it needs the context of the mesh. If it fails below, its own error is raised
             return flat(grads, state, params, extra)
         if found := owned_update(config, plan.leaves, traced, trace).groups:
             arrays = filter(is_traced, jax.tree.leaves(extra))
             consts = jaxprs.as_jax_values(traced.consts)
             values = [*grads, *state, *(params or ()), *arrays, *consts]
-            results = evaluate(config, traced.all_equations(found), values)
+            jaxpr = traced.jaxpr
+            whole = traced.equations(range(len(jaxpr.eqns)), traced.reads, jaxpr.outvars, found)
+            results = evaluate(config, whole, values)
             return results[: len(grads)], results[len(grads) :]
     return flat(grads, state, params, extra)
 
 
 def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
-    """Refuse a state that gradients wider than their parameters have made wider than `init` made it.
-
-    Raises:
-        TypeError: Naming the first leaf that changed.
-    """
+    """Refuse a state that wide gradients have made wider than `init` made it, with a `TypeError` for the first leaf."""
     for x, leaf in zip(state, leaves, strict=True):
         if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"Gradients that are wider than their parameters make opt_state{leaf.path} {x.dtype}, and init made it "
-                f"{leaf.dtype}, as it is offloaded. Cast the gradients to the parameters' type, or keep both wide: "
-                f"precision=Precision.bf16() has float32 master weights."
+                f"{leaf.dtype}. The type of an offloaded leaf cannot change. Cast the gradients to the parameters' "
+                f"type, or keep both wide: precision=Precision.bf16() has float32 master weights."
             )
 
 
@@ -162,15 +156,20 @@ def apply_update(
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
 
 
+def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """Return the new arrays if the step counts, or else the old arrays, bit for bit."""
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
 class Updated(NamedTuple):
-    """The update of everything whose state is on the device.
+    """The result of an update's first group.
 
     Attributes:
-        params: Trained parameters that it updates, by index; storage shape of their shards.
-        state: One array per leaf of the state: the new one, or the old one if a later group replaces it; None for
+        params: The trained parameters that the group updates, by index; storage shape of their shards.
+        state: One array per leaf of the state: the new array, or the old array if another group replaces it; None for
             offloaded leaves.
-        shared: Values that the groups with offloaded state share.
-        grads: Indices of the gradients that these groups read.
+        shared: Values that the other groups share.
+        grads: Indices of the gradients that the other groups read.
     """
 
     params: dict[int, Array]
@@ -182,14 +181,14 @@ class Updated(NamedTuple):
 def resident_update(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> Updated:
-    """Update everything whose state is on the device.
+    """Compute the first group of the update: everything that needs no offloaded state.
 
     Args:
         config: The wrapped transformation.
         plan: How everything is sharded.
         grads: One gradient per trained parameter; storage shape of its shards.
         state: One array per leaf of the state; None for offloaded leaves.
-        params: The trained parameters, as their gradients.
+        params: The trained parameters, laid out as their gradients.
         value: The loss.
     """
     if all(x is not None for x in state):
@@ -197,6 +196,7 @@ def resident_update(
         updated, tree = apply_update(config, plan, grads, tree, params, {"value": value})
         return Updated(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())
     partition = partitioned_update(config, plan)
+    first, equations = partition.first, partition.first.equations[0]
     read = {
         GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
         PARAM: lambda i: unpadded(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
@@ -204,8 +204,8 @@ def resident_update(
         EXTRA: lambda _: value.astype(jnp.float32),
         CONST: lambda i: partition.consts[i],
     }
-    results = iter(evaluate(config, partition.resident, [read[kind](i) for kind, i in partition.resident.reads]))
-    new_params = {i: to_storage(config, next(results), plan.grads[i]) for i in partition.resident_params}
-    new_state = {k: to_storage(config, next(results), plan.state[k]) for k in partition.resident_state}
+    results = iter(evaluate(config, equations, [read[kind](i) for kind, i in equations.reads]))
+    new_params = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in first.params}
+    new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in first.resident}
     leaves = [new_state.get(k, x) for k, x in enumerate(state)]
     return Updated(new_params, leaves, list(results), partition.grads)

@@ -25,19 +25,20 @@ class WeightEmaState(NamedTuple):
 
 
 def weight_ema(decay: float) -> optax.GradientTransformation:
-    """Keep a moving average of the parameters beside the optimizer; updates pass through.
+    """Keep a moving average of the parameters in the optimizer's state. Updates pass through unchanged.
 
-    It is the last of an `optax.chain`, where updates are what is added to the parameters. Under `zero_shard` it sees
-    the master weights; its average is sharded, offloaded, rolled back, checkpointed and restored as any state is.
+    Put it last in an `optax.chain`, where an update is the number that is added to a parameter. Under `zero_shard` it
+    averages the master weights. The average is sharded, offloaded, rolled back, checkpointed and restored like any
+    state.
 
     Args:
-        decay: What is kept of the average at each step, from 0 (none of it) to 1. It starts at the parameters.
+        decay: The share of the average that each step keeps, from 0 to 1. The average starts at the parameters.
 
     Returns:
-        An optax transformation. `zerojax.averaged` finds the average in a state that contains its own.
+        An optax transformation. `zerojax.averaged` finds the average in any state that contains it.
 
     Raises:
-        ValueError: If `decay` is not within 0 and 1; in `update`, if the parameters are not given.
+        ValueError: If `decay` is below 0 or above 1; in `update`, if the parameters are not given.
 
     Examples:
         >>> tx = zero_shard(optax.chain(optax.adamw(3e-4), weight_ema(0.999)), stage=3)
@@ -72,20 +73,20 @@ def averaged(opt_state: PyTree) -> PyTree:
     """Return the average that `weight_ema` keeps.
 
     Args:
-        opt_state: A state that contains that of one `weight_ema`, at any depth.
+        opt_state: A state that contains the state of one `weight_ema`, at any depth.
 
     Returns:
-        A tree with the parameters' structure. Of a state of `zero_shard` its leaves are in storage, and
-        `tx.as_params` makes parameters of it.
+        A tree with the parameters' structure. In a state of `zero_shard`, its leaves are in storage, and
+        `tx.as_params` converts it into parameters.
 
     Raises:
-        ValueError: If there is not exactly one.
+        ValueError: If there is not exactly one average.
     """
     is_ema = lambda x: isinstance(x, WeightEmaState)
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ema) if is_ema(x)]
     if len(found) != 1:
         raise ValueError(
-            f"The state has {len(found)} averages of weights, and one is needed. Chain one "
-            "weight_ema(decay) behind the optimizer, and give its state, such as state.opt_state."
+            f"The state has {len(found)} averages of weights, and exactly one is needed. Chain one "
+            "weight_ema(decay) after the optimizer, and give the state of the chain, such as state.opt_state."
         )
     return found[0].average

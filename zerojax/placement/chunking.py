@@ -1,4 +1,4 @@
-"""Slice each device's shard of an array into chunks, and join them again; traced under jit."""
+"""Slice each device's shard of an array into chunks, and join the chunks again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def slice_chunk(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*chunk"]:
-    """Return the chunk of every device's shard that begins at `start` of `dim`."""
+    """Return the chunk of every device's shard that begins at `start` on `dim`. Traced under jit."""
 
     def local(x, start):
         return lax.dynamic_slice_in_dim(x, start, length, dim)
@@ -41,7 +41,7 @@ def update_chunk(
     dim: int,
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
-    """Return the array with a chunk of every device's shard replaced."""
+    """Return the array with a chunk of every device's shard replaced. Traced under jit."""
 
     def local(x, chunk, start):
         return lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
@@ -50,7 +50,7 @@ def update_chunk(
 
 
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
-    """Compute `local(*arrays, start)` on each device's shard."""
+    """Return a function that computes `local(*arrays, start)` on each device's shard."""
     spec = leaf.local_spec
     return mapped(
         local,
@@ -64,7 +64,7 @@ def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
 def split_chunks(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking
 ) -> list[Shaped[Array, "*chunk"]]:
-    """Split an array into all its chunks, in order."""
+    """Split an array into all of its chunks, in order. Traced under jit."""
     if len(chunking.extents) == 1:
         return [stored]
     return [slice_chunk(mesh, stored, leaf, chunking.dim, start, length) for start, length in chunking.chunks]
@@ -84,18 +84,18 @@ def join_chunks(
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
-    """Return the node of a leaf in host memory."""
+    """Return the node of a leaf whose chunks are in host memory."""
     return Chunked(tuple(chunks), leaf, chunking, named(config, leaf))
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """Join an offloaded leaf to one array on the devices."""
+    """Load an offloaded leaf as one array on the devices."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
     return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
-    """Return an offloaded leaf with the values of an array on the devices; live, or a shape."""
+    """Return an offloaded leaf with the values of an array that is on the devices."""
     chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))

@@ -1,4 +1,4 @@
-"""Find live arrays that are placed otherwise than planned, such as by a `jax.jit(out_shardings=)` of the caller's."""
+"""Find live arrays that are not placed as planned, for example because of a caller's `jax.jit(out_shardings=)`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.config.data_mesh import axes_of
+from zerojax.config.data_mesh import entry_axes
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -22,11 +22,11 @@ NAMED = 3
 
 
 class Misplaced(NamedTuple):
-    """How an array is placed, in words.
+    """The placement of an array that is not the planned one, in words.
 
     Attributes:
-        planned: The placement over the data axes that the plan has.
-        found: The placement that the array has.
+        planned: The planned placement over the data axes.
+        found: The placement of the array.
     """
 
     planned: str
@@ -38,14 +38,10 @@ class Misplaced(NamedTuple):
 
 
 def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
-    """Return how a live array is placed over the data axes, if that is not the plan's way; None if it is.
+    """Return the placement of a live array over the data axes if it is not the planned one, and otherwise None.
 
-    Dims that axes other than the data axes divide are left to the compiler, and not compared.
-
-    Args:
-        leaf: The plan of the array.
-        x: An array in storage, or its `Padded` or `Chunked` node.
-        data: The axes that divide the batch.
+    `leaf` is the planned layout over the axes `data`, which divide the batch. Other mesh axes are left to the compiler,
+    and not compared. `x` is an array in storage, or its `Padded` or `Chunked` node.
     """
     x = x.storage if is_padded(x) else x
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
@@ -58,46 +54,41 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
     if planned and sharding.is_fully_replicated:
         one = len(sharding.device_set) == 1
         return Misplaced(in_words(planned, ())[0], "on one device" if one else "replicated")
-    return None  # a sharding without axes, such as a compiler's, which may be the same
+    return None  # a sharding without axes, such as the compiler's, may be equal
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return for each dim the data axes that divide it, without dims at the end that none divides."""
-    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    dims = [tuple(axis for axis in axes if axis in data) for axes in named]
+    """Return, for each dim up to the last divided one, the data axes that divide it."""
+    dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
     while dims and not dims[-1]:
         dims.pop()
     return tuple(dims)
 
 
 def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Describe placements; with dims, unless one of them is replicated."""
+    """Describe placements. Dims are named unless one of the placements is replicated."""
 
     def one(dims: tuple[tuple[str, ...], ...]) -> str:
         names = ", ".join(repr(axis) for axes in dims for axis in axes)
         at = " and ".join(str(i) for i, axes in enumerate(dims) if axes)
         dim = f" on dim {at}" if all(placements) else ""
-        return f"sharded over {names}{dim}" if axes_of([dims]) else "replicated"
+        return f"sharded over {names}{dim}" if any(dims) else "replicated"
 
     return [one(dims) for dims in placements]
 
 
 class PlacementCheck:
-    """The first call with live arrays warns if arrays that should be sharded are not."""
+    """Warns once, in the first call with live arrays, if arrays that should be sharded are replicated."""
 
     def __init__(self):
-        """Prepare to check; nothing is checked yet."""
+        """Prepare the check of the first call."""
         self._done = False
 
     def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
-        """Warn, in the first call with live arrays, of arrays that are to be sharded and are on all devices in full.
+        """Check the arrays if this is the first call with live arrays.
 
-        An array on one device does not count: a program shards it as it comes in.
-
-        Args:
-            parts: Names of trees, the trees, and the plans of their leaves.
-            data: The axes that divide the batch.
-            stacklevel: As for `warnings.warn`, seen from here.
+        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is fine:
+        a program shards it when it is passed. `stacklevel` is that of `warnings.warn`, relative to this method.
         """
         if self._done:
             return
@@ -115,10 +106,10 @@ class PlacementCheck:
             first = ", ".join(f"{path} ({one})" for path, one in list(found.items())[:NAMED])
             more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
             warnings.warn(
-                f"{len(found)} arrays are placed otherwise than planned: {first}{more}. Their memory is that of "
-                f"where they are; tx.train_step returns them as planned, and a loop of the caller's goes on with them "
-                f"as they are. Often a jax.jit(out_shardings=...) placed them, with shardings such as those of "
-                f"nn.get_sharding. Leave these out, or give those of tx.shardings(params); tx.shard(params) places "
-                f"parameters. zerojax.report names every leaf.",
+                f"{len(found)} arrays are placed otherwise than planned: {first}{more}. They use the memory of their "
+                f"present placement. tx.train_step returns them as planned, but a hand-written loop keeps them where "
+                f"they are. Often a jax.jit(out_shardings=...) has placed them, for example with shardings of "
+                f"nn.get_sharding. Leave out_shardings out, or pass shardings of tx.shardings(params). "
+                f"tx.shard(params) places existing parameters. zerojax.report names every leaf.",
                 stacklevel=stacklevel + 1,
             )

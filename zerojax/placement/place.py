@@ -1,8 +1,9 @@
-"""Place parameters by a layout, whatever they are and wherever they are; shapes are placed as shapes."""
+"""Place parameters by a layout, or initialise them in it. Shapes are placed as shapes with shardings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import compat
+from zerojax.comm.explicit import auto_context, to_auto
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
@@ -22,25 +24,23 @@ from zerojax.placement.storage import cast, named, storage_leaves
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
+MOST_PROGRAMS = 8
+
 
 def storage_of(params: PyTree, layout: Layout) -> list:
-    """Return `storage_leaves` of arrays or of shapes, in storage shape."""
+    """Return the stored arrays of parameters as `storage_leaves` does, or shapes for shapes."""
     if are_shapes(params):
         return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
     return storage_leaves(params, layout.params)
 
 
 def are_shapes(params: PyTree) -> bool:
-    """Return whether a tree has shapes and not arrays."""
+    """Return whether a tree contains shapes instead of arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
 def place_params(config: Config, layout: Layout, params: PyTree) -> list:
-    """Copy the parameters into their layout, in the types they have, in storage shape.
-
-    Raises:
-        MemoryError: If some are for host memory, and there is not enough of it.
-    """
+    """Copy parameters into their layout, in storage shape, without casting them."""
     if not are_shapes(params):
         check_host_room(config, layout)
     stored = storage_of(params, layout)
@@ -48,7 +48,7 @@ def place_params(config: Config, layout: Layout, params: PyTree) -> list:
 
 
 def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
-    """Return a replicated copy of a tree of arrays and numbers, or its shapes and shardings if `shapes`."""
+    """Return a replicated copy of a tree of arrays and numbers; if `shapes`, shapes with shardings."""
     sharding = replicated(mesh)
 
     def one(x):
@@ -60,42 +60,38 @@ def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
 
 
 def check_host_room(config: Config, layout: Layout) -> None:
-    """Refuse to put parameters into host memory that has no room for them.
-
-    Raises:
-        MemoryError: Saying how much is needed, and how much there is.
-    """
+    """Raise a MemoryError if the host has no room for the parameters that live in host memory."""
     if needed := sum(leaf.local_bytes for leaf in layout.params if leaf.host):
         check_host_memory(config.mesh, needed, "Offload(params=)")
 
 
 def place_array(x: Any, sharding: NamedSharding) -> Any:
-    """Copy one array into a sharding, so that donating the copy leaves the caller's array alone."""
+    """Copy one array into a sharding. The copy can be donated without deleting the caller's array."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind in KINDS:
         return copy_to_host(x, sharding)
     x = to_device(x) if isinstance(x, jax.Array) else x
-    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # a program's constants are replicated, placed or not
+    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # constants of a program would be replicated
         return jax.lax.with_sharding_constraint(x, sharding)
     # device_put may share a shard with the array it is given, even when told not to (seen on jax 0.10.2)
     return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)
 
 
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
-    """Copy one array to host memory. Blocks until done, so that the device never holds two leaves."""
-    # By way of the device, or an array that is on the host already would share its shards with the copy.
+    """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves."""
+    # The copy goes through the device. Otherwise it would share its shards with an array that is on the host already.
     copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
     return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
 
 
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
-    """Return placed parameters in the types of `like`."""
+    """Cast placed parameters to the types of `like`."""
     types = [leaf.dtype for leaf in like]
     if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
         return arrays
     shardings = [named(config, leaf) for leaf in layout.params]
-    # Parameters in host memory are cast leaf by leaf: one program would hold all of them on the device.
+    # Parameters in host memory are cast one by one: a single program would hold all of them on the device.
     on_device = [i for i, leaf in enumerate(layout.params) if not leaf.host]
     program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
     results = program([arrays[i] for i in on_device], tuple(types[i] for i in on_device))
@@ -104,5 +100,39 @@ def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Lea
 
 
 def cast_on_host(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
-    """Cast an array of host memory by way of the device, because nothing is computed in host memory."""
+    """Cast an array in host memory on the device, because JAX computes nothing in host memory."""
     return x if x.dtype == dtype else copy_to_host(to_device(x).astype(dtype), sharding)
+
+
+def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple) -> list[Any]:
+    """Return jitted programs of `args`, each of which initialises the next few parameters, in storage shape.
+
+    One program for all leaves would hold the intermediate values of all leaves at once, several times their size (seen
+    on CPU, where jax 0.10 drops the barriers that would order them).
+    """
+    jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
+
+    def some(indices, *args):
+        leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
+        with auto_context(config.user_mesh):
+            return [x for i, x in enumerate(storage_leaves(to_auto(leaves), layout.params)) if i in indices]
+
+    return [
+        jax.jit(functools.partial(some, group), out_shardings=[named(config, layout.params[i]) for i in group])
+        for group in groups(layout.params)
+    ]
+
+
+def groups(leaves: tuple[Leaf, ...]) -> Iterator[tuple[int, ...]]:
+    """Group leaves in order. A group is at most half as large as the largest full leaf, or 1/8 of all shards."""
+    local = [leaf.local_bytes for leaf in leaves]
+    largest = max((leaf.bytes for leaf in leaves), default=0)
+    budget = max(largest // 2, sum(local) // MOST_PROGRAMS)
+    group: list[int] = []
+    for i, size in enumerate(local):
+        if group and sum(local[j] for j in group) + size > budget:
+            yield tuple(group)
+            group = []
+        group.append(i)
+    if group:
+        yield tuple(group)

@@ -1,8 +1,7 @@
-"""Carry trees of parameters between the form the user holds and the arrays that are stored.
+"""Convert trees of parameters between the caller's form and lists of stored arrays.
 
-Logical form: plain arrays of the shapes the user gave. Storage form: the same tree with
-a `Padded` node where an array is longer than its logical shape. Whatever comes in, what
-goes out has the same form, so that `jax.tree.map` over both always works.
+A tree in logical form has arrays of logical shape. A tree in storage form has a `Padded` node for each array that is
+padded. A function of zerojax returns trees in the form of its arguments, so that `jax.tree.map` over both works.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
-from zerojax.comm import mesh
+from zerojax.comm.buckets import unflatten
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def leaves_of(params: PyTree) -> list:
-    """Return the leaves of a tree without opening `Padded` nodes."""
+    """Return the leaves of a tree. A `Padded` is one leaf."""
     return jax.tree.leaves(params, is_leaf=is_padded)
 
 
@@ -40,12 +39,12 @@ Form = tuple[int, int] | None
 
 
 def padded_forms(params: PyTree) -> tuple[Form, ...]:
-    """Return the form of each leaf, which may be that of another stage or number of devices."""
+    """Return the form of each leaf. It may come from another stage or another number of devices."""
     return tuple((x.dim, x.storage.shape[x.dim]) if is_padded(x) else None for x in leaves_of(params))
 
 
 def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
-    """Return the stored arrays, whichever form `params` has, in storage shape."""
+    """Return the arrays of `params`, in either form, in storage shape."""
 
     def stored(x, leaf: Leaf):
         if isinstance(x, Padded):
@@ -60,17 +59,17 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
 
 
 def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
-    """Return an array on the device without padding, in logical shape."""
+    """Return the logical array on the device."""
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Move new parameters, given by index, to host memory if they live there. Traced under jit."""
+    """Move new parameters, given by index, back to host memory if they live there. Traced under jit."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
 def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[Form]) -> PyTree:
-    """Undo `storage_leaves`: return the tree in the given forms."""
+    """Undo `storage_leaves`: return a tree of stored arrays, each leaf in the given form."""
 
     def in_form(x: Any, leaf: Leaf, form: Form) -> Any:
         if form is None:
@@ -85,7 +84,7 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
 
 
 def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
-    """Return the forms of a tree in storage: `Padded` where there is padding."""
+    """Return the form of each leaf in storage: `Padded` if there is padding."""
     return tuple(
         (leaf.dim, leaf.storage_shape[leaf.dim])
         if leaf.kind == "sharded" and leaf.dim is not None and leaf.padding > 0
@@ -95,28 +94,23 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
-    """Return the tree of parameters whose arrays are `stored`, in storage form."""
+    """Return a tree of stored arrays in storage form."""
     forms = storage_forms(layout.params)
     if any(forms):
         with contextlib.suppress(ImportError):
-            importlib.import_module("flax.serialization")  # it may be imported later, and would not know a Padded then
+            importlib.import_module("flax.serialization")  # if it were imported later, it would not know a Padded
         known_to_flax()
     return unflatten_params(stored, layout, layout.params, forms)
 
 
 def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
-    """Return a stored array as an optimizer sees it: without padding, unless it is flat."""
+    """Remove the padding of a stored array, unless it is flat. An optimizer sees arrays in this form."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 
 
-def to_storage(config: Config, value: Array, leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """Convert a logical array to storage; see `mesh.to_storage`."""
-    return mesh.to_storage(config.mesh, value, leaf)
-
-
-def constrain(config: Config, stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*storage"]:
-    """Pin a stored array to its layout, inside jit."""
-    return mesh.constrain(config.mesh, stored, leaf)
+def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """Remove the padding of a stored array, and undo its flattening."""
+    return unflatten(stored, leaf) if leaf.kind == "flat" else unpadded(stored, leaf)
 
 
 def pin_to_plan(
@@ -124,8 +118,8 @@ def pin_to_plan(
 ) -> list[Shaped[Array, "*storage"]]:
     """Pin stored arrays to their layout along the data axes, inside jit; arrays in host memory stay as they are.
 
-    `constrain` leaves a replicated leaf to the compiler where the mesh has other axes. In a loop over steps the
-    compiler then shards it between two of them, and gathers it once for the loss and once for the update.
+    `comm.mesh.constrain` leaves a replicated leaf to the compiler where the mesh has other axes. In a loop over steps,
+    the compiler then shards the leaf between two steps, and gathers it once for the loss and once for the update.
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     specs = [leaves[i].local_spec for i in pinned]
@@ -141,35 +135,31 @@ def pin_to_plan(
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
-    """Cast each array to its type. An array of that type is returned unchanged, where it is."""
+    """Cast each array to its type, on the device. An array that has its type is returned unchanged, where it is."""
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    """Return a leaf's layout as a `NamedSharding`, in the memory that it is kept in."""
+    """Return the `NamedSharding` of a leaf, with its memory kind."""
     return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
 def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
-    """Return the layouts of a tree as `NamedSharding`s, one for the node where a leaf is a `Padded`."""
+    """Return the `NamedSharding`s of a tree, with one for each `Padded`."""
     return jax.tree.unflatten(treedef, [named(config, leaf) for leaf in leaves])
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
-    """Return logical shapes."""
+    """Return the logical shapes of leaves."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def gather(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], targets: Sequence[Leaf]
 ) -> list[Array]:
-    """All-gather divided leaves explicitly, flat leaves in one bucket.
+    """All-gather stored arrays, flat leaves in one bucket.
 
-    Args:
-        config: Mesh and axes.
-        stored: Arrays in storage.
-        leaves: How they are sharded.
-        targets: How they are wanted: replicated, then in logical shape; or sharded over fewer axes, in storage shape.
+    A result has the layout of its target: replicated, in logical shape, or sharded over fewer axes, in storage shape.
     """
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)
@@ -181,6 +171,6 @@ def gather(
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=[target.spec for target in targets],
-        # Along an axis that is left to the compiler XLA would gather a leaf first, and then it in full along ours.
-        axis_names={*axes, *axes_of(specs)},
+        # All axes are manual. XLA would first gather a leaf along axes that are left to the compiler.
+        axis_names={*axes, *axes_of(*specs)},
     )(list(stored))

@@ -1,4 +1,4 @@
-"""Name an array that cannot be used as it is given: one that a step has used up, or one of another mesh."""
+"""Name an array that cannot be used: a step has used it up, or it is on another mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,9 @@ from zerojax.config.data_mesh import in_words
 
 @contextlib.contextmanager
 def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
-    """Name the array that a call fails for, where JAX's error does not; a call that succeeds costs nothing.
+    """Replace an error of JAX about an unusable array by one that names the array. A call that succeeds costs nothing.
 
-    Args:
-        mesh: That of the transformation; None where arrays of any may be given.
-        **trees: What was given, by the name of its parameter.
-
-    Raises:
-        ValueError: In place of JAX's error.
+    `mesh` is the mesh of the transformation, or None to accept arrays of any mesh. `trees` are the arguments by name.
     """
     try:
         yield
@@ -34,21 +29,22 @@ def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
 
 
 def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
-    """Explain why the first unusable array cannot be used; empty if all can."""
+    """Explain why the first unusable array cannot be used; empty if all arrays can be used."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             continue
         which = name + jax.tree_util.keystr(path)
         if x.is_deleted():
             return (
-                f"{which} was used up: a step, or a jit that it was donated to, took its memory. Use what that call "
-                f"returned, or copy the array before."
+                f"{which} was used up: a step, or a jit that it was donated to, took its memory. Use the result of "
+                f"that call, or copy the array before the call."
             )
         if mesh is not None and isinstance(x.sharding, NamedSharding) and foreign(x.sharding.mesh, mesh):
             return (
-                f"{which} is on a mesh of {x.sharding.mesh.size} devices {dict(x.sharding.mesh.shape)}, and this "
-                f"transformation's has {mesh.size}, {dict(mesh.shape)} over {in_words(mesh.axis_names)}. Use the "
-                f"transformation that placed it; its tx.unshard(params) gives arrays that another one's tx.shard takes."
+                f"{which} is on a mesh of {x.sharding.mesh.size} devices {dict(x.sharding.mesh.shape)}, and the mesh "
+                f"of this transformation has {mesh.size}, {dict(mesh.shape)} over {in_words(mesh.axis_names)}. Use the "
+                f"transformation that placed the array, or move it: tx.unshard(params) of that transformation returns "
+                f"arrays that tx.shard of another one takes."
             )
     return ""
 

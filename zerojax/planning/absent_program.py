@@ -1,4 +1,4 @@
-"""A step, or any jitted function, lowered for absent GPUs: its arguments become shapes on their mesh."""
+"""Lower a step, or any jitted function, for absent GPUs: its arguments become shapes on a mesh of these GPUs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.explicit import auto_context
+from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
-from zerojax.layout.tree import Layout
 from zerojax.offload.measure import Choice
 from zerojax.planning.read_plan import STATE_PARTS, StepFacts
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
@@ -31,10 +31,7 @@ from zerojax.zero import ZeroTransformation
 class AbsentProgram(NamedTuple):
     """A program for absent GPUs.
 
-    Attributes:
-        lower: Lowers it for a batch, of which shapes are enough.
-        row_multiple: Rows of a batch are a multiple of this.
-        facts: What the program does not say.
+    `lower` takes shapes of a batch, whose rows must be a multiple of `row_multiple`.
     """
 
     lower: Callable[[Any], Any]
@@ -47,16 +44,8 @@ class AbsentProgram(NamedTuple):
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return a step of `train_step` on absent GPUs. Its state is sharded anew for them.
-
-    Raises:
-        TypeError: If `state` is no `ZeroState`.
-    """
-    if not isinstance(state, ZeroState):
-        raise TypeError(
-            f"A step of train_step is planned with its ZeroState, not {type(state).__name__}. Make one with "
-            f"tx.create(params), of which shapes are enough: tx.create(jax.eval_shape(init))."
-        )
+    """Return a step of `train_step` on absent GPUs, with its state sharded anew for these GPUs."""
+    check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
@@ -64,42 +53,41 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
-        # The formula does not count what other axes shard and move.
+        # The formula counts the data axes only. Other axes shard and move arrays, too.
         sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
-        notes=(*str(shapes.plan.matrices or "").splitlines(), *offload_notes(moved, shapes)),
+        notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes)),
     )
     lower = lambda batch: moved.lower(shapes, abstract(batch), *abstract(args))
     return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts)
 
 
+def check_state(state: Any) -> None:
+    """Raise an error unless a state is a `ZeroState`."""
+    if not isinstance(state, ZeroState):
+        raise TypeError(
+            f"A step of train_step needs its ZeroState, not {type(state).__name__}. Make the state with "
+            f"tx.create(params); shapes are enough: tx.create(jax.eval_shape(init))."
+        )
+
+
 def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
     """Return a state of any mesh as shapes on the mesh of a transformation."""
-    params = params_on_mesh(state.plan.layout, tx.config.mesh)
-    shapes = tx.create(params, mutable=abstract(state.mutable))
+    mesh, layout = tx.config.mesh, state.plan.layout
+    # As a user gives parameters: logical shapes, sharded over the mesh axes of the model only.
+    over_others = lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None
+    params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=over_others(leaf)) for leaf in layout.grads]
+    shapes = tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
     if not any(shapes.plan.chunkings):
         return shapes
-    # Where the update runs is measured on live devices, which these are not.
+    # A measurement of live devices would choose where the update runs, and absent devices cannot be measured.
     choice = state.plan.choice or Choice("device", "as long as nothing was measured")
     return shapes.replace(plan=dataclasses.replace(shapes.plan, choice=choice))
 
 
-def params_on_mesh(layout: Layout, mesh: Mesh) -> Any:
-    """Return logical shapes of parameters, sharded over other mesh axes only, as a user gives them."""
-    leaves = [
-        jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None,
-        )
-        for leaf in layout.grads
-    ]
-    return jax.tree.unflatten(layout.treedef, leaves)
-
-
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
-    """Describe what a plan does not show of offloaded state, if there is any."""
+    """Say what a plan does not show about offloaded state. Empty if nothing is offloaded."""
     if not any(state.plan.chunkings):
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
@@ -112,12 +100,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return a jitted function on absent GPUs. Its arguments keep their specs.
-
-    Raises:
-        TypeError: If `f` is not jitted.
-        ValueError: If arguments are on meshes of different axes, or the function names devices.
-    """
+    """Return a jitted function on absent GPUs. Its arguments keep their `PartitionSpec`s."""
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
@@ -130,7 +113,9 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
             f"Put all of them on one mesh."
         )
     given = next(iter(meshes)) if meshes else Mesh(np.array(jax.devices()[:1]), ("data",))
-    axes = given.axis_names if len(given.axis_names) == 1 else batch_axes(batch)
+    rows = {row_axes(sharding) for x in jax.tree.leaves(batch) if (sharding := named_sharding(x)) and sharding.spec}
+    of_batch = rows.pop() if len(rows) == 1 else ()
+    axes = given.axis_names if len(given.axis_names) == 1 else of_batch
     mesh = absent_mesh_like(given, topology, axes=axes)
     context = jax.sharding.get_abstract_mesh()
     move = functools.partial(on_mesh, mesh)
@@ -143,29 +128,18 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
             if not re.search("incompatible devices|memory kind", str(error), re.IGNORECASE):
                 raise
             raise ValueError(
-                "The function names devices of its own, in in_shardings, out_shardings or a sharding constraint, and "
-                "cannot be moved to absent ones. Leave shardings to its arguments, or give specs alone."
+                "The function names devices, in in_shardings, out_shardings or a sharding constraint, so it cannot be "
+                "moved to absent devices. Give shardings to its arguments only, or use PartitionSpecs."
             ) from error
 
-    sharded = [sharding for x in jax.tree.leaves(move(batch)) if (sharding := named_sharding(x))]
-    unsharded = "No argument has a NamedSharding, so every device does the same. Give arguments NamedShardings."
+    unsharded = "No argument has a NamedSharding, so every device does the same work. Give arguments NamedShardings."
     facts = StepFacts() if meshes or mesh.size == 1 else StepFacts(notes=(unsharded,))
-    return AbsentProgram(lower, math.lcm(*map(row_shards, sharded)), facts)
+    sharded = [sharding for x in jax.tree.leaves(move(batch)) if (sharding := named_sharding(x))]
+    shards = [math.prod(mesh.shape[axis] for axis in row_axes(sharding)) for sharding in sharded]
+    return AbsentProgram(lower, math.lcm(*shards), facts)
 
 
-def batch_axes(batch: Any) -> tuple[str, ...]:
-    """Return the mesh axes that the rows of a batch are sharded over, if all leaves agree on them."""
-    specs = [sharding.spec for x in jax.tree.leaves(batch) if (sharding := named_sharding(x))]
-    entries = {spec[0] for spec in specs if len(spec)}
-    return entry_axes(entries.pop()) if len(entries) == 1 else ()
-
-
-def row_shards(sharding: NamedSharding) -> int:
-    """Return the number of shards into which a sharding divides dim 0."""
-    axes = entry_axes(sharding.spec[0]) if len(sharding.spec) else ()
-    return math.prod(sharding.mesh.shape[axis] for axis in axes)
-
-
-def entry_axes(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes of one entry of a `PartitionSpec`."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+def row_axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """Return the mesh axes that divide dim 0, in the order of the mesh."""
+    named = axes_of([sharding.spec[:1]])
+    return tuple(axis for axis in sharding.mesh.axis_names if axis in named)

@@ -1,10 +1,9 @@
-"""Activations of a step, and the parameters gathered at a time.
+"""Measure the activations of a step, and the parameters that stage 3 gathers at a time.
 
-Activations are not estimated but compiled: the plain gradient of the loss, on replicated
-parameters and one device's rows, for one device. Its temporary memory is what the model
-needs on any number of devices, remat and loops as the compiler sees them; its gradients
-are results and not part of it. That is a smaller program than the step's, compiled once
-for stages 0 to 2 and once for stage 3.
+The plain gradient of the loss is compiled for one device, on replicated parameters and one device's rows. Its temporary
+memory is the activations on any number of devices, with remat and loops as the compiler treats them. Gradients are
+results of this program, so its temporary memory does not include them. The program is smaller than a step, and is
+compiled once for stages 0 to 2 and once for stage 3.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ from zerojax.train.typed_loss import TypedLoss, on_one_device
 
 @dataclasses.dataclass(frozen=True)
 class GradientCost:
-    """What the plain gradient of a loss costs at a stage.
+    """The cost of the plain gradient of a loss at a stage.
 
-    Attributes:
-        activations: Temporary bytes, and the device's rows themselves.
-        gathered: Bytes of parameters gathered at a time; 0 below stage 3.
-        compiled: The program.
+    `activations` has bytes of temporary memory and of the device's rows, and `gathered` bytes of parameters gathered at
+    a time.
     """
 
     activations: int
@@ -59,20 +56,10 @@ class GradientCost:
 
 
 class PlainGradient:
-    """The gradient of a loss by plain jit on one device, compiled when asked for, once for each number of rows.
-
-    Attributes:
-        loss: The loss function.
-        args: Shapes of its further arguments.
-    """
+    """The gradient of a loss by plain jit on one device, compiled once per batch shape when its cost is needed."""
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None):
-        """Choose what to compile for: an absent GPU of a kind, or the first device here.
-
-        Raises:
-            ValueError: If the kind is unknown.
-            ModuleNotFoundError: If it is given and the extra `aot` is not installed.
-        """
+        """Choose the device to compile for: an absent GPU of the kind `gpu`, or the first device here."""
         self.loss = loss
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
@@ -80,39 +67,29 @@ class PlainGradient:
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
-        """Return the cost at a stage, given shapes of the rows that a device differentiates at a time."""
+        """Return the cost at a stage, given shapes of one device's rows of one microbatch."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
         if key not in self._costs:
             gathered = program_of(config, layout, self.loss, rows, self.args)
             sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
-            compiled = self._compile(layout, rows, frozenset(sharded - gathered.stacks))
+            accumulated = frozenset(sharded - gathered.stacks)
+            # Stages and meshes that accumulate the same gradients share one program.
+            program = (layout.compute, layout.trained, accumulated, types)
+            if program not in self._compiled:
+                self._compiled[program] = plain_gradient(
+                    layout, self.loss, rows, self.args, mesh=self._mesh, accumulated=accumulated
+                )
+            compiled = self._compiled[program]
             row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
             temporary = memory_analysis(compiled).temp_size_in_bytes
             self._costs[key] = GradientCost(temporary + row_bytes, gathered.bytes, compiled)
         return self._costs[key]
 
-    def _compile(self, layout: Layout, rows: Any, accumulated: frozenset[int]) -> Any:
-        """Compile the program, shared by all stages and meshes that accumulate the same gradients."""
-        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
-        key = (layout.compute, layout.trained, accumulated, types)
-        if key not in self._compiled:
-            compiled = plain_gradient(layout, self.loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
-            self._compiled[key] = compiled
-        return self._compiled[key]
-
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
-    """Return what stage 3 gathers of a loss, read off its program; nothing at the other stages.
-
-    Args:
-        config: Stage and mesh.
-        layout: Layout of the parameters.
-        loss: The loss function.
-        batch: Shapes of the rows.
-        args: Further arguments of the loss.
-    """
+    """Trace a loss and return the parameters that stage 3 gathers for it. Empty at the other stages."""
     if config.stage < 3:
         return WorkingSet()
 
@@ -125,7 +102,7 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Return shapes of the rows that a device differentiates at a time, in the types that the loss sees.
+    """Return shapes of one device's rows of one microbatch, in the types that the loss sees.
 
     Raises:
         ValueError: If devices and microbatches do not divide the batch.
@@ -152,18 +129,12 @@ def plain_gradient(
 ) -> Any:
     """Compile the gradient by plain jit on replicated parameters. Its temporary memory is a device's activations.
 
-    XLA allocates activations in the buffers of gradients that are not computed yet. A
-    gradient that stage 3 shards has no such buffer: here it is added to one that is live
-    from the start. (The gradient of a stacked leaf that a loop fills is live as long as
-    the loop runs.)
+    XLA puts activations into the buffers of gradients that are not computed yet. A gradient that stage 3 shards has no
+    such buffer, so here it is added to a buffer that is live from the start. A stacked leaf needs no such buffer: its
+    gradient is live while the loop that fills it runs.
 
-    Args:
-        layout: Layout of the parameters, of which shapes, types and what is trained are read.
-        loss: The loss function, or another with the same `call`.
-        batch: Rows, as shapes with or without shardings; those without are replicated.
-        args: Further arguments of the loss.
-        mesh: To compile for.
-        accumulated: Indices of the parameters whose gradients are added to live buffers.
+    `accumulated` has the indices of the parameters whose gradients are added to live buffers. Rows without a sharding
+    are replicated.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     leaves = [

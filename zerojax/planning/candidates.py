@@ -1,21 +1,21 @@
-"""Ways to train a model, and what each is estimated to need and to cost.
+"""Ways to train a model, with estimates of their memory and time.
 
-The time of a step is a sum of lower bounds: the kernels of the plain gradient on one
-device's rows (recomputation included), communication, the update's memory traffic, and the
-transfers of offloaded state. Stage 3 communicates during the passes, so the slower of the two
-counts; the other stages communicate after the backward pass.
+The time of a step is a sum of lower bounds: the kernels of the plain gradient on one device's rows, communication, the
+update's memory traffic, and the transfers of offloaded state. Kernels include recomputation. Stage 3 communicates
+during the passes, so the slower of the two counts. The other stages communicate after the backward pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from zerojax.config import Config, DataMesh, Offload, check_count
+from zerojax.config import Config, Offload, check_count
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
@@ -26,31 +26,32 @@ from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import HOST, estimate_stage, sent_bytes
 from zerojax.units import format_bytes
 
-# Estimated peaks of unlike layers are up to this share too high: what exceeds the memory by no more is compiled.
+# The estimated peak of a model with unlike layers is up to this share too high. So a candidate whose estimate exceeds
+# the memory by less than this share is compiled.
 PEAK_MARGIN = 0.25
-# Costs closer than this are equal: estimates are no finer.
+# Costs that differ by less than this share count as equal, because the estimates are not more precise.
 COST_RESOLUTION = 0.02
-MOST_ROWS = 1024  # a device
+MOST_ROWS = 1024  # per device
 # Bytes per second each way between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
 HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to train, and what is estimated of it.
+    """One way to train, and its estimated memory and time.
 
     Attributes:
         devices: Number of GPUs.
         stage: ZeRO stage.
         loss: Name of the loss function.
-        offload: What is offloaded to host memory or disk.
-        rows: Of the global batch.
-        peak: Most bytes on a device; a lower bound if it does not fit whatever the batch.
+        offload: The offload, or None.
+        rows: Rows of the global batch.
+        peak: Most bytes on a device. It is a lower bound if no batch fits.
         offloaded: Bytes in host memory and on disk, per device.
-        seconds: Least time of one row of the global batch; infinite where `peak` is a lower bound.
-        verdict: Whether it was chosen, or why not.
-        shard_axis: As for `zero_shard`; empty: all axes.
-        params_axis: As for `zero_shard`; empty: all axes.
+        seconds: Least time per row of the global batch. Infinite where `peak` is a lower bound.
+        verdict: Why the candidate was chosen or not. Empty before the search.
+        shard_axis: As for `zero_shard`. Empty means all axes.
+        params_axis: As for `zero_shard`. Empty means all axes.
     """
 
     devices: int
@@ -67,13 +68,13 @@ class Candidate:
 
     @property
     def sharding(self) -> str:
-        """Return the option that keeps shards within a host, or that there is none."""
+        """Return the option that keeps shards within a host, or `"all devices"`."""
         options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
         return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
 
     @property
     def placement(self) -> str:
-        """Return the memory of the optimizer state, and `params` if parameters are offloaded."""
+        """Return where the optimizer state is kept, and `params` if parameters are offloaded."""
         if self.offload is None:
             return "device"
         return " + ".join([str(self.offload.optimizer), *(["params"] if self.offload.params else [])])
@@ -91,23 +92,10 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """What is searched, and the GPUs it has to fit.
+    """The options to choose from, and the GPUs that the choice must fit.
 
-    Attributes:
-        gpu: Kind of GPU.
-        stages: ZeRO stages.
-        offloads: What may be offloaded; None: nothing.
-        rows: Of the global batch; None: doubled as long as a row gets cheaper.
-        memory: Bytes of a device that may be used; None: 95% of its memory.
-        link: As for `plan`.
-        network: As for `plan`.
-        host_link: Bytes per second each way between a GPU and its host; None: PCIe's.
-        hosts: Of how many hosts the GPUs are, within which shards may be too; None: shards are over all devices,
-            or as the configuration has it.
-
-    Raises:
-        TypeError: If a number of rows is no integer.
-        ValueError: If a number of rows is below 1, or the memory or the host link not above 0.
+    The fields are options of `plan.fit`. If the number of hosts is given, shards within a host are candidates, too.
+    Otherwise shards are over all devices, or over the axes of the configuration.
     """
 
     gpu: str
@@ -121,27 +109,27 @@ class SearchSpace:
     hosts: int | None = None
 
     def __post_init__(self):
-        """Check rows, memory and host link; `Device` checks the other links."""
+        """Raise an error for bad rows, memory or host link. `Device` checks the other links."""
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
         for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):
             if given is not None and not given > 0:
-                raise ValueError(f"{name} is a GPU's, in bytes{unit}, and must be above 0, not {given}.")
+                raise ValueError(f"{name}= is in bytes{unit} of one GPU and must be above 0, not {given}.")
 
     def device(self, count: int) -> Device:
         """Return one of `count` GPUs."""
         return Device.of(Topology.parse(self.topology(count)), link=self.link, network=self.network)
 
     def topology(self, count: int) -> str:
-        """Return the GPUs as a topology is written."""
+        """Return the text of the topology, such as `"h200:8x8"`."""
         return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
 
     def axes(self, config: Config) -> tuple[str, ...]:
-        """Return the data axes to lay out: hosts and the GPUs of each, where hosts are told apart."""
+        """Return the data axes. If hosts are given, they are hosts and GPUs per host."""
         return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
 
     def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
-        """Return the axes that a stage may shard over, as fields of a configuration: all, or within hosts as well."""
+        """Return the axes that a stage may shard over, as fields of a configuration: all, or within a host."""
         if self.hosts is None:
             return [{}]
         axes = self.axes(config)
@@ -159,7 +147,7 @@ class SearchSpace:
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
-        """Return stages with what they can offload: nothing at stage 0, parameters at stage 3 alone."""
+        """Return the possible pairs: stage 0 offloads nothing, and only stage 3 offloads parameters."""
         return [
             (stage, offload)
             for stage in self.stages
@@ -168,33 +156,23 @@ class SearchSpace:
         ]
 
 
-class Setup(NamedTuple):
-    """A stage, its axes and an offload on a number of devices: all that depends neither on loss nor on batch."""
-
-    config: Config
-    layout: Layout
-    row: StageEstimate
-
-    @classmethod
-    def of(cls, config: Config, params: Any, space: SearchSpace, count: int, chosen: Mapping[str, Any]) -> Setup:
-        """Lay out shapes of parameters; what is chosen, and the mesh, replace those of the configuration."""
-        mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
-        config = dataclasses.replace(config, user_mesh=mesh, **chosen)
-        plan = make_plan(config, params)
-        return cls(config, plan.layout, estimate_stage(config, plan, accumulate=1))
+# Everything that is independent of loss and batch: the configuration of a candidate, its layout and its estimate.
+Setup = tuple[Config, Layout, StageEstimate]
 
 
 def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
     """Estimate every way to train on a number of devices."""
-    setups = [
-        Setup.of(config, params, space, count, {"stage": stage, "offload": offload} | sharding)
-        for stage, offload in space.combinations
-        for sharding in space.shardings(config, count, stage, offload)
-    ]
+    mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
+    setups: list[Setup] = []
+    for stage, offload in space.combinations:
+        for sharding in space.shardings(config, count, stage, offload):
+            chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload, **sharding)
+            plan = make_plan(chosen, params)
+            setups.append((chosen, plan.layout, estimate_stage(chosen, plan, accumulate=1)))
     for name, loss in losses.items():
-        estimated = lambda setup, rows: estimate_candidate(name, loss, setup, batch, space, rows)  # noqa: B023
+        estimated = functools.partial(estimate_candidate, name, loss, batch, space)
         if space.rows is not None:
             yield from (estimated(setup, rows) for rows in space.rows if rows % count == 0 for setup in setups)
             continue
@@ -205,7 +183,7 @@ def candidates(
             for setup in setups:
                 candidate = estimated(setup, rows)
                 yield candidate
-                # Doubling ends with a batch that makes a row no cheaper, or does not fit.
+                # Doubling goes on while some setup fits and makes a row cheaper.
                 is_cheaper = candidate.seconds < (1 - COST_RESOLUTION) * least.get(candidate.variant, math.inf)
                 improves |= is_cheaper and not rejection(candidate, space.usable(count))
                 least[candidate.variant] = candidate.seconds
@@ -213,11 +191,11 @@ def candidates(
 
 
 def estimate_candidate(
-    name: str, loss: PlainGradient, setup: Setup, batch: Any, space: SearchSpace, rows: int
+    name: str, loss: PlainGradient, batch: Any, space: SearchSpace, setup: Setup, rows: int
 ) -> Candidate:
-    """Estimate one candidate. The loss is not compiled for one that fits with no batch."""
+    """Estimate one candidate. The loss is compiled only if the model states fit."""
     config, layout, row = setup
-    least = row.resident + row.update // 2  # the state, and the gradients as the optimizer sees them
+    least = row.resident + row.update // 2  # the state, and the gradients in the optimizer's type
     candidate = Candidate(row.devices, row.stage, name, config.offload, rows, least, row.host + row.disk)
     if space.hosts is not None:
         candidate = dataclasses.replace(candidate, shard_axis=config.shard_axis, params_axis=config.params_axis)
@@ -232,7 +210,7 @@ def estimate_candidate(
 
 
 def rejection(candidate: Candidate, usable: float) -> str:
-    """Explain why a candidate is not worth compiling; empty if it is."""
+    """Explain why a candidate is not worth compiling. Empty if it is worth compiling."""
     if candidate.peak <= (1 + PEAK_MARGIN) * usable:
         return ""
     least = "at least " if candidate.seconds == math.inf else ""
@@ -240,26 +218,17 @@ def rejection(candidate: Candidate, usable: float) -> str:
 
 
 def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
-    """Return the least time of a step's collectives in sequence, each over the links of its own devices."""
+    """Return the least time of a step's collectives in sequence, each over the links of its devices."""
+    names, sizes = zip(*config.data.sizes, strict=True)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    # One group of devices per collective: all devices along its axes, at the first place of every other axis.
+    group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
     sent = sent_bytes(config, layout, accumulate=1)
-    return sum(count / device.ring_bandwidth(group_along(config.data, axes)) for axes, count in sent.items())
-
-
-def group_along(data: DataMesh, axes: tuple[str, ...]) -> list[int]:
-    """Return the devices along some axes, and first along the others, by their number in the mesh."""
-    numbers = np.arange(math.prod(size for _, size in data.sizes)).reshape([size for _, size in data.sizes])
-    return numbers[tuple(slice(None) if name in axes else 0 for name, _ in data.sizes)].ravel().tolist()
+    return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
 
 
 def step_seconds(row: StageEstimate, kernels: float, communication: float, space: SearchSpace) -> float:
-    """Return the least time of a step.
-
-    Args:
-        row: The estimate of its stage.
-        kernels: Seconds of the plain gradient on one device's rows.
-        communication: Seconds of its collectives.
-        space: GPU and links.
-    """
+    """Return the least time of a step, given the least times of the plain gradient's kernels and of communication."""
     device = space.device(row.devices)
     passes = max(kernels, communication) if row.stage == 3 else kernels + communication
     update = 2 * row.resident / device.bandwidth

@@ -1,9 +1,8 @@
 """Check a stage's contract on a compiled gradient or step: memory, elements moved, FLOPs, and overlap.
 
-A "stage 3" that silently keeps the gathered parameters, or gathers them all at once, is the
-commonest failure in JAX; the next is a program in which the compiler moves activations. Here the compiled program is
-compared with the contract, which is of the model and not of the program, and what exceeds it is traced back to leaves
-and to lines.
+The commonest failure in JAX is a "stage 3" that silently keeps the gathered parameters, or gathers all of them at once.
+The second is a program in which the compiler moves activations. `check` compares the compiled program with a contract
+that follows from the model alone. Each excess is a finding, which names leaves and lines of the model.
 """
 
 import dataclasses
@@ -18,15 +17,14 @@ from zerojax.comm.explicit import auto_context, to_auto, with_types
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
 from zerojax.gpus.topology import absent_mesh_like
-from zerojax.inspect.held import held_at_once
 from zerojax.inspect.hlo import read
-from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.memory import held_at_once, memory_analysis
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.tree import layout_of
 from zerojax.placement.storage import padded_forms
-from zerojax.planning.absent_program import state_shapes
+from zerojax.planning.absent_program import check_state, state_shapes
 from zerojax.planning.contract import Checked, WithMutable, contract_of
 from zerojax.planning.findings import (
     MIB,
@@ -54,32 +52,30 @@ ABSENT: Any = object()
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A compiled gradient, or a whole step, beside the contract of its stage.
+    """A compiled gradient, or a whole step, compared with the contract of its stage.
 
     Attributes:
         stage: ZeRO stage.
         devices: Data-parallel workers.
         peak: Bytes per device: arguments, results and temporary memory.
-        floor: The same with the temporary memory of plain jit on replicated parameters,
-            which gathers nothing, and three times the largest layer of the model: one in use,
-            one prefetched, and its gradients. Of a step, which returns no gradients, these too, and what the update
-            takes if that is more than the activations.
-        gathered: Elements of parameters all-gathered, full tensors.
-        gathered_formula: Elements that the stage gathers at most.
-        reduced: Elements of gradients reduce-scattered or all-reduced, full tensors.
-        reduced_formula: Elements that the stage reduces at most.
-        activations: Bytes of everything else that the loss moves between the devices along the data axes: activations
-            that are gathered, summed, exchanged or shifted.
-        activations_formula: The same of plain jit on replicated parameters.
-        update: Of a step, bytes that the compiler moves for the optimizer's update, beside what owners of matrices
-            exchange; else None.
+        floor: Bytes that the contract allows: arguments, results, the temporary memory of plain jit on replicated
+            parameters, and three times the largest layer of the model (a layer in use, a prefetched layer, and
+            gradients). For a step, also its gradients, and the update's memory if this exceeds the activations.
+        gathered: Elements of parameters all-gathered, as full tensors.
+        gathered_formula: Most elements that the stage gathers.
+        reduced: Elements of gradients reduce-scattered or all-reduced, as full tensors.
+        reduced_formula: Most elements that the stage reduces.
+        activations: Bytes of everything else that the loss moves along the data axes: activations that are gathered,
+            summed, exchanged or shifted.
+        activations_formula: Bytes of activations that plain jit moves on replicated parameters.
+        update: For a step, bytes that the compiler moves for the optimizer's update, without the exchanges between
+            owners of matrices. None for a gradient.
         flops: FLOPs of a device's matrix products, by the type of the operands.
-        flops_formula: FLOPs of plain jit's, in all.
-        hidden: Share of the collective bytes hidden by matrix products; None on CPU, whose
-            collectives are synchronous.
-        findings: What exceeds the contract, with leaves and lines of the model.
+        flops_formula: FLOPs of plain jit's matrix products, of all types.
+        hidden: Share of the collective bytes that matrix products hide. None on CPU, whose collectives are synchronous.
+        findings: Sentences about each excess, with leaves and lines of the model.
         rules: At stage 3, for each rule by which the engine decides (docs/stage3.md), the equations on parameters
-            that fell under it, each with its line of the loss.
+            that fell under the rule, each with its line of the loss.
     """
 
     stage: int
@@ -159,33 +155,31 @@ def check(
 ) -> Check:
     """Compile the gradient of a loss, or a whole training step, and compare it with the contract of its stage.
 
-    `check(tx, loss_fn, params, batch, *args)` checks the gradient; `check(step, state, batch, *args)`, with a step of
-    `tx.train_step`, everything that it does: microbatches, the optimizer's update, and the gathers after it. Of
-    offloaded state that is the program up to the gradients.
+    `check(tx, loss_fn, params, batch, *args)` checks the gradient. `check(step, state, batch, *args)`, with a step of
+    `tx.train_step`, checks the whole step: microbatches, the optimizer's update, and the gathers after the update. With
+    offloaded state, it checks the program up to the gradients.
 
-    Nothing is run. Printed, the result says peak memory beside its floor, elements of parameters moved
-    beside the formula, activations moved beside plain jit's, FLOPs beside plain jit's and by type, the share of
-    communication hidden by matrix products, and for each finding the leaves and the lines of the model that cause it,
-    why, and what to change.
+    Nothing is run. Print the result for a table of the program's figures and the contract's. For each finding it says
+    which leaves and lines of the model cause the excess, why, and what to change.
 
     Args:
-        tx: From `zero_shard`; or a step of `train_step`.
-        loss_fn: As for `value_and_grad`; of a step its `ZeroState`, of which shapes are enough.
-        params: Parameters in any form; shapes are enough. Of a step the batch.
-        batch: The global batch; shapes are enough. Of a step its further arguments begin here.
+        tx: From `zero_shard`, or a step of `train_step`.
+        loss_fn: As for `value_and_grad`. For a step: its `ZeroState`; shapes are enough.
+        params: Parameters in any form; shapes are enough. For a step: the batch.
+        batch: The global batch; shapes are enough. For a step: its first further argument.
         *args: Further arguments of the loss.
-        topology: Absent GPUs to compile for, as `"h200:8"` or `"h100:8x8"`; needs the
-            extra `aot`. Default: the mesh of `tx`.
-        has_aux: As for `value_and_grad`; a step has its own.
-        weighted: As for `value_and_grad`; a step has its own.
+        topology: Absent GPUs to compile for, such as `"h200:8"` or `"h100:8x8"`. This needs the extra `aot`. Default:
+            the mesh of `tx`.
+        has_aux: As for `value_and_grad`. A step has its own option.
+        weighted: As for `value_and_grad`. A step has its own option.
 
     Returns:
-        A `Check`; its `ok` says whether the contract is kept.
+        A `Check`. Its `ok` says whether the contract is kept.
 
     Raises:
-        TypeError: If a step is not given a `ZeroState`, or `tx` is neither.
-        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names
-            them: it is compared with plain jit, which has none.
+        TypeError: If a step is not given a `ZeroState`, or `tx` is neither a transformation of `zero_shard` nor a step.
+        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names mesh axes. Plain
+            jit, with which the loss is compared, has no axes.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
     if isinstance(tx, Step):
@@ -194,7 +188,7 @@ def check(
     if not isinstance(tx, ZeroTransformation) or batch is ABSENT:
         raise TypeError(
             f"check takes (tx, loss_fn, params, batch) with tx from zero_shard, or (step, state, batch) with a step of "
-            f"tx.train_step; here the first is a {type(tx).__name__}{' and there is no batch' * (batch is ABSENT)}."
+            f"tx.train_step. The first argument is a {type(tx).__name__}{' and there is no batch' * (batch is ABSENT)}."
         )
     shapes = to_auto(logical_shapes(params, keep_shardings=topology is None))
     config = on_topology(tx.config, topology)
@@ -211,16 +205,8 @@ def check(
 
 
 def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: str | None) -> Check:
-    """Check a training step, as `check` does.
-
-    Raises:
-        TypeError: If `state` is no `ZeroState`.
-    """
-    if not isinstance(state, ZeroState):
-        raise TypeError(
-            f"A step of train_step is checked with its ZeroState, not {type(state).__name__}. Make one with "
-            f"tx.create(params), of which shapes are enough: tx.create(jax.eval_shape(init))."
-        )
+    """Check a training step, as `check` does."""
+    check_state(state)
     config, accumulate = on_topology(step.config, topology), step.options.accumulate
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
@@ -232,18 +218,13 @@ def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: 
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
-    """Return a configuration on absent GPUs, or unchanged."""
+    """Return the configuration on absent GPUs. It is unchanged if `topology` is None."""
     mesh = config.user_mesh if topology is None else absent_mesh_like(config.user_mesh, topology, axes=config.axis)
     return dataclasses.replace(config, user_mesh=mesh)
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:
-    """Compare a compiled program with the contract of its stage.
-
-    Args:
-        compiled: The gradient, or the step.
-        checked: What it differentiates.
-    """
+    """Compare a compiled gradient or step with the contract of its stage."""
     config, layout = checked.config, checked.layout
     memory, contract = memory_analysis(compiled), contract_of(checked)
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -262,7 +243,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
     itemsize = max((leaf.dtype.itemsize for leaf in layout.params), default=0)
     orders = config.stage == 3 and compat.keeps_barriers(config.mesh.devices.flat[0].platform)
     findings = [
-        *memory_findings(peak, floor, contract, of_kind(found, "all-gather")),
+        *memory_findings(peak, floor, contract, (piece for piece in found if piece.kind == "all-gather")),
         *(held_findings(held_at_once(module, gathers), contract, floor, itemsize) if orders else []),
         *volume_findings("gathered", gathered, contract.gathered, gathers),
         *volume_findings("reduced", reduced, contract.reduced, reductions),
@@ -293,7 +274,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
 
 
 def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
-    """Return the pieces that move along the data axes. The model also moves pieces along the other axes."""
+    """Return the pieces that move along the data axes. Other pieces belong to the model's own axes."""
     mesh, data = config.mesh, config.data.batch
     for piece in found:
         at = np.unravel_index(piece.collective.group, mesh.devices.shape)
@@ -301,13 +282,8 @@ def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
             yield piece
 
 
-def of_kind(found: Iterable[Piece], kind: str) -> list[Piece]:
-    """Return the pieces of one kind of collective."""
-    return [piece for piece in found if piece.kind == kind]
-
-
 def _elements(which: Sequence[Piece], fmt: str | None, wire: Wire | None) -> int:
-    """Return elements that are moved. Bytes of quantised ones count as the elements they stand for."""
+    """Return how many elements are moved. Bytes of quantised elements count as these elements."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
         return moved

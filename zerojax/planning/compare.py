@@ -1,4 +1,4 @@
-"""`compare`: run a loss on one device and on the mesh, and report leaf by leaf where the two differ."""
+"""Run a loss on one device and on the mesh, and report leaf by leaf where the results differ."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config
 from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.comparison import Comparison, NonFinite
 from zerojax.planning.nonfinite import origins
 from zerojax.planning.options import LossOptions
@@ -26,7 +27,7 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 STEPS = 2
-# Sums over many rows in another order differ by this in float32; in a narrower type by two of its units.
+# A sum over many rows in another order differs by this share in float32, and by two units in a narrower type.
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 
 
@@ -42,33 +43,32 @@ def compare(
     accumulate: int = 1,
     **options: Unpack[LossOptions],
 ) -> Comparison:
-    """Take two steps on one device and on the mesh, and say leaf by leaf where they differ.
+    """Take two steps on one device and on the mesh, and report leaf by leaf where the results differ.
 
-    One device runs plain JAX and optax on the entire batch. Compared are the loss, the
-    gradients that the optimizer is given, the parameters after each update, and where the
-    loss has them its mutable state and aux. All products are computed in full float32.
-    Where the loss, a gradient or a parameter is not finite, the result names the leaf and
-    the line of the model that makes the first NaN.
+    One device runs plain JAX and optax on the entire batch. `compare` compares the loss, the optimizer's gradients, the
+    parameters after each update, and the loss's mutable state and aux. All products are computed in full float32. If
+    the loss, a gradient or a parameter is not finite, the result names the leaf, and the line of the model that makes
+    the first NaN.
 
     Args:
-        tx: From `zero_shard`; its stage is replaced, and its offload dropped where a stage has none.
+        tx: From `zero_shard`. Its stage is replaced, and its offload is dropped where a stage does not support it.
         loss_fn: As for `train_step`.
-        params: Parameters in any form; arrays, as small as the model allows. One device
-            holds all of them, their gradients and their optimizer state.
-        batch: The global batch; arrays. The same for both steps.
+        params: Parameters in any form, as arrays. Make the model small: one device holds all parameters, their
+            gradients and their optimizer state.
+        batch: The global batch, as arrays. Both steps take the same batch.
         *args: Further arguments of the loss.
         stages: ZeRO stages to compare, one or several.
-        mutable: As for `create`; if it is given, the loss is as for `train_step(mutable=True)`.
-        accumulate: As for `train_step`; one device takes all rows at once.
+        mutable: As for `create`. If it is given, the loss is as for `train_step(mutable=True)`.
+        accumulate: As for `train_step`. One device takes all rows at once.
         **options: `has_aux` and `weighted`, as for `train_step`.
 
     Returns:
-        A `Comparison`; its `ok` says whether both give the same, but for rounding.
+        A `Comparison`. Its `ok` says whether the results agree up to rounding.
 
     Raises:
-        TypeError: If `tx` is not of `zero_shard`, or the loss is no function.
-        ValueError: If an argument is of shapes, no stage is given or one is unknown, the mesh
-            is of absent devices, or devices and microbatches do not divide the batch.
+        TypeError: If `tx` is not from `zero_shard`, or the loss is not a function.
+        ValueError: If an argument has shapes instead of arrays, there is no stage or an unknown stage, the mesh has
+            absent devices, or devices and microbatches do not divide the batch.
     """
     if not isinstance(tx, ZeroTransformation):
         raise TypeError(
@@ -87,15 +87,10 @@ def compare_step(
 ) -> Comparison:
     """Compare a training step, with its options, as `compare` does.
 
-    Args:
-        step: Of `train_step`.
-        state: Of `create`; its parameters and mutable state count, and are left as they are.
-        batch: The global batch.
-        *args: Further arguments of the step.
-        stages: ZeRO stages to compare, one or several.
+    The runs start from the parameters and the mutable state of `state`, which is not changed.
 
     Raises:
-        TypeError: If the step is not of `train_step`, or the state not of `create`.
+        TypeError: If the step is not from `train_step`, or the state not from `create`.
         ValueError: As `compare`.
     """
     if not (isinstance(step, Step) and isinstance(state, ZeroState)):
@@ -116,13 +111,13 @@ def run_and_compare(
     given = {"params": params, "mutable": mutable, "batch": batch, "args": args}
     configs = [at_stage(step.config, stage) for stage in stages]
     check_given(step, given, stages)
-    # On GPU the products of float32 have 10 bits unless told otherwise, and rounding would look like a difference.
+    # By default, a GPU multiplies float32 with 10 bits, and rounding would look like a difference.
     with jax.default_matmul_precision("highest"):
         reference = Reference.of(step, **given)
         tolerance = max(FLOAT32_TOLERANCE, NARROW_UNITS * reference.unit)
         states, expected = reference.run(reference.start, STEPS)
         if (nonfinite := find_nonfinite(reference, states, {None: expected})) is not None:
-            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # what differs from a NaN says nothing
+            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # every leaf differs from a NaN
         noise = reference.noise(expected)
         runs = {config.stage: run_sharded(step.under(config), **given) for config in configs}
         nonfinite = find_nonfinite(reference, states, runs)
@@ -136,12 +131,7 @@ def run_and_compare(
 
 
 def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> None:
-    """Refuse what cannot be run.
-
-    Raises:
-        ValueError: If an argument has shapes, there is no stage, the mesh is of absent devices, or
-            devices and microbatches do not divide the batch.
-    """
+    """Raise an error unless the steps can run; see `compare`."""
     for path, x in jax.tree_util.tree_flatten_with_path(given)[0]:
         if isinstance(x, jax.ShapeDtypeStruct):
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
@@ -155,10 +145,9 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return the configuration at another stage that keeps the gradients, and offloads what that stage can.
+    """Return the configuration at another stage, with a transformation that keeps its gradients.
 
-    Raises:
-        ValueError: If the stage is unknown.
+    The offload keeps only what the stage supports.
     """
     offload = config.offload if stage else None
     if offload is not None and stage != 3:
@@ -177,26 +166,18 @@ def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) 
 
 
 def kept_gradients(state: ZeroState) -> Any:
-    """Return the gradients that the optimizer got, the first leaves of its state, in logical shapes."""
+    """Return the optimizer's gradients, in logical shapes. They are the first leaves of its state."""
     plan = state.plan
     arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
-    values = [logical(joined(x) if is_chunked(x) else x, leaf) for x, leaf in zip(arrays, plan.state, strict=False)]
-    return plan.trained.treedef.unflatten(values)
-
-
-def logical(stored: Any, leaf: Leaf) -> np.ndarray:
-    """Return an array in storage without its padding, on the host, in logical shape."""
-    x = np.asarray(stored)
-    return x[: leaf.size].reshape(leaf.shape) if leaf.kind == "flat" else x[tuple(slice(n) for n in leaf.shape)]
+    stored = [jnp.asarray(np.asarray(joined(x) if is_chunked(x) else x)) for x in arrays]  # on one device
+    return plan.trained.treedef.unflatten(map(in_logical_shape, stored, plan.state))
 
 
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
-    """Return the first leaf that is not finite, and where that begins.
+    """Return the first leaf that is not finite, and the lines that make it.
 
-    Args:
-        reference: Run where a line is looked for.
-        states: Of the reference, before each step.
-        runs: What each step gave, by stage; the reference's by None.
+    `states` has the reference's state before each step. `runs` has the results of each step, by stage; the reference's
+    results have the key None.
     """
     workers = reference.plain.program.config.data.workers
     for stage, snapshots in runs.items():
@@ -204,7 +185,7 @@ def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[An
             if (leaf := first_nonfinite(found, reference.before)) is None:
                 continue
             begins = ()
-            if leaf[0] != "parameters":  # the mesh alone: some device's rows make it
+            if leaf[0] != "parameters":  # if only the mesh makes it, then on the rows of some device
                 shares = range(workers) if stage is not None else [None]
                 each = (origins(reference.plain.value_and_grad, **reference.inputs(states[k], i)) for i in shares)
                 begins = next(filter(None, each), ())

@@ -1,4 +1,4 @@
-"""What `compare` found: each leaf of each step on the mesh beside one device, and where a NaN begins."""
+"""The result of `compare`: how each leaf of each step differs from one device, and where a NaN begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HINTS = {
     'the rows of one device or microbatch. Take view="global" and no microbatches.',
     "parameters": "The gradients are the same and the update is not: please report the optimizer.",
     "mutable": "The mutable state is averaged over the devices, or passed from one microbatch to the next.",
-    "aux": "aux is averaged over devices and microbatches: mark what it is (zerojax.Sum, zerojax.Rows).",
+    "aux": "aux is averaged over devices and microbatches: wrap sums in zerojax.Sum and rows in zerojax.Rows.",
 }
 
 
@@ -30,11 +30,11 @@ class Difference:
         stage: ZeRO stage on the mesh.
         step: 1 or 2.
         quantity: `"value"` (of the loss), `"gradient"`, `"parameters"`, `"mutable"` or `"aux"`.
-        path: The leaf, as `jax.tree_util.keystr` writes it; empty for the value.
-        difference: Largest absolute difference, relative to the leaf's largest magnitude on one
-            device, or absolute if that is 0; NaN if one of them is not finite.
-        allowed: What rounding explains, in the same unit.
-        shapes: Both shapes where they are not the same; else empty.
+        path: The leaf, as `jax.tree_util.keystr` writes it. Empty for the value.
+        difference: Largest absolute difference, relative to the leaf's largest magnitude on one device. It is absolute
+            if this magnitude is 0, and NaN if one of the two values is not finite.
+        allowed: The largest difference that rounding explains, in the same unit.
+        shapes: Both shapes if they differ. Otherwise empty.
     """
 
     stage: int
@@ -47,12 +47,12 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Return whether rounding explains it."""
+        """Return whether rounding explains the difference."""
         return self.difference <= self.allowed
 
     @property
     def share(self) -> float:
-        """Return the difference as a share of what is allowed."""
+        """Return the difference as a share of the allowed difference."""
         return self.difference / self.allowed if self.allowed else (0.0 if self.ok else math.inf)
 
 
@@ -61,11 +61,11 @@ class NonFinite:
     """The first leaf that is not finite.
 
     Attributes:
-        stage: ZeRO stage, or None: on one device already.
+        stage: ZeRO stage, or None if the leaf is not finite on one device either.
         step: 1 or 2.
         quantity: `"value"`, `"gradient"` or `"parameters"`.
-        path: The leaf; empty for the value.
-        origins: Where the first NaN, and an inf before it, are made; empty if not by the loss.
+        path: The leaf. Empty for the value.
+        origins: Where the loss makes the first NaN, and an inf before it. Empty if the loss makes neither.
     """
 
     stage: int | None
@@ -75,25 +75,25 @@ class NonFinite:
     origins: tuple[Origin, ...]
 
     def __str__(self) -> str:
-        """Return leaf, then line."""
+        """Return the leaf, then the line that makes it."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
-        by_line = {origin.where: origin for origin in self.origins}  # of one line the NaN says enough
+        by_line = {origin.where: origin for origin in self.origins}  # a line's NaN replaces its inf
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
         return f"not finite: {self.quantity}{self.path} of step {self.step} {where}: {begins}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Steps on the mesh beside the same steps on one device.
+    """Steps on the mesh, compared with the same steps on one device.
 
     Attributes:
         stages: ZeRO stages that were compared.
         devices: Data-parallel workers of the mesh.
-        steps: Updates taken.
-        tolerance: Relative difference allowed everywhere, by the narrowest type the loss
-            computes in; a leaf that rounding moves farther on one device is allowed more.
-        leaves: Every leaf of every step and stage; none if one device is not finite already.
-        nonfinite: The first leaf that is not finite; None if all are.
+        steps: Number of updates.
+        tolerance: Relative difference that every leaf may have, by the narrowest type of the loss's computation. A leaf
+            that rounding moves farther on one device may differ more.
+        leaves: Every leaf of every step and stage. Empty if a leaf on one device is not finite.
+        nonfinite: The first leaf that is not finite. None if all are finite.
     """
 
     stages: tuple[int, ...]
@@ -105,7 +105,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Return whether the mesh gives what one device gives, and all of it is finite."""
+        """Return whether the mesh and one device agree, and all leaves are finite."""
         return self.nonfinite is None and not self.differing
 
     @property
@@ -115,7 +115,7 @@ class Comparison:
         return tuple(sorted(bad, key=lambda leaf: (leaf.step, QUANTITIES.index(leaf.quantity))))
 
     def __str__(self) -> str:
-        """Return the largest difference per quantity and stage, then the leaves that differ, and why they may."""
+        """Return the largest difference per quantity and stage, then the differing leaves, then a likely reason."""
         present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
         if not self.leaves:
             return str(self.nonfinite)
@@ -134,7 +134,7 @@ class Comparison:
         return "\n".join([*lines, *self._differing_lines()])
 
     def _differing_lines(self) -> list[str]:
-        """Return one line per leaf of a step, its stages together."""
+        """Return one line per differing leaf of a step, with all its stages."""
         groups: dict[tuple, list[Difference]] = {}
         for leaf in self.differing:
             groups.setdefault((leaf.step, leaf.quantity, leaf.path), []).append(leaf)
@@ -153,5 +153,5 @@ class Comparison:
 
 
 def max_of(values: list[float]) -> float:
-    """Return the largest value; NaN if one is NaN, 0 if there are none."""
+    """Return the largest value. NaN if any value is NaN, 0 if there are no values."""
     return next((x for x in values if x != x), max(values, default=0.0))

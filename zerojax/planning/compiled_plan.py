@@ -1,17 +1,19 @@
-"""`Plan`, what a compiled step would do on absent GPUs: memory by part, collectives, the least time; and its tables."""
+"""`Plan`: memory by part, collectives and the least time of a compiled step on absent GPUs, and its tables."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax.gpus.topology import Topology
-from zerojax.inspect.collectives import Collective, Collectives
+from zerojax.inspect.collectives import Collective, CompiledCollectives
 from zerojax.inspect.overlap import Overlap
 from zerojax.inspect.roofline import Roofline
 from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds")
 MOST_WAITS = 3
+TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
+TIMES |= {"communication": "communication", "of which exposed": "exposed", "step": "seconds"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,25 +21,24 @@ class Plan:
     """A step, compiled for absent GPUs.
 
     Attributes:
-        topology: The GPUs, as `"h200:8"`.
-        devices: Number of them.
-        batch: Rows of the global batch; None if the leaves of a function's batch differ.
-        memory: Bytes per device by part; `peak` is their sum. `temporary` are activations,
-            gradients and gathered parameters; `results` are those that do not alias donated
-            arguments.
+        topology: The GPUs, such as `"h200:8"`.
+        devices: Number of GPUs.
+        batch: Rows of the global batch. None if the leaves of a function's batch have different numbers of rows.
+        memory: Bytes per device by part; `peak` is their sum. `temporary` has activations, gradients and gathered
+            parameters. `results` has the results that do not alias donated arguments.
         capacity: Bytes of a device's memory.
-        usable: Of these, bytes that the program may take.
+        usable: Bytes of a device's memory that the program may take.
         overlap: Every collective, with the matrix products that hide it.
         roofline: The least time of a step, by its parts.
-        waits: Seconds that kernels wait for collectives in a step, by the leaf and line that cause these; the longest
-            first. They are simulated at the same rates, and count what products hide in part.
-        sent_formula: Bytes a device sends in a step by the stage's formula; None if it is
-            no step of zerojax, or the mesh has other axes.
-        host: Bytes per device that are offloaded to host memory, by the estimate.
-        disk: The same, on disk.
-        largest_batch: Rows of the largest global batch that fits, 0 if none does; None if it was not asked for.
-        notes: What these figures do not show, in sentences.
-        text: The compiled program; HLO.
+        waits: Seconds that kernels wait for collectives in a step, by the collective's leaf and line, the longest
+            first. They are simulated at the rates of `roofline`.
+        sent_formula: Bytes that a device sends per step by the stage's formula. None if the program is not a step of
+            zerojax, or the mesh has axes that do not divide the batch.
+        host: Bytes per device in host memory, by the estimate.
+        disk: Bytes per device on disk, by the estimate.
+        largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None if it was not searched.
+        notes: Sentences about what these figures leave out.
+        text: The compiled program, as HLO text.
     """
 
     topology: str
@@ -67,34 +68,35 @@ class Plan:
         return self.peak <= self.usable
 
     @property
-    def collectives(self) -> Collectives:
+    def collectives(self) -> CompiledCollectives:
         """Return every collective of the program."""
-        return Collectives(f.collective for f in self.overlap.in_flight)
+        return CompiledCollectives(f.collective for f in self.overlap.in_flight)
 
     @property
     def sent(self) -> int:
-        """Return bytes a device sends in a step, over rings. A loop of unknown trip count counts as one iteration."""
+        """Return bytes that a device sends in a step, over rings. A loop of unknown length counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
 
     @property
     def exposed(self) -> int:
         """Return the part of `sent` that no matrix product hides."""
-        return Collectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
+        return CompiledCollectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
 
     @property
     def across_hosts(self) -> int:
         """Return the part of `sent` in collectives whose groups have devices of several hosts."""
         per_host = Topology.parse(self.topology).per_host
-        return Collectives(c for c in self.collectives if _spans_hosts(c, per_host)).moved(unknown_once=True).sent
+        across = CompiledCollectives(c for c in self.collectives if _spans_hosts(c, per_host))
+        return across.moved(unknown_once=True).sent
 
     @property
     def hidden(self) -> float:
-        """Share of the collectives' bytes that matrix products hide."""
+        """Return the share of the collectives' bytes that matrix products hide."""
         return self.overlap.hidden_share
 
     @property
     def waiting(self) -> float:
-        """Share of the simulated step in which kernels wait for collectives."""
+        """Return the share of the simulated step in which kernels wait for collectives."""
         waits = sum(self.waits.values())
         return waits / (self.roofline.kernels + waits) if waits else 0.0
 
@@ -104,7 +106,7 @@ class Plan:
         return self.roofline.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures, ready for JSON, without the program's text."""
+        """Return all figures as values for JSON, without the program's text."""
         fields = dataclasses.asdict(dataclasses.replace(self, text="", overlap=Overlap(())))
         derived = {name: getattr(self, name) for name in DERIVED}
         columns = ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name")
@@ -116,7 +118,7 @@ class Plan:
         return fields | derived | {"collectives": listed}
 
     def __str__(self) -> str:
-        """Return tables of memory, what is sent, and time; then notes."""
+        """Return tables of memory, bytes sent, and time. Notes follow."""
         line = lambda name, *cells: f"  {name:24s}" + "".join(f"{cell:>12s}" for cell in cells)
         verdict = f"  of {format_bytes(self.usable)} usable: {'fits' if self.fits else 'does not fit'}"
         rows = "" if self.batch is None else f", {self.batch:,} rows"
@@ -132,7 +134,8 @@ class Plan:
             lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
             lines += [line(*row) for row in self._kinds()]
             lines.append(line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
-        lines += ["time, at least", *(line(name, format_seconds(time)) for name, time in self._times().items())]
+        lines.append("time, at least")
+        lines += [line(name, format_seconds(getattr(self.roofline, part))) for name, part in TIMES.items()]
         if self.waits:
             most = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in list(self.waits.items())[:MOST_WAITS])
             waits = line("kernels wait", format_seconds(sum(self.waits.values())))
@@ -140,31 +143,20 @@ class Plan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Return collectives by kind, type and whether they cross hosts: how often, how much, how much hidden."""
+        """Return rows of collectives by kind, type and whether they cross hosts: times, bytes and hidden share."""
         topology, groups = Topology.parse(self.topology), dict[tuple, list]()
         for f in self.overlap.in_flight:
             between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)
             groups.setdefault((f.collective.kind, f.collective.dtype, between), []).append(f)
         rows = []
         for (kind, dtype, between), members in groups.items():
-            group, which = Overlap(tuple(members)), Collectives(f.collective for f in members)
+            group, which = Overlap(tuple(members)), CompiledCollectives(f.collective for f in members)
             times, sent = sum(c.times_if_once for c in which), which.moved(unknown_once=True).sent
             name = f"{kind} {dtype}" + ", hosts" * between
             rows.append((name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"))
         return rows
 
-    def _times(self) -> dict[str, float]:
-        r = self.roofline
-        return {
-            "matrix products": r.products,
-            "memory traffic": r.memory,
-            "kernels": r.kernels,
-            "communication": r.communication,
-            "of which exposed": r.exposed,
-            "step": r.seconds,
-        }
-
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
-    """Return whether a collective's group has devices of several hosts."""
+    """Return whether a collective joins devices of several hosts."""
     return len({device // per_host for device in c.group}) > 1

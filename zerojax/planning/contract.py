@@ -1,7 +1,7 @@
-"""What a stage may move, compute and hold for a model: the contract that a compiled program is checked against.
+"""The contract of a stage: what a compiled gradient or step may move, compute and hold for a model.
 
-It is of the model and not of the program: element counts of the layout, and what plain jit needs on replicated
-parameters. A gradient and a whole step have one each.
+The contract follows from the model: from element counts of its layout, and from the program that plain jit compiles of
+its loss on replicated parameters. It does not depend on the program that is checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.comm.wire import Encoding
+from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.gather import WorkingSet
 from zerojax.inspect.hlo import Module, read
@@ -35,16 +35,9 @@ from zerojax.train.typed_loss import TypedLoss
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What is differentiated, for a gradient or a step.
+    """The gradient or step that is checked.
 
-    Attributes:
-        config: Stage and mesh; of real or absent devices.
-        layout: Layout of the parameters.
-        loss: The loss function, or another with the same `call`.
-        batch: The batch, as shapes with shardings.
-        args: Further arguments of the loss.
-        accumulate: Microbatches a device and step.
-        plan: Of a step, how everything is sharded; None: only a gradient is computed.
+    `loss` is any object with the `call` of a `Loss`. `batch` has shapes with shardings. `plan` is None for a gradient.
     """
 
     config: Config
@@ -57,31 +50,29 @@ class Checked:
 
     @property
     def microbatch(self) -> Any:
-        """Return the rows that are differentiated at a time."""
-        one = lambda x: jax.ShapeDtypeStruct(
-            (x.shape[0] // self.accumulate, *x.shape[1:]), x.dtype, sharding=x.sharding
-        )
-        return self.batch if self.accumulate == 1 else jax.tree.map(one, self.batch)
+        """Return the shapes of one microbatch."""
+        part = lambda x: x.update(shape=(x.shape[0] // self.accumulate, *x.shape[1:]))
+        return self.batch if self.accumulate == 1 else jax.tree.map(part, self.batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """What a stage may take at most.
+    """The most that a stage may take.
 
     Attributes:
         temporary: Bytes of temporary memory.
-        gathered: Elements of parameters gathered, full tensors.
-        reduced: Elements of gradients reduced, full tensors.
-        replicated: Of these, elements of gradients that stay replicated: they are all-reduced.
-        gradients: Elements of all gradients, each once, as plain jit reduces them.
-        sizes: Elements of each gradient, and of a layer of each that may be a stack.
-        is_even: Whether the devices divide the rows of each microbatch, those that the loss itself makes too: of others
-            no sum over rows can be divided.
+        gathered: Elements of parameters gathered, as full tensors.
+        reduced: Elements of gradients reduced, as full tensors.
+        replicated: The part of `reduced` in gradients that stay replicated, which are all-reduced.
+        gradients: Elements of all gradients, each counted once. Plain jit reduces these.
+        sizes: Elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack.
+        is_even: Whether the devices divide the rows of each microbatch, and of each microbatch that the loss makes
+            itself. Otherwise a sum over rows cannot be divided.
         flops: FLOPs of a device's matrix products.
         plain: The program of plain jit.
-        times: How often plain jit's gradient is computed in the program.
-        update: Whether the compiler may move what it likes for the optimizer's update.
-        program: What stage 3 gathers of the loss.
+        times: How often the program computes plain jit's gradient.
+        update: Whether the optimizer's update may move any number of bytes.
+        program: The parameters that stage 3 gathers for the loss.
     """
 
     temporary: int
@@ -99,18 +90,18 @@ class Contract:
 
 
 def contract_of(checked: Checked) -> Contract:
-    """Compile what plain jit does with the same loss, and add up what the stage adds.
+    """Compile the loss's gradient by plain jit, and add what the stage may take in addition.
 
     Raises:
-        ValueError: If the loss names mesh axes, of which plain jit has none.
+        ValueError: If the loss names mesh axes, because plain jit has no axes.
     """
     config, layout, rows = checked.config, checked.layout, checked.microbatch
     try:
         plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)
     except NameError as error:
         raise ValueError(
-            "The loss function names a mesh axis, as in lax.pmean, and plain jit, with which check compares it, has "
-            "none. Check it without that collective."
+            "The loss function names a mesh axis, as in lax.pmean. check compares it with plain jit, which has no mesh "
+            "axes. Check it without that collective."
         ) from error
     trained = [leaf for leaf in layout.trained_only().params if is_float(leaf)]
     program = program_of(config, layout, checked.loss, rows, checked.args)
@@ -125,10 +116,10 @@ def contract_of(checked: Checked) -> Contract:
         gathered += gathered_after_update(plan)
         update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
         of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
-        if products:  # of matrices, of which an owner has some whole
+        if products:  # a matrix optimizer: an owner holds whole matrices
             of_update += memory_analysis(compiled).temp_size_in_bytes
         temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
-    elif config.stage < 3:  # plain jit's results are all gradients, and its activations may lie in their buffers
+    elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold its activations
         types = dict(zip((leaf.path for leaf in layout.params), layout.compute, strict=True))
         temporary += sum(leaf.size * np.dtype(types[leaf.path]).itemsize for leaf in trained)
     reduced, replicated = reduced_elements(checked, program)
@@ -150,28 +141,27 @@ def contract_of(checked: Checked) -> Contract:
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Return whether a parameter is of a type with gradients."""
+    """Return whether a parameter's type has gradients."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def sharded_params(layout: Layout) -> list[Leaf]:
-    """Return the parameters that the stage gathers on use."""
-    return [leaf for leaf in layout.params if is_float(leaf) and leaf.dim is not None]
-
-
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return elements of each parameter, as often as the loss's own loop over microbatches uses it."""
+    """Return elements of each parameter, times the microbatches of the loss's own loop that uses it."""
     return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    """Return elements that forward and backward passes gather."""
+    """Return how many elements the forward and backward passes gather."""
     sizes, passes = sizes_of(checked.layout, program), 2 if checked.config.reshard_after_forward else 1
-    return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded_params(checked.layout))
+    sharded = [leaf for leaf in checked.layout.params if is_float(leaf) and leaf.dim is not None]
+    return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
 
 
 def gathered_after_update(plan: ShardingPlan) -> int:
-    """Return elements that are gathered of updated parameters: all of a replicated one, a part of a divided one."""
+    """Return how many elements of updated parameters are gathered.
+
+    A replicated parameter is gathered whole. A parameter whose gradient is divided further is gathered to its shard.
+    """
     pairs = zip(plan.trained.params, plan.grads, strict=True)
     return sum(
         grad.size if leaf.dim is None else grad.size // leaf.shards
@@ -181,7 +171,7 @@ def gathered_after_update(plan: ShardingPlan) -> int:
 
 
 def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
-    """Return elements that are reduced, and those of them whose gradients stay replicated."""
+    """Return how many elements are reduced, and how many of these belong to gradients that stay replicated."""
     config, sizes = checked.config, sizes_of(checked.layout, program)
     trained = checked.layout.trained_only()
     grads = trained.grads if checked.plan is None else checked.plan.grads
@@ -192,7 +182,7 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
         if not is_float(param):
             continue
         leaf = grad if param.dim is None else param
-        # In hybrid sharding each shard is reduced across, too.
+        # In hybrid sharding each shard is also reduced across the hosts.
         again = leaf.kind != "replicated" and not set(config.data.batch) <= set(leaf.axes)
         hops = each * _hops(config, leaf) + again * each / leaf.shards
         total += int(sizes[param.path] * hops)
@@ -201,8 +191,8 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return how often an element of a gradient is reduced. Quantised ones are reduced axis by axis."""
-    if Encoding(wire=config.wire).reduce_codec(leaf) is None:
+    """Return how often an element of a gradient is reduced. Quantised gradients are reduced axis by axis."""
+    if Encoding(formats=config.wire).reduce_codec(leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 
@@ -221,7 +211,7 @@ def plain_update(plan: ShardingPlan, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WithMutable:
-    """A loss whose mutable state is the first of its further arguments, for what knows only arguments."""
+    """A loss that takes its mutable state as its first further argument."""
 
     loss: Loss
 

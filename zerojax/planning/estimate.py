@@ -1,10 +1,8 @@
-"""Bytes per device and bytes sent, for every stage side by side, before anything is built.
+"""Estimate bytes per device and bytes sent, for every stage, before anything is built.
 
-The optimizer's state is measured on the transformation itself (`jax.eval_shape` of its
-`init`) and sharded as training will shard it. What is estimated are the model states, and
-the parameters gathered at a time at stage 3. Activations depend on the model's code: given
-the loss and a batch, its gradient is compiled for one device, and with that the peak of a
-step is known on any number of devices.
+The optimizer's state is measured with `jax.eval_shape` of the transformation's `init`, and sharded as in training.
+Activations depend on the model's code, so they need the loss and a batch: the gradient is compiled for one device,
+which gives the peak of a step on any number of devices.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -26,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.comm.explicit import auto_context
 from zerojax.comm.mesh import resolve_axes
-from zerojax.config import STAGES, Config, LeafMask, Precision, Wire, check_count
+from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
@@ -56,34 +54,34 @@ def estimate(
 ) -> Estimate:
     """Estimate bytes per device and bytes sent per step, for every stage, without building anything.
 
-    Given the loss and a batch, the peak of a step too: the gradient is compiled for one
-    device (which takes seconds), and its temporary memory is the activations of any stage.
+    With the loss and a batch, also estimate the peak of a step. This compiles the gradient for one device and takes
+    seconds.
 
     Args:
-        model: A number of parameters (`7.5e9`; they are taken for one long vector); or a
-            tree of parameters, shapes being enough; or a Flax module.
-        tx: The transformation; its state is measured. Default: `optax.adam`.
-        devices: Data-parallel workers; several numbers give several rows a stage. Or hosts x GPUs, such as
-            `"h100:128x8"`: the axes are then `"host"` and `"gpu"`, and bytes across hosts are told apart.
+        model: A number of parameters (such as `7.5e9`, taken as one long vector), a tree of parameters or of their
+            shapes, or a Flax module.
+        tx: The transformation, whose state is measured. Default: `optax.adam`.
+        devices: Data-parallel workers. Several numbers give several rows per stage. Or hosts x GPUs, such as
+            `"h100:128x8"`: then the axes are `"host"` and `"gpu"`, and bytes across hosts have a column.
         stages: ZeRO stages, in the order of the rows.
-        accumulate: Microbatches a step; stages 2 and 3 send more with more of them.
-        inputs: What a Linen module's `init` takes beside the key; shapes are enough.
-        loss_fn: As for `train_step`; None leaves activations and peak unknown.
+        accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
+        inputs: Arguments of a Linen module's `init` after the key; shapes are enough.
+        loss_fn: As for `train_step`. Without it, activations and peak are unknown.
         batch: The global batch; shapes are enough.
-        **options: `args`, further arguments of the loss. `gpu`, an absent GPU to compile for, as `"h200"`, which needs
-            the extra `aot`. By default it is the first device here; what XLA fuses differs between CPU and GPU, and
-            so do activations. As for `zero_shard`: `precision` (for a number of parameters bfloat16 unless
-            given), `offload` (not at stage 0), `persist_below` (of no effect for a number of
-            parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at the stages that can carry it), and of hosts
-            `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3); as for `train_step`: `has_aux`, `weighted`.
+        **options: `args`: further arguments of the loss. `gpu`: an absent GPU to compile for, such as `"h200"`, which
+            needs the extra `aot`. The default is the first device here. XLA fuses differently on CPU and GPU, so
+            activations differ. As for `train_step`: `has_aux`, `weighted`. As for `zero_shard`: `precision` (default
+            for a number of parameters: bfloat16), `offload` (ignored at stage 0), `persist_below` (ignored for a
+            number of parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at stages that support it), and with
+            hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3).
 
     Returns:
         Rows in the order of `devices`, then of `stages`.
 
     Raises:
-        TypeError: If the model is none of these, a count is no integer, or an option is unknown.
-        ValueError: If a count is not positive, a stage unknown, the batch cannot be divided, or
-            a loss is given without a batch or for a mere number of parameters.
+        TypeError: If `model` has another type, a count is not an integer, or an option is unknown.
+        ValueError: If a count is not positive, a stage is unknown, the batch cannot be divided, or a loss is given
+            without a batch or for a number of parameters.
         ModuleNotFoundError: If `gpu` is given and the extra `aot` is not installed.
 
     References:
@@ -93,20 +91,11 @@ def estimate(
         >>> round(estimate(7.5e9, devices=64)[1].total / 1e9, 1)
         31.4
     """
-    check_count("accumulate", accumulate, "microbatches", least=1)
-    if isinstance(tx, ZeroTransformation):
-        raise TypeError(
-            "estimate wraps tx itself, at every stage: give the transformation that zero_shard wraps, and its options "
-            "as options, such as precision=."
-        )
     number = float(model) if isinstance(model, numbers.Real) else None
+    check_arguments(tx, loss_fn, batch, accumulate, number)
     tx = optax.adam(1e-3) if tx is None else tx
     gpu, args = options.pop("gpu", None), options.pop("args", ())
     loss_options, others = split_options(options)
-    if loss_fn is not None and number is not None:
-        raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
-    if loss_fn is not None and not jax.tree.leaves(batch):
-        raise ValueError("The peak of a loss needs the global batch, too. Give batch=; shapes are enough.")
     plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, **loss_options), tuple(args), gpu)
     rows, size, trained = [], 0, 0
     for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
@@ -123,13 +112,27 @@ def estimate(
             rows.append(row if number is None else dataclasses.replace(row, gathered=None))
             size = sum(leaf.size for leaf in layout.params)
             trained = sum(layout.params[i].size for i in layout.trained)
-    if number is not None:  # without the elements that round it up
+    if number is not None:  # without the elements that `vector` adds
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
 
 
+def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: float | None) -> None:
+    """Raise an error if arguments of `estimate` do not go together."""
+    check_count("accumulate", accumulate, "microbatches", least=1)
+    if isinstance(tx, ZeroTransformation):
+        raise TypeError(
+            "tx is a transformation of zero_shard, and estimate wraps tx itself, at every stage. Give the "
+            "transformation that zero_shard wraps, and its options as options, such as precision=."
+        )
+    if loss_fn is not None and number is not None:
+        raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
+    if loss_fn is not None and not jax.tree.leaves(batch):
+        raise ValueError("The peak of a loss needs the global batch, too. Give batch=; shapes are enough.")
+
+
 def mesh_axes(devices: int | str) -> dict[str, Any]:
-    """Return the mesh and data axes of a number of devices, or of hosts with some each."""
+    """Return the mesh and data axes of a number of devices, or of a topology."""
     if not isinstance(devices, str):
         check_count("devices", devices, "devices", least=1)
         return {"user_mesh": abstract_mesh(devices)}
@@ -139,7 +142,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
-    """Return the options of `zero_shard` for one stage of a model, or of a mere number of parameters."""
+    """Return the options of `zero_shard` for one stage. `number` is None for a model with known shapes."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
         raise TypeError(
             f"estimate() has no option {unknown[0]!r}. It has {', '.join(EstimateOptions.__annotations__)}."
@@ -153,26 +156,17 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
     if stage < 3:
         changed["params_axis"] = ()
     if wire := options.get("wire"):
-        changed["wire"] = wire_of_stage(wire, stage, known_shapes=number is None)
+        everywhere = {} if number is None else {"where": lambda path, leaf: True}
+        gather, feedback = wire.gather if stage == 3 else None, wire.error_feedback and stage == 3
+        of_stage = dataclasses.replace(wire, gather=gather, error_feedback=feedback, **everywhere)
+        changed["wire"] = of_stage if gather or (wire.reduce and stage) else None
     if number is not None:
         changed |= {"persist_below": 0, "precision": options.get("precision") or Precision.bf16()}
     return options | changed
 
 
-def wire_of_stage(wire: Wire, stage: int, *, known_shapes: bool) -> Wire | None:
-    """Return the part of it that a stage can use; for a mere number of parameters, all of it."""
-    changes: dict[str, Any] = {"gather": wire.gather if stage == 3 else None}
-    changes["error_feedback"] = wire.error_feedback and stage == 3
-    changes |= {} if known_shapes else {"where": lambda path, leaf: True}
-    return dataclasses.replace(wire, **changes) if changes["gather"] or (wire.reduce and stage) else None
-
-
 def vector(count: float, devices: int) -> PyTree:
-    """Return parameters of which only the number is known: one vector, rounded up so that the devices divide it.
-
-    Raises:
-        ValueError: If the number is below 1.
-    """
+    """Return one vector of `count` parameters, rounded up so that the devices divide it."""
     if not 1 <= count < np.inf:
         raise ValueError(f"The model has {count} parameters; a count of at least 1 is required, such as 7.5e9.")
     size = int(count)
@@ -183,7 +177,7 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
     """Return the shapes of a model's parameters.
 
     Raises:
-        TypeError: If it is no tree of arrays or shapes, and no Flax module that `inputs` initialise.
+        TypeError: If the model is neither a tree of arrays or shapes nor a Flax module that `inputs` initialise.
     """
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
@@ -191,9 +185,9 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
             return jax.eval_shape(model.init, jax.random.key(0), *inputs)
         except Exception as error:
             raise TypeError(
-                f"estimate cannot initialise {name}: {error}\nGive an instance of the module, and what its init takes "
-                f"beside the key: estimate(module, inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)); or the shapes "
-                f"of its parameters, as jax.eval_shape(module.init, key, x)."
+                f"estimate cannot initialise {name}: {error}\nGive an instance of the module and the inputs of its "
+                f"init: estimate(module, inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)). Or give the shapes of "
+                f"its parameters: jax.eval_shape(module.init, key, x)."
             ) from error
     if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if it was imported
         model = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
@@ -202,8 +196,8 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
     if 0 < len(others) < len(leaves):
         path, x = others[0]
         raise TypeError(
-            f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__}, no array: estimate takes the parameters of a "
-            f"model alone. Give its arrays, such as equinox.filter(model, equinox.is_array)."
+            f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__} and not an array. estimate takes only the "
+            f"parameters of a model. Give its arrays, such as equinox.filter(model, equinox.is_array)."
         )
     if not leaves or others:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What exceeds a contract, in sentences: how much, which leaf or line, why, and what to change."""
+"""Describe each excess over a contract: how much, which leaf or line, why, and what to change."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from zerojax.planning.contract import Contract
 
 MIB = 2**20
 MOST_CAUSES = 5
-# Tolerances of the contract: what is within them is no finding.
+# Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-# What the compiler does to an array that zerojax did not label, and why, as far as that is known.
+# Likely reasons for which the compiler adds a collective that zerojax did not label.
 WHY = {
-    "all-gather": "what reads it takes every row of it, or divides another dim than the one that holds the rows",
-    "all-reduce": "it is a sum over a dim that the compiler has divided, of which each device has a part",
-    "reduce-scatter": "it is a sum over a dim that the compiler has divided, of which each device wants a part",
-    "all-to-all": "the compiler exchanges rows: what reads it divides another dim than what makes it",
-    "ragged-all-to-all": "the compiler exchanges rows between devices, each as many as it needs",
-    "collective-permute": "the compiler shifts rows between devices: it is sliced, padded or reshaped along the rows",
-    "collective-broadcast": "one device has it, and all want it",
+    "all-gather": "the operation that reads the array takes all rows, or divides a dim that does not hold the rows",
+    "all-reduce": "the array is a sum over a dim that the compiler divides, so each device has a partial sum",
+    "reduce-scatter": "the array is a sum over a dim that the compiler divides, and each device needs a part of it",
+    "all-to-all": "the compiler exchanges rows: one operation divides another dim than the next",
+    "ragged-all-to-all": "the compiler exchanges rows between devices, as many as each device needs",
+    "collective-permute": "rows are shifted between devices: an array is sliced, padded or reshaped along rows",
+    "collective-broadcast": "one device has the array, and all devices need it",
 }
 IN_GLOBAL_VIEW = (
     "Keep the rows of the batch in one dim of each array there, without picking or reordering them, or, if the loss is "
@@ -39,12 +39,10 @@ IN_DEVICE_VIEW = (
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """What a program moves that is no parameter.
+    """Arrays other than parameters that a program moves.
 
-    Attributes:
-        pieces: Each with the bytes that count: a sum that completes the gradients counts as theirs.
-        completed: Elements of sums that are gradients, which the compiler reduced in place of zerojax: all-reduces.
-        completing: Those sums.
+    `pieces` has each piece with its bytes, without the part of a sum that completes gradients. `completing` has these
+    sums, and `completed` the elements of gradients that the compiler all-reduced.
     """
 
     pieces: tuple[tuple[Piece, int], ...]
@@ -63,15 +61,13 @@ class Exchanged:
 
 
 def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> Exchanged:
-    """Tell activations from gradients that the compiler sums, among what zerojax did not label.
+    """Divide the pieces without a label of zerojax into activations and gradients that the compiler sums.
 
-    A sum of the compiler's has no name. One of the backward pass that is as large as a gradient is one; of the others
-    as many elements as the gradients still lack, since the compiler joins small arrays into one.
+    The compiler's sums have no names. A sum of the backward pass with as many elements as a gradient counts as a
+    gradient. The compiler also joins small arrays, so other sums count as gradients up to the number of elements that
+    is still missing.
 
-    Args:
-        found: The pieces of a program that cross its data axes.
-        gradients: Elements of gradients that are reduced, in all.
-        sizes: Elements of each gradient, and of a layer of each that may be a stack.
+    `found` has the pieces that cross the data axes. See `Contract` for `gradients` and `sizes`.
     """
     others, sums, completing, lacking = [], [], [], gradients
     for piece in found:
@@ -96,7 +92,7 @@ def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> 
 
 
 def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, contract: Contract) -> list[str]:
-    """Find activations that are moved beyond what plain jit moves, by kind and line of the model."""
+    """Find activations that plain jit does not move, by collective and line of the model."""
     over = moved.bytes - contract.times * plain.bytes
     if over <= _slack(contract) + (VOLUME_SLACK - 1) * contract.times * plain.bytes:
         return []
@@ -104,7 +100,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
     beyond = sorted(((size - theirs[key], key) for key, size in ours.items() if size > theirs[key]), reverse=True)
     remedy = IN_GLOBAL_VIEW if config.view == "global" else IN_DEVICE_VIEW
     return [
-        f"{size / MIB:,.1f} MiB of activations are moved beyond plain jit's, {_noun(kind)}{_what(moved, kind, line)} "
+        f"{size / MIB:,.1f} MiB of activations are moved beyond plain jit's, {_what(moved, kind, line)} "
         f"at {line}: {WHY[kind]}. {remedy}."
         for size, (kind, line) in beyond[:MOST_CAUSES]
         if size > 0.01 * over
@@ -121,17 +117,17 @@ def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
         if piece.kind == "all-reduce":
             sizes[piece.line] += piece.bytes
     if any(ROWS_UNKNOWN in piece.op_name for piece in moved.completing):
-        why = "zerojax lost sight of the rows of the batch on the way there, and left the sum to the compiler"
+        why = "zerojax could not follow the rows of the batch to the product, and left the sum to the compiler"
     else:
-        why = "The compiler had summed over the rows before zerojax could"
+        why = "The compiler summed over the rows before zerojax could divide the sum"
     return [
-        f"{over:,d} elements of gradients are all-reduced by the compiler where their product stands, twice the bytes "
-        f"of a reduce-scatter, and each device keeps its shard. Most: {_listed(sizes)}. {why}. {IN_GLOBAL_VIEW}."
+        f"{over:,d} elements of gradients are all-reduced by the compiler at their product, although each device keeps "
+        f"a shard: twice the bytes of a reduce-scatter. Most: {_listed(sizes)}. {why}. {IN_GLOBAL_VIEW}."
     ]
 
 
 def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Find what the compiler moves for an update that should move nothing."""
+    """Find bytes that the compiler moves for an update that should move nothing."""
     if contract.update or moved.of_update <= _slack(contract):
         return []
     sizes: Counter[str] = Counter()
@@ -140,8 +136,8 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
             sizes[f"{piece.kind} of {piece.op_name.rpartition('/')[2]}"] += size
     return [
         f"{moved.of_update / MIB:,.1f} MiB are moved for the optimizer's update, which is computed shard by shard: "
-        f"{_listed(sizes)}. Something in it joins elements of several devices; print(state.plan) says which leaves it "
-        "keeps replicated."
+        f"{_listed(sizes)}. An operation of the update joins elements of several devices. "
+        "print(state.plan) lists the replicated leaves."
     ]
 
 
@@ -158,27 +154,24 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 
 
 def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
-    """Find more parameters gathered at the same time than one use and what is fetched ahead of it.
+    """Find parameters that are gathered at the same time beyond one use and its prefetch.
 
-    Args:
-        held: Gathers whose results are held at the same time.
-        contract: Of the model.
-        floor: Bytes of memory, beside which a few more do not count.
-        itemsize: Of the widest parameter: XLA:CPU widens narrow types.
+    `held` has the gathers whose results are held at the same time. `itemsize` is that of the widest parameter, because
+    XLA:CPU widens narrow types.
     """
     size = sum(min(piece.bytes // max(piece.collective.times_if_once, 1), itemsize * piece.once) for piece in held)
     if size - contract.program.bytes <= (MEMORY_SLACK - 1) * floor:
         return []
     return [
-        f"{len(held)} parameters are gathered at the same time, {size / MIB:,.1f} MiB; one use, and what is fetched "
-        f"ahead, is {contract.program.bytes / MIB:,.1f}. Most: {causes_of(held)}. Nothing makes one wait for another: "
-        "each reads only what is there from the start, as lookups in several tables do. Stack those of one shape and "
-        "loop over them with lax.scan."
+        f"{len(held)} parameters are gathered at the same time, {size / MIB:,.1f} MiB. One use and its prefetch need "
+        f"{contract.program.bytes / MIB:,.1f}. Most: {causes_of(held)}. No use waits for another, because each reads "
+        "only inputs of the loss, such as lookups in several tables. Stack parameters of one shape and loop over them "
+        "with lax.scan."
     ]
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Find products beyond plain jit's."""
+    """Find matrix products that plain jit does not compute."""
     formula, program = contract.flops, contract.program
     if flops <= FLOPS_SLACK * formula:
         return []
@@ -188,13 +181,13 @@ def flops_findings(flops: int, contract: Contract) -> list[str]:
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
     """Find elements of parameters or gradients that are moved beyond the formula."""
-    if elements <= VOLUME_SLACK * formula + FREE * len(which):  # norms, weights and counts are scalars, and free
+    if elements <= VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
         return []
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
 
 
 def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
-    """Find communication that no product hides."""
+    """Find communication that no matrix product hides."""
     if not hiding.in_flight or hiding.hidden_share >= LEAST_HIDDEN:
         return []
     exposed = pieces(module, (f.collective for f in hiding.exposed))
@@ -202,7 +195,7 @@ def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
 
 
 def causes_of(which: Iterable[Piece]) -> str:
-    """Return the leaves and lines that cause some collectives, most bytes first."""
+    """Return the leaves and lines that cause collectives, most bytes first."""
     sizes: Counter[str] = Counter()
     for piece in which:
         sizes[piece.cause] += piece.bytes
@@ -214,7 +207,7 @@ def _listed(sizes: Counter[str]) -> str:
 
 
 def _slack(contract: Contract) -> float:
-    """Return bytes that are small compared with what the stage moves anyway."""
+    """Return bytes that are small compared with the stage's own communication."""
     return (VOLUME_SLACK - 1) * 4 * (contract.gathered + contract.reduced)
 
 
@@ -226,14 +219,11 @@ def _by_line(moved: Exchanged, times: int) -> Counter[tuple[str, str]]:
     return sizes
 
 
-def _noun(kind: str) -> str:
-    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
-
-
 def _what(moved: Exchanged, kind: str, line: str) -> str:
-    """Return the largest array of a kind at a line, and along which dim it is gathered."""
+    """Describe the largest collective of a kind at a line: its array, and the dim along which it is gathered."""
     found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
     c = max(found, key=lambda piece: piece.bytes).collective
     array = max(c.arrays, key=lambda array: array.bytes)
     along = f" along dim {c.dim}" if kind == "all-gather" and c.dim is not None and len(c.arrays) == 1 else ""
-    return f" of {array.dtype}[{','.join(map(str, array.shape))}]{along}"
+    article = "an" if kind.startswith("a") else "a"
+    return f"{article} {kind} of {array.dtype}[{','.join(map(str, array.shape))}]{along}"

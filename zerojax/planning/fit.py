@@ -1,4 +1,4 @@
-"""The cheapest way to train that fits: candidates are estimated, ordered by cost, and compiled until one fits."""
+"""Find the cheapest way to train that fits: estimate candidates, order them by cost, and compile until one fits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerojax.units import format_bytes, format_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The cheapest way to train that fits, and the others.
+    """The cheapest way to train that fits, and all other candidates.
 
     Attributes:
-        chosen: The first in order of preference whose compiled step fits.
-        plan: Its compiled step.
+        chosen: The first candidate, in order of preference, whose compiled step fits.
+        plan: The plan of `chosen`.
         tried: All candidates in order of preference, the fewest devices first, each with its verdict.
     """
 
@@ -29,7 +29,7 @@ class Fit:
     tried: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        """Return the choice, then a table: for each stage, loss and offload the preferred batch."""
+        """Return the choice, then a table with the preferred batch for each stage, loss and offload."""
         shown: dict[tuple, Candidate] = {}
         for candidate in self.tried:
             if candidate.variant not in shown or candidate == self.chosen:
@@ -63,16 +63,10 @@ def search(
     counts: Sequence[int],
     compile_plan: Callable[[Candidate], Plan],
 ) -> Fit:
-    """Find the cheapest candidate that fits on the first number of devices on which one does.
+    """Find the cheapest candidate that fits, on the first number of devices with such a candidate.
 
-    Args:
-        config: Transformation, axes and types; stage, mesh and offload are replaced.
-        losses: The loss by name, those of equal cost in order of preference.
-        params: Shapes of the parameters.
-        batch: Shapes of a batch; dim 0 is replaced.
-        space: What is searched, and the GPUs it has to fit.
-        counts: Numbers of devices, in order.
-        compile_plan: Compiles a candidate's step.
+    Candidates replace the stage, mesh and offload of `config`, and dim 0 of `batch`. Of two losses of equal cost, the
+    first is preferred.
 
     Raises:
         ValueError: If nothing fits.
@@ -98,7 +92,7 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Order the cheapest first. Among equals: no offload, low stage, shards over all, early loss, small batch."""
+    """Yield the cheapest first. At equal cost: no offload, low stage, shards over all, early loss, small batch."""
     rest = sorted(estimated, key=lambda c: c.seconds)
     within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
     simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)
@@ -109,16 +103,16 @@ def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iter
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
-    """Return the error for the case that nothing fits."""
+    """Return the message of the error that nothing fits."""
     among = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if not tried:
         return (
             f"No candidate for {among} {space.gpu}: no number of devices divides rows={space.rows}, or no stage of "
-            f"{tuple(space.stages)} can offload as offload= says. Give rows that are a multiple of the devices."
+            f"{tuple(space.stages)} supports offload=. Give rows that are a multiple of the devices, or other stages."
         )
     nearest = min(tried, key=lambda c: c.peak / space.usable(c.devices))
     return (
         f"Nothing fits {among} {space.gpu}. The nearest is {nearest}, on {nearest.devices}: it needs "
-        f"{format_bytes(nearest.peak)} a device, of which {format_bytes(space.usable(nearest.devices))} may be used. "
+        f"{format_bytes(nearest.peak)} per device, and {format_bytes(space.usable(nearest.devices))} may be used. "
         f"Give more devices, a loss with remat, fewer rows, or an offload= that offloads more."
     )

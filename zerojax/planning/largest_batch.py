@@ -1,25 +1,20 @@
-"""The search for the largest batch that fits, with few compilations."""
+"""Search for the largest batch that fits, with few compilations."""
 
 from collections.abc import Callable
 
-PATIENCE = 8  # compilations after which interpolation is given up for bisection
+PATIENCE = 8  # number of compilations after which bisection replaces interpolation
 ROUND_BITS = 5
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
     """Return the largest round count whose peak is at most `usable`.
 
-    Peaks are almost linear over round counts; over others they jump, as the compiler pads.
-    So the next guess is where the line through the two peaks nearest to the limit meets it.
-    The search ends at two neighbours of which one fits and one does not, both compiled.
+    Peaks are almost linear over round counts. Over other counts they jump, because the compiler pads. So the next guess
+    is where the line through the two peaks nearest to `usable` meets `usable`. The search ends when two neighbouring
+    round counts are compiled, and one fits and the other does not.
 
-    Args:
-        peak: Bytes for a count of at least 1; costs a compilation.
-        usable: Bytes.
-        start: The first guess; at least 1, need not be round.
-
-    Returns:
-        The count; 0 if even 1 does not fit.
+    `peak` returns the bytes for a count of at least 1, by a compilation. `start` is the first guess. It need not be
+    round. The result is 0 if a count of 1 does not fit.
     """
     peaks: dict[int, float] = {}
     fits, exceeds, guess = 0, None, start
@@ -31,7 +26,7 @@ def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int
 
 
 def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int | None) -> int:
-    """Return a round count between one that fits and one that does not, if one that does not is known."""
+    """Return a round count above `fits`, and below `exceeds` if that is known."""
     guess = 8 * fits if exceeds is None else (fits + exceeds) // 2
     if 2 <= len(peaks) <= PATIENCE:
         (a, x), (b, y) = sorted(sorted(peaks.items(), key=lambda item: abs(item[1] - usable))[:2])

@@ -1,4 +1,4 @@
-"""Where a function makes its first NaN: its jaxpr is evaluated equation by equation, each one's results tested."""
+"""Find where a function makes its first NaN: evaluate its jaxpr and test the results of each equation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TESTS = {"inf": jnp.isinf, "nan": jnp.isnan}
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where values that are not finite begin.
+    """The first NaN or inf of a function.
 
     Attributes:
         kind: `"nan"` or `"inf"`.
-        primitive: The operation of JAX that makes the first, of operands that have none; "" if it was given.
-        where: The line of the model, as "model.py:12", "" if it is in none; or the argument it was given in.
+        primitive: The operation of JAX that makes the value from other operands. Empty if an argument has it.
+        where: The line of the model, such as "model.py:12", or the argument. Empty if no line of the model is known.
     """
 
     kind: str
@@ -33,20 +33,14 @@ class Origin:
         """Describe the origin."""
         if not self.primitive:
             return f"the first {self.kind} is given in {self.where}"
-        return f"the first {self.kind} is made by {self.primitive} at {self.where or 'a line of no model'}"
+        return f"the first {self.kind} is made by {self.primitive} at {self.where or 'an unknown line'}"
 
 
 def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
-    """Find where a function makes its first NaN, and its first inf where that comes before.
+    """Find where a function makes its first NaN, and its first inf if the inf comes before the NaN.
 
-    An inf alone is often meant, as in a mask: callers ask when a result is not finite.
-
-    Args:
-        fn: Traced; run on the default device one equation at a time.
-        **given: Its arguments, trees of arrays.
-
-    Returns:
-        In the order in which they are made. Empty if there are none.
+    The function is traced, then run on the default device one equation at a time. An inf alone is often intended, as in
+    a mask. So call this only if a result is not finite.
     """
     for name, tree in given.items():
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -58,19 +52,14 @@ def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
     return tuple(walk.found.values())
 
 
+@dataclasses.dataclass
 class Walk:
-    """One evaluation, and the first of each kind that it met.
+    """An evaluation that remembers the first NaN and the first inf, by kind, in the order of evaluation."""
 
-    Attributes:
-        found: By kind, in the order of evaluation.
-    """
-
-    def __init__(self):
-        """Begin with nothing found."""
-        self.found: dict[str, Origin] = {}
+    found: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def run(self, jaxpr: Any, consts: Sequence, values: Sequence, line: str) -> list:
-        """Evaluate a jaxpr; `line` is of the equation that calls it."""
+        """Evaluate a jaxpr. `line` is the line of the equation that calls it."""
 
         def rule(eqn, values):
             results = compat.evaluate_one(eqn, values)
@@ -84,39 +73,36 @@ class Walk:
         return evaluate(jaxpr, consts, values, rule)
 
     def enter(self, eqn: Any, values: Sequence, line: str) -> None:
-        """Evaluate what an equation calls, to name the line inside."""
-        name = eqn.primitive.name
+        """Evaluate the jaxpr that an equation calls, to name the line inside."""
         if (loop := compat.loop_of(eqn)) is not None:
             self.enter_loop(loop, values, line)
-        elif name == "cond":
+        elif eqn.primitive.name == "cond":
             self.run(*compat.opened(eqn.params["branches"][int(values[0])]), values[1:], line)
-        elif compat.is_remat(eqn):
-            self.run(*compat.opened(eqn.params["jaxpr"]), values, line)
-        elif (body := compat.called(eqn)) is not None:
+        elif (body := eqn.params["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
             self.run(*compat.opened(body), values, line)
 
     def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:
-        """Evaluate a loop's iterations up to the first that makes one."""
-        body, before = compat.opened(loop.body), len(self.found)
+        """Evaluate a loop's iterations up to the first iteration that makes a NaN."""
+        body = compat.opened(loop.body)
         split = loop.consts + loop.carry
         consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
         for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
             results = self.run(*body, [*consts, *carry, *(x[i] for x in xs)], line)
-            if len(self.found) > before:
+            if "nan" in self.found:
                 return
             carry = results[: loop.carry]
 
 
 def has(kind: str, values: Sequence) -> bool:
-    """Return whether any of some arrays has a NaN, or an inf."""
+    """Return whether any of the arrays has a NaN, or an inf."""
     return any(bool(TESTS[kind](x).any()) for x in values if is_float(x))
 
 
 def has_before(kind: str, values: Sequence) -> bool:
-    """Return whether operands explain a nonfinite result: a NaN comes from a NaN, an inf from either."""
+    """Return whether operands explain a result: a NaN comes from a NaN, and an inf from an inf or a NaN."""
     return has("nan", values) or (kind == "inf" and has("inf", values))
 
 
 def is_float(x: Any) -> bool:
-    """Return whether a value can be nonfinite. A dropped result is None."""
+    """Return whether a value can be a NaN or an inf. A dropped result is None."""
     return x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -7,7 +7,7 @@ from zerojax.config import Offload, Precision, Wire
 
 
 class LossOptions(TypedDict, total=False):
-    """What a loss function returns; as for `train_step`."""
+    """Options that say what a loss function returns, as for `train_step`."""
 
     has_aux: bool
     weighted: bool
@@ -31,7 +31,7 @@ class EstimateOptions(LossOptions, total=False):
 
 
 class FitOptions(LossOptions, total=False):
-    """Rows of the batch to try; memory of a GPU that may be used, in bytes; its links, in bytes per second each way."""
+    """Rows of the batch to try, bytes of a GPU that may be used, and bytes per second each way of its links."""
 
     rows: int | Sequence[int] | None
 
@@ -42,6 +42,6 @@ class FitOptions(LossOptions, total=False):
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, Any]]:
-    """Return what the loss returns, with defaults, and the other given options."""
+    """Return the options of the loss, with defaults, and all other given options."""
     others = dict(options)
     return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others

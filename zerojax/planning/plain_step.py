@@ -1,4 +1,4 @@
-"""The reference: a training step on one device by plain JAX and optax, without any of this library's collectives."""
+"""The reference: a training step on one device by plain JAX and optax, without collectives of this library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import optax
 
 from zerojax.comm.explicit import without_types
 from zerojax.layout.tree import Layout
-from zerojax.optim.extra_args import with_extra_args
+from zerojax.optim.transformation import with_extra_args
 from zerojax.placement.storage import cast
 from zerojax.train.batch import cast_inputs
 from zerojax.train.loss import Returned
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 
 class PlainState(NamedTuple):
-    """A run on one device; logical shapes.
-
-    Attributes:
-        params: In the types of the master weights.
-        opt_state: Of the transformation.
-        mutable: What the loss updates beside; None if nothing.
-        scaling: The loss scale.
-    """
+    """The state of a run on one device, in logical shapes. Parameters have the types of the master weights."""
 
     params: PyTree
     opt_state: PyTree
@@ -41,12 +34,9 @@ class PlainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlainStep:
-    """What a step program computes, on one device and on all rows at once.
+    """The computation of a step program, on one device and on all rows at once.
 
-    Attributes:
-        program: The loss, the transformation, and in which types they are computed.
-        layout: Says which parameters are trained, and the type of each.
-        axes: Mesh axes of size 1 to bind around the loss, for one that names them.
+    `axes` are mesh axes of size 1 to bind around a loss that names mesh axes.
     """
 
     program: StepProgram
@@ -63,13 +53,13 @@ class PlainStep:
     def value_and_grad(
         self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float = 1.0
     ) -> tuple[Returned, list[Array]]:
-        """Return what the loss returned, and `scale` times its gradient, one array per trained parameter."""
+        """Return the loss's results, and `scale` times its gradient, one array per trained parameter."""
         return self._differentiated(params, mutable, batch, args, scale)[:2]
 
     def _differentiated(
         self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float
     ) -> tuple[Returned, list[Array], list[Array]]:
-        """Do the same as `value_and_grad`, and return one array per overwritten parameter: its new value."""
+        """Return the results of `value_and_grad`, and the new value of each overwritten parameter."""
         leaves = jax.tree.leaves(params)
         chosen = (*self.layout.trained, *self.layout.overwritten)
 
@@ -85,7 +75,7 @@ class PlainStep:
         return returned, grads[:count], grads[count:]
 
     def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
-        """Run one step, traced under jit. Metrics have `loss`, and `aux` where the loss has it."""
+        """Run one step, traced under jit. Metrics have `loss`, and `aux` if the loss returns it."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
         returned, grads, values = self._differentiated(state.params, state.mutable, batch, args, scale)
@@ -108,16 +98,14 @@ class PlainStep:
         return selected._replace(scaling=scaling), metrics
 
     def _call(self, *args: Any) -> Returned:
-        """Return the loss with its axes bound: over one device their collectives are identities."""
+        """Return the loss's results with mesh axes bound. Over one device, their collectives are identities."""
         fn = TypedLoss(on_one_device(self.program.config), self.layout, self.program.loss).call
         for axis in self.axes:
             fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]
-        returned = without_types(fn(*args))
-        for _ in self.axes:
-            returned = jax.tree.map(lambda x: x[0], returned)
-        return returned
+        first = (0,) * len(self.axes)
+        return jax.tree.map(lambda x: x[first] if first else x, without_types(fn(*args)))
 
     def _trained(self, params: PyTree) -> Any:
-        """Return the trained parameters, with holes in the tree for the others."""
+        """Return the trained parameters, in a tree without the frozen parameters."""
         leaves = jax.tree.leaves(params)
         return self.layout.trained_only().treedef.unflatten([leaves[i] for i in self.layout.trained])

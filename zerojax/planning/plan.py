@@ -1,4 +1,4 @@
-"""`plan`: a training step, or any jitted function, compiled for absent GPUs; and `plan.fit`, which chooses one."""
+"""`plan` compiles a training step, or any jitted function, for absent GPUs. `plan.fit` chooses how to train."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
-OFFLOADS = (None, Offload(optimizer="host"))  # what `plan.fit` chooses from unless told
+OFFLOADS = (None, Offload(optimizer="host"))  # the default choices of `plan.fit`
 UNEVEN_ROWS = (
-    "{} is searched in rows, but the leaves of this batch have different numbers of them on dim 0, or none. Pass "
+    "{} is searched in rows, but the leaves of this batch have different numbers of rows on dim 0, or no dim 0. Pass "
     "values that belong to no row as further arguments, after the batch."
 )
 
 
 class Planner:
-    """The function `plan`, an object so that `plan.fit` can be beside it."""
+    """The function `plan`. It is an object, so that it can have the attribute `fit`."""
 
     def __call__(
         self,
@@ -49,35 +49,33 @@ class Planner:
         network: float | None = None,
         largest_batch: bool = False,
     ) -> Plan:
-        """Compile a step for absent GPUs and read off what it would do there; nothing is run.
+        """Compile a step for absent GPUs and read its memory and time there. Nothing is run.
 
-        This plan is about memory and time. How arrays are sharded is a `ShardingPlan`, in `ZeroState.plan`.
+        A `Plan` is about memory and time. `ZeroState.plan`, a `ShardingPlan`, says how arrays are sharded.
 
         Args:
-            step: Of `tx.train_step`, on any mesh; or a jitted function `f(state, batch,
-                *args)`, whose arguments keep their `PartitionSpec`s. Of several mesh axes
-                those that shard the batch's rows grow or shrink to the GPUs.
-            state: The state, or its shapes; of a `ZeroState` the parameters count, which the
-                step's transformation shards anew for the GPUs, with its optimizer state.
-            batch: The global batch, of as many rows in each leaf unless `step` is a function; shapes
-                are enough.
+            step: A step of `tx.train_step`, on any mesh. Or a jitted function `f(state, batch, *args)`, whose arguments
+                keep their `PartitionSpec`s. If its mesh has several axes, the axes that shard the batch's rows grow or
+                shrink to the GPUs.
+            state: The state, or its shapes. A step's transformation shards the parameters of a `ZeroState`, and its
+                optimizer state, anew for the GPUs.
+            batch: The global batch; shapes are enough. For a step, all leaves have the same number of rows.
             *args: Further arguments; shapes are enough.
-            topology: The GPUs: `"h200:8"`, `"h100:64"` or `"h100:8x8"` (eight hosts of
-                eight), `"a100-80:16"`, `"b200:8"`.
+            topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
+                `"b200:8"`.
             memory: Bytes of a device that the program may take. Default: 95% of its memory.
             link: Bytes per second that a GPU sends within its host. Default: NVLink's.
             network: Bytes per second that a GPU sends to other hosts. Default: its adapter's.
-            largest_batch: Whether to search for the largest batch that fits, which takes four
-                to eight more compilations.
+            largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
 
         Returns:
-            The plan; print it for tables.
+            The plan. Print it for tables.
 
         Raises:
-            TypeError: If `step` cannot be lowered, or a step of zerojax is given no `ZeroState`.
-            ValueError: If the topology is unknown, a mesh does not fit it, the devices do not
-                divide the batch, its leaves differ in rows where they must not (a step's, and with
-                `largest_batch`), or a speed is not above 0.
+            TypeError: If `step` cannot be lowered, or the state of a step is not a `ZeroState`.
+            ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch, a speed
+                is not above 0, or the leaves of the batch have different numbers of rows (for a step, or with
+                `largest_batch`).
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         device = Device.of(Topology.parse(topology), link=link, network=network)
@@ -105,80 +103,66 @@ class Planner:
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         **options: Unpack[FitOptions],
     ) -> Fit:
-        """Find the stage, loss, offload and batch that fit at least cost per row, or the fewest GPUs for a model.
+        """Find the stage, loss, offload and batch that fit at the least cost per row.
 
-        Candidates are estimated first: the plain gradient of each loss is compiled for one GPU
-        and each number of rows. They are ordered by estimated seconds per row; costs within 2%
-        are equal, and then no offload, a low stage, shards over all devices, an early loss and a small batch
-        come first.
-        Those whose estimate exceeds the memory by more than a quarter are rejected; of the
-        others the first whose compiled step fits is chosen.
-
+        Candidates are estimated first: the plain gradient of each loss is compiled for one GPU and each number of rows.
+        They are ordered by estimated seconds per row. Costs within 2% count as equal: then no offload, a low stage,
+        shards over all devices, an early loss and a small batch come first. A candidate is rejected if its estimate
+        exceeds the memory by more than a quarter. The first other candidate whose compiled step fits is chosen.
 
         Args:
-            tx: Any optax transformation; or one of `zero_shard`, whose precision and
-                thresholds are kept and whose stage, mesh and offload are replaced.
-            loss_fn: As for `train_step`; or several by name that compute the same, such as
-                `{"plain": loss, "remat": loss_with_remat_in_each_layer}`. `jax.checkpoint`
-                around the entire loss saves nothing: all it recomputes is live at once.
+            tx: Any optax transformation. Of a transformation of `zero_shard`, stage, mesh and offload are replaced.
+            loss_fn: As for `train_step`. Or several losses by name that compute the same value, such as
+                `{"plain": loss, "remat": loss_with_remat_in_each_layer}`. `jax.checkpoint` around the entire loss saves
+                no memory, because everything that it recomputes is live at once.
             params: Parameters in any form; shapes are enough.
-            batch: A batch of any number of rows, the same in each leaf; shapes are enough.
+            batch: A batch with the same number of rows in each leaf; shapes are enough. Any number will do.
             *args: Further arguments of the loss; shapes are enough.
-            gpu: Kind of GPU, as in a topology: `"h200"`.
-            devices: Number of GPUs; None searches for the fewest: 1, 2, 4, 8 and so on. Or a topology, such as
-                `"h200:8x8"`, in place of `gpu` too: then `shard_axis` and `params_axis` within its hosts are chosen
-                from as well, and replace those of `tx`.
+            gpu: Kind of GPU, such as `"h200"`.
+            devices: Number of GPUs. None searches for the fewest: 1, 2, 4, 8 and so on. Or a topology, such as
+                `"h200:8x8"`, which replaces `gpu`: then `shard_axis` and `params_axis` within a host are candidates,
+                too, and replace those of `tx`.
             stages: ZeRO stages to choose from, one or several.
-            offload: Offloads to choose from, one or several; None is no offload, the only one at
-                stage 0. The compiled plan counts parameters in host memory as the device's.
-            **options: `rows` of the global batch, one number or several; those not divisible by the devices are
-                ignored. By default one per device, doubled as long as a row gets 2% cheaper by it and something fits.
-                As for a plan: `memory`, `link`, `network`; `host_link`, bytes per second each way between a GPU and
-                its host (default: PCIe's); as for `train_step`: `has_aux`, `weighted`.
+            offload: Offloads to choose from, one or several. None is no offload. The compiled plan counts parameters in
+                host memory as the device's.
+            **options: `rows` of the global batch, one number or several; numbers that the devices do not divide are
+                ignored. By default one row per device, doubled while a row gets 2% cheaper and a candidate fits. As for
+                a plan: `memory`, `link`, `network`. `host_link`: bytes per second each way between a GPU and its host
+                (default: PCIe's). As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
-            The choice, its compiled plan, and everything tried; print it for a table.
+            The choice, its compiled plan, and all candidates. Print it for a table.
 
         Raises:
-            ValueError: If nothing fits, the GPU is unknown, an option is out of range, no loss is
-                given, or the leaves of the batch have different numbers of rows.
-            TypeError: If a number of rows or of devices is no integer, or an option is unknown.
+            ValueError: If nothing fits, the GPU is unknown, an option is out of range, there is no loss, or the leaves
+                of the batch have different numbers of rows.
+            TypeError: If a number of rows or of devices is not an integer, or an option is unknown.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
         losses = {str(name): loss for name, loss in named.items()}
         if not losses:
-            raise ValueError("loss_fn names no loss. Give one, or several by name.")
-        hosts = None
-        if isinstance(devices, str) and ":" in devices:
-            parsed = Topology.parse(devices)
-            gpu, hosts, devices = parsed.kind, parsed.hosts, parsed.size
-        if devices is not None:
-            check_count("devices", devices, "GPUs", least=1)
+            raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
+        gpu, hosts, counts = gpus_of(gpu, devices)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, hosts=hosts, **hardware)
-        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
             raise ValueError(
-                "plan.fit lays out data axes alone, and batch_spec= of tx divides dims over others. Fit without it, or "
-                "compare plans of meshes that have them: zerojax.plan(step, state, batch, topology=...)."
+                "plan.fit chooses among data axes only, and batch_spec= of tx divides dims over others. Fit without "
+                "it, or compare plans of several meshes: zerojax.plan(step, state, batch, topology=...)."
             )
         shapes = logical_shapes(params, keep_shardings=False)
 
         def compile_plan(candidate: Candidate) -> Plan:
-            topology, axes = space.topology(candidate.devices), space.axes(config)
-            chosen = {"stage": candidate.stage, "offload": candidate.offload}
-            if hosts is not None:
-                chosen |= {"axis": axes, "shard_axis": candidate.shard_axis, "params_axis": candidate.params_axis}
-            mesh = absent_mesh(topology, axes=axes)
-            sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **chosen))
+            sharded = ZeroTransformation.of(candidate_config(config, space, candidate))
             step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
             limits = {name: getattr(space, name) for name in ("memory", "link", "network")}
+            topology = space.topology(candidate.devices)
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **limits)
 
         gradients = {name: PlainGradient(Loss(loss, **loss_options), args, gpu) for name, loss in losses.items()}
@@ -190,12 +174,34 @@ plan = Planner()
 
 
 def as_sequence(given: Any) -> Sequence[Any]:
-    """Return a single thing as a sequence of one."""
+    """Return a sequence unchanged, and any other value as a sequence of length 1."""
     return given if isinstance(given, Sequence) else (given,)
 
 
+def gpus_of(gpu: str, devices: int | str | None) -> tuple[str, int | None, list[int]]:
+    """Return the kind of GPU, the number of hosts if `devices` is a topology, and the numbers of devices to try."""
+    if isinstance(devices, str) and ":" in devices:
+        parsed = Topology.parse(devices)
+        return parsed.kind, parsed.hosts, [parsed.size]
+    if devices is None:
+        return gpu, None, [2**i for i in range(MOST_DEVICES.bit_length())]
+    check_count("devices", devices, "GPUs", least=1)
+    return gpu, None, [int(devices)]
+
+
+def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -> Config:
+    """Return the configuration of a candidate, on absent GPUs."""
+    axes = space.axes(config)
+    mesh = absent_mesh(space.topology(candidate.devices), axes=axes)
+    config = dataclasses.replace(config, user_mesh=mesh, stage=candidate.stage, offload=candidate.offload)
+    if space.hosts is None:
+        return config
+    shards = {"shard_axis": candidate.shard_axis, "params_axis": candidate.params_axis}
+    return dataclasses.replace(config, axis=axes, **shards)
+
+
 def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usable: float) -> int:
-    """Return the rows of the largest batch that fits, given the peak of a batch of `rows`."""
+    """Return the rows of the largest batch that fits, given the peak of a batch with `rows` rows."""
     unit = program.row_multiple
     peaks = {rows // unit: peak}
 

@@ -1,4 +1,4 @@
-"""Read a plan off a compiled program."""
+"""Read the figures of a plan from a compiled program."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from zerojax.inspect.roofline import roofline
 from zerojax.inspect.timeline import simulate
 from zerojax.planning.compiled_plan import Plan
 
-# Names of a step's arguments, by the prefix of their names in the program.
+# Names of a step's arguments, by prefix of their names in the program.
 STATE_PARTS = {
     "state.params": "parameters",
     "state.opt_state.master": "master weights",
@@ -29,15 +29,9 @@ TEMPORARY, RESULTS, OTHER = "temporary", "results", "other arguments"
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """What is known of a step beside its compiled program.
+    """Facts about a step that its compiled program does not have. See `Plan` for most attributes.
 
-    Attributes:
-        parts: Names for arguments by prefixes of their names in the program, of which the
-            longest decides; other arguments are called as the function calls them.
-        sent_formula: As in `Plan`.
-        host: As in `Plan`.
-        disk: As in `Plan`.
-        notes: What the figures do not show.
+    `parts` has names of arguments, by prefix of their names in the program. The longest prefix decides.
     """
 
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -57,16 +51,9 @@ def read_plan(
     usable: float | None = None,
     largest_batch: int | None = None,
 ) -> Plan:
-    """Read a plan off a compiled program.
+    """Read a plan from a compiled program. See `Plan` for the arguments.
 
-    Args:
-        compiled: What `jax.jit(f).lower(...).compile()` gives.
-        topology: As `Topology.parse` reads it.
-        device: One of its GPUs.
-        facts: What the program does not say.
-        batch: Rows of the global batch; None if the leaves of a function's batch differ.
-        usable: Bytes of a device that the program may take. Default: 95% of its memory.
-        largest_batch: As in `Plan`.
+    `device` is one GPU of the topology. By default, 95% of its memory is usable.
     """
     module = read(compiled)
     gpus, hiding = Topology.parse(topology), overlap(module.text)
@@ -91,7 +78,7 @@ def read_plan(
 
 
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    """Return seconds that kernels wait for collectives in one run, by cause, the longest first."""
+    """Return seconds that kernels wait for collectives in one step, by cause, the longest first."""
     waits = Counter[str]()
     for collective, seconds in simulate(module.text, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
@@ -99,38 +86,38 @@ def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
 
 
 def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:
-    """Return sentences about what the figures of a program do not show."""
+    """Yield sentences about what the figures of a program leave out."""
     if unknown:
         yield f"The FLOPs of {', '.join(unknown)} are not counted."
     if gpus.per_host > GPUS_PER_HOST:
         yield (
-            f"{gpus.per_host} devices are taken to be in one host, though hosts have {GPUS_PER_HOST}: between two the "
-            f"links are slower. Give hosts x devices, such as {gpus.kind}:2x{-(-gpus.per_host // 2)}."
+            f"{gpus.per_host} devices count as one host, although hosts have {GPUS_PER_HOST}, and links between hosts "
+            f"are slower. Give hosts x devices, such as {gpus.kind}:2x{-(-gpus.per_host // 2)}."
         )
     if any(count.conditional for count in module.executions.values()):
-        yield "Of a conditional every branch is counted as executed."
+        yield "Of a conditional, every branch is counted as executed."
     if not all(count.known for count in module.executions.values()):
         yield "A loop of unknown trip count is counted as one iteration."
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
-    """Return bytes by part. They add up to `peak_bytes`."""
+    """Return bytes by part. Their sum is `peak_bytes`."""
     sizes = Counter[str]()
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
         name = re.search(r'op_name="([^"]*)"', i.rest)
         sizes[part_of(name[1] if name else "", parts)] += sum(array.bytes for array in arrays_of(i.shape))
-    sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # the compiler's own, and alignment
+    sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # arguments that the compiler adds, and alignment
     order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
     ordered = {part: sizes[part] for part in order if sizes[part]}
-    # An argument may have one of these names.
+    # An argument may be called "temporary" or "results", so these bytes are added.
     sizes[TEMPORARY] += analysis.temp_size_in_bytes
     sizes[RESULTS] += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return {**ordered, TEMPORARY: sizes[TEMPORARY], RESULTS: sizes[RESULTS]}
 
 
 def part_of(argument: str, parts: Mapping[str, str]) -> str:
-    """Return the part of an argument: by its longest known prefix, else its own name."""
+    """Return the part of an argument: that of its longest known prefix, otherwise its own name."""
     for prefix in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(prefix)}(?![\w])", argument):
             return parts[prefix]

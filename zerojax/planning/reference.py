@@ -1,7 +1,6 @@
-"""What a comparison is made with: steps on one device, and how far rounding moves them.
+"""The reference of a comparison: steps on one device, and how far rounding moves their results.
 
-The gradients are read out of the optimizer, which is chained to one that keeps them: what is
-compared is what real steps use.
+A gradient-keeping transformation is chained before the optimizer, so `compare` sees the gradients of real steps.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ REPEATS = 3
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return the same transformation, whose state's first leaves are the gradients it was given last."""
+    """Put a transformation before `tx` that keeps the last gradients, as the first leaves of the state."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
@@ -42,9 +41,7 @@ def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransfo
 class Rounding(NamedTuple):
     """The state of `rounding_gradients`.
 
-    Attributes:
-        unit: What is added to each element or taken from it, relative to the largest of its leaf.
-        key: Of the signs.
+    `unit` is added to each element or subtracted, relative to the largest element of the leaf. `key` makes the signs.
     """
 
     unit: Any
@@ -52,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that moves gradients as rounding may, by nothing until its state is replaced."""
+    """Return a transformation that moves gradients as rounding may. Its initial state moves them by 0."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))
@@ -71,14 +68,7 @@ def rounding_gradients() -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Steps on one device, and what they are given.
-
-    Attributes:
-        plain: The step.
-        start: The state of step 0.
-        batch: All rows.
-        args: Further arguments of the loss.
-    """
+    """Steps on one device, from the state `start`, on all rows of the batch."""
 
     plain: PlainStep
     start: PlainState
@@ -87,7 +77,7 @@ class Reference:
 
     @classmethod
     def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> Reference:
-        """Return what a training step should give, with its arguments taken off their mesh."""
+        """Make the reference of a training step, with its arguments on one device."""
         program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
         tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
@@ -101,7 +91,7 @@ class Reference:
         return made
 
     def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `plain.value_and_grad`: on all rows, or on those of one device."""
+        """Return the arguments of `plain.value_and_grad`, with all rows or one device's rows."""
         workers = self.plain.program.config.data.workers
 
         def share(x: Any) -> Any:
@@ -118,7 +108,7 @@ class Reference:
 
     @functools.cached_property
     def unit(self) -> float:
-        """Return the unit in the last place of 1, in the narrowest floating type of the gradient's computation."""
+        """Return the machine epsilon of the narrowest floating type in the gradient's computation."""
         closed = jax.make_jaxpr(lambda given: self.plain.value_and_grad(**given))(self.inputs(self.start))
         floats = {dtype for dtype in dtypes_in(compat.opened(closed)[0]) if jnp.issubdtype(dtype, jnp.floating)}
         return max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
@@ -129,7 +119,7 @@ class Reference:
         return jax.jit(self.plain.step)
 
     def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
-        """Return the state before each step, and the results of each."""
+        """Return the state before each step, and the results of each step."""
         states, snapshots = [], []
         for _ in range(steps):
             states.append(state)
@@ -138,10 +128,10 @@ class Reference:
         return states, snapshots
 
     def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
-        """Return, for each step and leaf, how far moving parameters and gradients by one unit moves the result.
+        """Return, for each step and leaf, how far the result moves if parameters and gradients move by one unit.
 
-        Far where terms cancel, as in the gradient of a bias before a normalisation, and where an
-        optimizer divides a gradient by its own size.
+        A result moves far if terms cancel, as in the gradient of a bias before a normalisation, or if an optimizer
+        divides a gradient by its size.
         """
         noise = [dict.fromkeys(found, 0.0) for found in expected]
         for seed in range(REPEATS):
@@ -169,12 +159,12 @@ class Reference:
 
 
 def to_host(tree: Any) -> Any:
-    """Return arrays of NumPy, which jit puts on the default device. PRNG keys stay unchanged."""
+    """Return NumPy arrays, which jit puts on the default device. PRNG keys stay unchanged."""
     return jax.tree.map(lambda x: jax.device_get(x) if is_numeric(jnp.result_type(x)) else x, tree)
 
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """Return types of the results of a jaxpr's equations, and of the jaxprs inside."""
+    """Yield the types of all results in a jaxpr and the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
         for inner in compat.inner_jaxprs(eqn):

@@ -1,4 +1,4 @@
-"""Trees of arrays as trees of shapes, to lower and compile without the arrays."""
+"""Turn trees of arrays into trees of shapes, to lower and compile without the arrays."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from zerojax.layout.tree import canonical
 
 
 def is_array(x: Any) -> bool:
-    """Return whether a leaf is an array or its shape: not a Python number, and not a type, which has no shape."""
+    """Return whether a leaf is an array or its shape. A Python number and a type are neither."""
     return hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array or a number, in the type that jit gives it."""
+    """Return the shape of an array or a number, in its type under jit."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
 
 
 def abstract(tree: Any) -> Any:
-    """Return arrays as shapes without shardings; static arguments and Python numbers unchanged."""
+    """Return arrays as shapes without shardings. Static arguments and Python numbers are unchanged."""
     return jax.tree.map(lambda x: shape_of(x) if is_array(x) else x, tree)
 
 
 def named_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding of a leaf, if it names mesh axes."""
+    """Return the sharding of a leaf if it is a `NamedSharding`, otherwise None."""
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def on_mesh(mesh: Mesh, tree: Any) -> Any:
-    """Return arrays as shapes with their specs on another mesh. Those without a spec are replicated."""
+    """Return arrays as shapes with their specs on another mesh. Arrays without a spec are replicated."""
 
     def move(x: Any) -> Any:
         sharding = named_sharding(x)
@@ -45,11 +45,9 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
 
 
 def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
-    """Return logical shapes of parameters in any form.
+    """Return logical shapes of parameters: of arrays, `Padded` arrays or shapes.
 
-    Args:
-        params: Arrays, `Padded` arrays or shapes.
-        keep_shardings: Whether to keep shardings, which say what other mesh axes divide.
+    `keep_shardings` keeps each sharding, which says how mesh axes of the model divide the parameter.
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -60,7 +58,7 @@ def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the rows of a batch, or None if its leaves differ or have none."""
+    """Return the number of rows of a batch. None if its leaves differ or have no dim 0."""
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
     (only,) = lengths if len(lengths) == 1 else ((),)
     return only[0] if only else None
@@ -68,8 +66,5 @@ def rows_of(batch: Any) -> int | None:
 
 def with_rows(batch: Any, rows: int) -> Any:
     """Return shapes of a batch with another number of rows. Shardings are kept."""
-
-    def resize(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), jnp.result_type(x), sharding=named_sharding(x))
-
-    return jax.tree.map(resize, batch)
+    resized = lambda x: shape_of(x, named_sharding(x)).update(shape=(rows, *jnp.shape(x)[1:]))
+    return jax.tree.map(resized, batch)

@@ -1,4 +1,4 @@
-"""What one step gave, as arrays of the host by leaf, and how two of them differ."""
+"""The results of one step, as host arrays by leaf, and the differences of two such results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from zerojax.layout.tree import is_numeric
 from zerojax.planning.comparison import Difference
 
-MARGIN = 8  # how much farther than on one device rounding may move a leaf: sums are in another order
-CANCELLED = 1e-7  # what remains of terms that cancel, relative to the largest leaf
+MARGIN = 8  # rounding may move a leaf this many times as far as on one device, because sums have another order
+CANCELLED = 1e-7  # rounding error of terms that cancel, relative to the largest leaf
 
 Key = tuple[str, str]
 Snapshot = dict[Key, np.ndarray]
@@ -32,14 +32,9 @@ def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) 
 
 
 def differences(
-    stage: int,
-    step: int,
-    found: Snapshot,
-    expected: Snapshot,
-    noise: dict[Key, float],
-    tolerance: float,
+    stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
 ) -> Iterator[Difference]:
-    """Compare each leaf of one step with the reference."""
+    """Yield the difference of each leaf of one step from the reference."""
     sizes = {key: largest(x) for key, x in expected.items()}
     of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
     for key, y in expected.items():
@@ -55,7 +50,7 @@ def differences(
 
 
 def off_by(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest difference; NaN where one is not finite and the other has another value."""
+    """Return the largest difference. NaN if an element is not finite and its counterpart differs."""
     with np.errstate(invalid="ignore"):
         same = (x == y) | ((x != x) & (y != y))
         off = np.abs(np.where(same, 0, wide(x) - wide(y)))
@@ -63,18 +58,18 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def largest(x: np.ndarray) -> float:
-    """Return the largest finite magnitude; 0 if there is none."""
+    """Return the largest finite magnitude, or 0 if there is none."""
     size = np.abs(wide(x))
     return float(np.max(size, initial=0.0, where=np.isfinite(size)))
 
 
 def wide(x: np.ndarray) -> np.ndarray:
-    """Return the array in double precision, which subtracts every type exactly enough."""
+    """Return the array in double precision, which is precise enough to subtract every type."""
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """Return the loss, gradient or parameter that is not finite, unless the parameter was given so."""
+    """Return the first loss, gradient or parameter that is not finite, but was finite in `before`."""
     for key, x in found.items():
         given = before.get(key) if key[0] == "parameters" else None
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)

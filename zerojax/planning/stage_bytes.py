@@ -1,4 +1,4 @@
-"""Bytes per device and bytes sent of one stage: sums over its layouts, activations aside.
+"""Bytes per device and bytes sent of one stage, without activations: sums over its layouts.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.comm.wire import Encoding
+from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
@@ -24,17 +24,11 @@ from zerojax.placement.storage import storage_forms
 from zerojax.planning.estimate_table import StageEstimate
 from zerojax.train.tree_api import returned_grads
 
-HOST = "host"  # the axis of the hosts, where a topology has several
+HOST = "host"  # the mesh axis of the hosts, if a topology has several
 
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:
-    """Add up how one stage shards a model.
-
-    Args:
-        config: Stage, mesh and types.
-        plan: How parameters, gradients and optimizer state are sharded.
-        accumulate: Microbatches a step.
-    """
+    """Add up the bytes of one stage, with `accumulate` microbatches per step."""
     gathered = gathered_bytes(config, plan.layout) if config.view == "device" else None
     plan = plan.along_others(config.user_mesh.shape)
     layout = plan.layout
@@ -65,10 +59,10 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
-    """Return gradients on a device during the backward pass.
+    """Return bytes of gradients on a device during the backward pass.
 
-    That of a parameter which is gathered on use is reduce-scattered at once; all others are full, in
-    the compute type, until the pass ends. Stages 0 and 1 accumulate full gradients, the others shards.
+    The gradient of a parameter that is gathered on use is reduce-scattered at once. All other gradients are full, in
+    the compute type, until the pass ends. Stages 0 and 1 accumulate full gradients, and stages 2 and 3 shards.
     """
     total = 0
     for grad, leaf, dtype in zip(plan.grads, plan.trained.params, plan.trained.compute, strict=True):
@@ -83,10 +77,10 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Return parameters that stage 3 gathers at a time: the largest layer, and as much for each prefetched one.
+    """Return bytes that stage 3 gathers at a time: the largest layer, and as much for each prefetched layer.
 
-    A layer is all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A
-    stack of layers cannot be told from other arrays: all of it counts as one layer.
+    A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers looks
+    like any other array, so the whole stack counts as one layer.
     """
     layers: dict[str, int] = {}
     for leaf, path, dtype in zip(layout.params, layout.paths, layout.compute, strict=True):
@@ -98,12 +92,13 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
 
 
 def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
-    """Return what a device sends per step, by mesh axes: reductions in the reduce type, gathers in the compute type.
+    """Return bytes that a device sends per step, by mesh axes.
 
-    Over N devices `(N - 1) / N` of the logical bytes for each. Stages 0 and 1 reduce once and gather once;
-    stage 2 reduces every microbatch; stage 3 gathers twice and reduces, every microbatch. In hybrid sharding shards
-    are all-reduced over the other axes, once; where these divide them further they are reduce-scattered over them,
-    and gathered after the update. What is quantised counts with its scales and padding, hop by hop.
+    Reductions have the reduce type, and gathers the compute type. Over N devices, each sends `(N - 1) / N` of the
+    logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces every microbatch. Stage 3 gathers twice
+    and reduces, every microbatch. In hybrid sharding, shards are also all-reduced over the other axes, once. If the
+    other axes divide gradients further, shards are reduce-scattered over these axes instead, and gathered after the
+    update. Quantised payloads count with scales and padding, hop by hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
@@ -115,7 +110,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
         is_trained = i in layout.trained and jnp.issubdtype(leaf.dtype, jnp.inexact)
         is_persistent = config.stage == 3 and leaf.kind != "sharded"
         if not is_trained and (config.stage < 3 or is_persistent):
-            continue  # nothing moves; NumPy knows no dtype of a key
+            continue  # nothing moves. NumPy also has no itemsize for a PRNG key.
         divided = leaf if leaf.kind == "sharded" else layout.grads[i]
         rest = tuple(axis for axis in data.batch if axis not in divided.axes)
         gathered, reduced = gathered_itemsize(config, leaf, dtype), reduce_itemsize(config, dtype)
@@ -134,7 +129,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
 
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
-    encoding, size = Encoding(wire=config.wire), config.data.size
+    encoding, size = Encoding(formats=config.wire), config.data.size
     codec, narrow = encoding.gather_codec(leaf), encoding.axes(leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
@@ -148,12 +143,12 @@ def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
-    encoding = Encoding(wire=config.wire)
+    encoding = Encoding(formats=config.wire)
     codec, narrow = encoding.reduce_codec(leaf), encoding.axes(leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)
-    for axis in reversed(leaf.axes):  # hop by hop, each with the rows that are left
+    for axis in reversed(leaf.axes):  # each hop has the rows that the previous hop left
         size = config.data.size((axis,))
         is_narrow, rows = axis in narrow, rows // size
         sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)
@@ -162,14 +157,14 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
-    """Return bytes of an element that is gathered: stage 0 gathers gradients, the others parameters."""
+    """Return bytes of a gathered element: stage 0 gathers gradients, other stages parameters."""
     if config.stage == 0:
         return reduce_itemsize(config, compute)
     return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize
 
 
 def reduce_itemsize(config: Config, compute: Any) -> int:
-    """Return bytes of an element of a gradient in the type in which it is reduced over the devices."""
+    """Return bytes of an element of a gradient, in the type in which the devices reduce it."""
     if config.precision is None or not jnp.issubdtype(compute, jnp.floating):
         return np.dtype(compute).itemsize
     return np.dtype(config.precision.reduce).itemsize

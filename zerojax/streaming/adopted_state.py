@@ -1,9 +1,8 @@
-"""Take the state of an optimizer that ran without zerojax, and place it as the plan says: the inverse of `unshard`."""
+"""Place the state of an optimizer that ran without zerojax as a plan says: the inverse of `unshard`."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax.comm.mesh import wait_if_simulated
+from zerojax.comm.mesh import in_storage_shape, to_storage, wait_if_simulated
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
+from zerojax.layout.padded import Padded, is_padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import tree_difference
@@ -27,8 +26,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_memory import state_to_host
 from zerojax.placement.chunking import splitting
 from zerojax.placement.place import place_array
-from zerojax.placement.storage import leaves_of, logical, named, to_storage
-from zerojax.placement.storage_shape import in_storage_shape
+from zerojax.placement.storage import leaves_of, logical, named
 from zerojax.streaming.init_state import check_host_room, store_by_group
 from zerojax.streaming.stores import store_for
 
@@ -39,16 +37,7 @@ INNER = ".inner"
 
 
 def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTree) -> PyTree:
-    """Place a state of logical arrays by a plan; master weights are taken from the parameters.
-
-    Args:
-        config: The transformation.
-        plan: The plan of the parameters.
-        state: A plain state of the wrapped transformation.
-        params: The parameters, in any form.
-
-    Returns:
-        A copy of the state, in storage, sharded and offloaded.
+    """Return a copy of a plain state as a plan places it. Master weights are taken from the parameters.
 
     Raises:
         ValueError: If the state is of other parameters, or of another transformation.
@@ -56,53 +45,42 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
         MemoryError: If the offloaded part is for host memory, and there is not enough of it.
     """
     masters = master_weights(plan, params) if config.has_master_weights else []
-    wanted = [plain_path(config, leaf) for leaf in plan.state[: len(plan.state) - len(masters)]]
+    # Paths in the state of the wrapped transformation, as a plain state has them.
+    prefix = INNER if config.has_master_weights else ""
+    inner = plan.state[: len(plan.state) - len(masters)]
+    wanted = [dataclasses.replace(leaf, path=leaf.path.removeprefix(prefix)) for leaf in inner]
     found = plain_leaves(plan, state, wanted)
     values = [checked(x, leaf, may_be_wider=not plan.offloaded) for x, leaf in zip(found, wanted, strict=True)]
     values = [*values, *masters]
     if any(isinstance(x, jax.core.Tracer) for x in values):
-        stored = [to_storage(config, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
+        stored = [to_storage(config.mesh, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
         return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, stored))
     wait_if_simulated(config.mesh, values)
-    place = functools.partial(place_leaf, config)
-    if not plan.offloaded:
-        stored = [place(x, leaf) for x, leaf in zip(values, plan.state, strict=True)]
-        return jax.tree.unflatten(plan.state_def, stored)
     check_host_room(config, plan)
 
     def make(indices: Sequence[int]) -> list[list[Array]]:
-        placed = {k: place(values[k], plan.state[k]) for k in indices}
+        pairs = {k: (values[k], plan.state[k]) for k in indices}
+        placed = {k: place_array(in_storage_shape(x, leaf), named(config, leaf)) for k, (x, leaf) in pairs.items()}
         split = lambda k, x: splitting(config.mesh, x.sharding, plan.state[k], plan.offloaded[k])(x)
         return [split(k, x) if k in plan.offloaded else [x] for k, x in placed.items()]
 
+    if not plan.offloaded:
+        return jax.tree.unflatten(plan.state_def, [x for (x,) in make(range(len(plan.state)))])
     return store_by_group(config, plan, make, store_for(config, plan))
 
 
-def plain_path(config: Config, leaf: Leaf) -> Leaf:
-    """Return a leaf of the state with its path in the wrapped transformation's own state."""
-    return dataclasses.replace(leaf, path=leaf.path.removeprefix(INNER)) if config.has_master_weights else leaf
-
-
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:
-    """Return the master weights of the parameters that are stored in a narrower type; logical arrays."""
-    leaves = leaves_of(params)
+    """Return logical master weights of the parameters that are stored in a narrower type."""
+    leaves, as_array = leaves_of(params), lambda x: logical(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
     narrow = zip(plan.layout.trained, plan.trained.grads, narrow_leaves(plan.trained), strict=True)
-    return [on_one_type(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
-
-
-def on_one_type(x: Any) -> Any:
-    """Return a parameter as a logical array."""
-    return logical(x) if is_padded(x) or isinstance(x, jax.Array) else np.asarray(x)
+    return [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
 
 
 def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> list:
-    """Return the leaves of a plain state in the plan's order.
+    """Return the leaves of a plain state in the plan's order, or raise a `ValueError` for the first leaf that differs.
 
-    A state of all parameters may have leaves of those that are not trained here, which are left out. A state of
-    `optax.masked` may be around one of the trained parameters.
-
-    Raises:
-        ValueError: If it is of another tree, naming the first leaf that differs.
+    A state may also have leaves of parameters that are not trained here. They are left out. The state may be inside a
+    state of `optax.masked`.
     """
     keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     found = {jax.tree_util.keystr(path): x for path, x in keyed}
@@ -120,10 +98,10 @@ def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> l
 
 
 def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
-    """Return a leaf of a plain state as an array of the plan's shape, widened to the plan's type.
+    """Return a leaf of a plain state, widened to the plan's type.
 
     Raises:
-        ValueError: If it has another shape, or is in storage.
+        ValueError: If the leaf has another shape than planned, or is in storage.
         TypeError: If the plan's type cannot represent it.
     """
     name = f"opt_state{leaf.path}"
@@ -146,14 +124,9 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     wide = common_dtype(dtype, leaf.dtype) if floats else None
     if wide == leaf.dtype:
         return x.astype(leaf.dtype)
-    if wide == dtype and may_be_wider:  # as wide gradients make it, which `update` takes
+    if wide == dtype and may_be_wider:  # wide gradients make such a leaf, and `update` takes it
         return x
     raise TypeError(
-        f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every value of "
-        f"it. Take parameters and precision= as the run had them that the state comes from, or cast the state."
+        f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every {dtype}. "
+        f"Give parameters and precision= as in the run that made the state, or cast the state."
     )
-
-
-def place_leaf(config: Config, x: Any, leaf: Leaf) -> Any:
-    """Return a copy of one logical array in storage."""
-    return place_array(in_storage_shape(x, leaf), named(config, leaf))

@@ -1,35 +1,37 @@
-"""The compiled programs that update chunks: like chunks of like layers share one, whatever the depth of the model."""
+"""Compile the programs that update chunks: alike chunks of alike layers share one program, in a model of any depth."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.evaluate import evaluate
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.rollback import roll_back
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
+from zerojax.optim.update import roll_back
 from zerojax.placement.chunking import slice_chunk, update_chunk
-from zerojax.placement.storage import constrain, gather, named, to_storage, unpadded
+from zerojax.placement.storage import gather, named, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
 
 class GroupInputs(NamedTuple):
-    """What a group's update reads besides parameters and state, each in the order of the group.
+    """Further values that a group's update reads, each kind in the order of the group.
 
     Attributes:
         grads: Gradients; storage shape.
-        shared: What was computed for it with the gradients.
+        shared: Shared values, which the first group computed.
         consts: Arrays that the transformation closed over.
     """
 
@@ -40,19 +42,19 @@ class GroupInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramKey:
-    """What tells two programs apart: chunks with equal keys share one.
+    """Everything that tells two programs apart. Chunks with equal keys share one program.
 
     Attributes:
-        equations: What the program computes.
-        computes: What equal programs have in common.
-        reads: For each value they read, its kind and its place among the values of that kind.
-        params: Layouts of the parameters to update, in the type they are updated in.
-        stored_dtypes: The types in which those are stored.
+        equations: The equations of the program.
+        computes: The key of the equations.
+        reads: For each value that the equations read, its kind and its index among the values of this kind.
+        params: Layouts of the parameters to update, in the type in which they are updated.
+        stored_dtypes: The types in which these parameters are stored.
         grads: Layouts of the gradients.
         state: Layouts of the offloaded state.
         resident: Layouts of the state on the device that is replaced.
         dim: The dim that is chunked; None: the program updates full arrays.
-        length: Of the chunk, on that dim.
+        length: Length of the chunk on this dim.
     """
 
     equations: Equations = dataclasses.field(compare=False)
@@ -68,33 +70,33 @@ class ProgramKey:
 
     @classmethod
     def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:
-        """Return the key for a group's chunks of some length; 0 for a group that is not chunked."""
+        """Return the key for a group's chunks of this length; 0 for a group that is not chunked."""
         equations = group.equations[length]
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
-        def anonymous(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
-            return tuple(dataclasses.replace(leaves[i], path="", reason="") for i in indices)
+        def chosen(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
+            return tuple(leaves[i] for i in indices)
 
         return cls(
             equations,
             equations.key,
             tuple((kind, places[kind].index(i)) for kind, i in equations.reads),
-            anonymous(plan.grads, group.params),
+            chosen(plan.grads, group.params),
             tuple(plan.trained.params[i].dtype for i in group.params),
-            anonymous(plan.grads, group.reads(GRAD)),
-            anonymous(plan.state, group.state),
-            anonymous(plan.state, group.resident),
+            chosen(plan.grads, group.reads(GRAD)),
+            chosen(plan.state, group.state),
+            chosen(plan.state, group.resident),
             None if group.chunking is None else group.chunking.dim,
             length,
         )
 
     @property
     def reads_params(self) -> bool:
-        """Return whether the equations read the parameters. With master weights they do not."""
+        """Return whether the equations read parameters. With master weights they read none."""
         return any(kind == PARAM for kind, _ in self.reads)
 
     def shapes(self, config: Config) -> tuple[list, list, list, list]:
-        """Return parameters, offloaded and resident state, and gradients as shapes with their shardings."""
+        """Return parameters, offloaded state, resident state and gradients as shapes with their shardings."""
 
         def shape(leaf: Leaf, dtype: Any = None, *, dim: int | None = None) -> Any:
             full = leaf.storage_shape if dim is None else Chunking(dim, ()).chunk_shape(leaf, self.length)
@@ -108,7 +110,7 @@ class ProgramKey:
 def update_on_device(config: Config, key: ProgramKey) -> Callable:
     """Return a chunk's update: `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`.
 
-    These are donated. If the step is skipped, they are unchanged, bit for bit.
+    The first three arguments are donated. If the step is skipped, they come back bit for bit.
     """
     full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 
@@ -118,7 +120,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
 
     def stored(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
         store = to_storage if full else constrain
-        return [store(config, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+        return [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
     def run(params, state, resident, inputs: GroupInputs, start, skipped):
         operands = {
@@ -139,7 +141,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
 
 
 def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
-    """Return `f(params, grads, start) -> (params, grads)`: the chunks that an update on the host needs."""
+    """Return `f(params, grads, start) -> (params, grads)`, which slices the chunks that an update on the host needs."""
 
     def run(params, grads, start):
         params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
@@ -150,11 +152,7 @@ def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
 
 def params_from_host(config: Config, key: ProgramKey) -> Callable:
     """Return `f(params, new, start, skipped) -> params`, which writes updated chunks. `params` are donated."""
-
-    def run(params, new, start, skipped):
-        return write_params(config, key, params, new, start, skipped)
-
-    return jax.jit(run, donate_argnums=0)
+    return jax.jit(functools.partial(write_params, config, key), donate_argnums=0)
 
 
 def gather_params(config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf]) -> Callable:
@@ -165,7 +163,7 @@ def gather_params(config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf
 def slice_chunks(
     config: Config, key: ProgramKey, arrays: Sequence[Array], leaves: Sequence[Leaf], start: Int[Array, ""]
 ) -> list[Array]:
-    """Return the chunks of some arrays, or the arrays if the update is not chunked."""
+    """Return chunks of some arrays, or the arrays if the update is not chunked."""
     dim = key.dim
     if dim is None:
         return list(arrays)

@@ -1,4 +1,4 @@
-"""The update of a chunk in host memory: each device's shard by itself, in one pass over memory where possible."""
+"""Update a chunk in host memory: each device's shard separately, in one pass over memory if possible."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
 from zerojax.offload.host import host_sharding
-from zerojax.optim.elementwise import ELEMENTWISE, INLINED
+from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER, INLINED
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
 from zerojax.streaming.chunk_programs import ProgramKey
 
 
 def update_on_host(config: Config, key: ProgramKey) -> Callable:
-    """Return `f(params, grads, state, shared, consts) -> (params, state)`, all in host memory.
+    """Return `f(params, grads, state, shared, consts) -> (params, state)` for chunks in host memory.
 
-    Takes and gives chunks; results overwrite operands where they can. New parameters are in
-    the type they are stored in.
+    Results overwrite operands of the same type. New parameters have the type in which they are stored.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
@@ -32,7 +31,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
     compute = update_in_blocks if may_block(key) else update_chunk
 
     def run(params, grads, state, shared, consts):
-        # each device's shard by itself: a block of one array over all devices would span them
+        # In a shard_map, because a block of an array over all devices would span the devices.
         local = jax.shard_map(
             compat.on_host(functools.partial(compute, key)),
             mesh=config.mesh,
@@ -44,7 +43,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
         new = local(params, grads, state, shared, consts)
         return new[: len(key.params)], new[len(key.params) :]
 
-    # new parameters overwrite the old ones, or gradients, if either is there in the type they are stored in
+    # New parameters overwrite the old parameters, or gradients if the update does not read parameters.
     overwritten = 0 if key.reads_params else 1
     same_type = all(x.dtype == dtype for x, dtype in zip(key.params, key.stored_dtypes, strict=True))
     outputs = shardings[: len(key.params)], shardings[len(key.params) :]
@@ -66,7 +65,7 @@ def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared
 
 
 def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Return the same block by block, with each output over an operand of its type if there is one."""
+    """Return the results of `update_chunk`, computed block by block. Outputs overwrite operands of the same type."""
     operands = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 
@@ -78,10 +77,10 @@ def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, sh
 
 
 def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
-    """Evaluate elementwise equations on arrays of another shape than they were traced with.
+    """Evaluate elementwise equations on arrays of another shape than in their trace.
 
-    Of a `cond` all branches are evaluated: their shapes are written into it. A constant joins the other values in
-    host memory.
+    All branches of a `cond` are evaluated, because shapes are written into the branches. A constant is put into host
+    memory if the values are there.
     """
     on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
 
@@ -93,7 +92,7 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
         if eqn.primitive.name == "cond":
             index, *rest = operands
             results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
-            return [select(index, cases) for cases in zip(*results, strict=True)]
+            return [lax.select_n(index, *jnp.broadcast_arrays(*cases)) for cases in zip(*results, strict=True)]
         if eqn.primitive.name in INLINED:
             body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return evaluate_as(*compat.opened(body), operands, shape)
@@ -102,16 +101,10 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
     return jaxprs.evaluate(jaxpr, consts, values, rule)
 
 
-def select(index: Any, cases: Sequence) -> Any:
-    """Return one of several arrays, which may differ in shape by broadcasting."""
-    shape = jnp.broadcast_shapes(*map(jnp.shape, cases))
-    return lax.select_n(index, *(jnp.broadcast_to(x, shape) for x in cases))
-
-
 def may_block(key: ProgramKey) -> bool:
-    """Return whether the equations are known to give the same on a block as on the chunk."""
+    """Return whether the equations are known to give the same results on a block as on the chunk."""
     jaxpr = key.equations.jaxpr
-    elementwise = all(eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
+    elementwise = all(eqn.primitive.name in ELEMENTWISE_OR_BARRIER | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
     scalars = all(
         var.aval.shape == () for var, (kind, _) in zip(jaxpr.invars, key.reads, strict=True) if kind in (SHARED, CONST)
     )

@@ -1,4 +1,4 @@
-"""The optimizer's first state; what is offloaded is made group by group, never all of it on the device."""
+"""Make the optimizer's first state. Offloaded state is made group by group, so the device never holds all of it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 
-from zerojax import compat
+from zerojax import compat, jaxprs
+from zerojax.comm.mesh import to_storage
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import check_host_memory, host_sharding, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.state_memory import state_shardings, state_to_host
-from zerojax.optim.traced import equations_behind, producers_of, trace_inlined
+from zerojax.optim.state_memory import is_on_disk, state_shardings, state_to_host
+from zerojax.optim.traced import trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
-from zerojax.placement.storage import cast, named, to_storage, unpadded
+from zerojax.placement.storage import cast, named, unpadded
 from zerojax.streaming.stores import StateStore, disk_nodes, store_for
 
 if TYPE_CHECKING:
@@ -25,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Return the wrapped transformation's first state, sharded and offloaded by a plan.
-
-    Raises:
-        MemoryError: If the offloaded part is for host memory, and there is not enough of it.
-    """
+    """Return the wrapped transformation's first state, sharded and offloaded by a plan."""
     if not plan.offloaded or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
     check_host_room(config, plan)
@@ -37,22 +34,18 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
-    """Refuse to put a state into host memory that has no room for it.
-
-    Raises:
-        MemoryError: Saying how much is needed, and how much there is.
-    """
-    if config.offload is not None and config.offload.optimizer == "host":
+    """Raise a `MemoryError` if offloaded state is for host memory, and there is not enough of it."""
+    if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Make the state with one program, which may be traced into another. All of it is on the device for a moment."""
+    """Make the state with one program, which may be part of another. The device holds all of it for a moment."""
 
     def init(stored):
         state = logical_state(config, plan, [to_device(x) for x in stored])
-        leaves = [to_storage(config, x, leaf) for x, leaf in zip(state, plan.state, strict=True)]
+        leaves = [to_storage(config.mesh, x, leaf) for x, leaf in zip(state, plan.state, strict=True)]
         return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, leaves))
 
     return jax.jit(init, out_shardings=state_shardings(config, plan))(list(stored))
@@ -61,21 +54,21 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """Make the state with one program for what stays on the device, and one per group whose chunks `store` takes."""
+    """Make the state with one program for all state on the device, and one program per group that `store` takes."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
-    producers = producers_of(jaxpr)
 
     def init(leaves: Sequence[int]) -> list[list[Array]]:
         """Return some leaves of the state, each in its chunks, on the device."""
         outvars = [jaxpr.outvars[k] for k in leaves]
-        eqns, invars = equations_behind(jaxpr, producers, outvars)
-        equations = compat.part_of(jaxpr, [jaxpr.eqns[e] for e in eqns], invars, outvars)
+        eqns, read = jaxprs.needed_for(jaxpr.eqns, outvars)
+        invars = [var for var in inputs if var in read]
+        equations = compat.part_of(jaxpr, eqns, invars, outvars)
 
         def program(values):
             state = jax.core.eval_jaxpr(equations, (), *values)
-            state = {k: to_storage(config, x, plan.state[k]) for k, x in zip(leaves, state, strict=True)}
+            state = {k: to_storage(config.mesh, x, plan.state[k]) for k, x in zip(leaves, state, strict=True)}
             return [
                 split_chunks(config.mesh, x, plan.state[k], plan.offloaded[k]) if k in plan.offloaded else [x]
                 for k, x in state.items()
@@ -95,11 +88,7 @@ def store_by_group(
 ) -> PyTree:
     """Return a state whose offloaded leaves `store` takes, group by group.
 
-    Args:
-        config: The transformation.
-        plan: How the state is sharded, and divided into chunks.
-        make: Makes some leaves of the state, by index: each in its chunks, on the device.
-        store: Takes the chunks.
+    `make` makes some leaves of the state, by index, each in its chunks, on the device.
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
@@ -111,9 +100,8 @@ def store_by_group(
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the state as shapes with their shardings, in storage shape. No file is made for state on disk."""
-    on_disk = config.offload is not None and config.offload.optimizer == "disk" and plan.offloaded
-    nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if on_disk else {}
+    """Return the state as storage shapes with their shardings. No file is made for state on disk."""
+    nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if is_on_disk(config) and plan.offloaded else {}
 
     def shape(k: int, leaf: Leaf):
         if k not in plan.offloaded:

@@ -26,9 +26,11 @@ from zerojax.placement.storage import named
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
+# ruff: noqa: D102 - StateStore describes the methods of both stores
+
 
 class StateStore(abc.ABC):
-    """Offloaded state between steps."""
+    """Offloaded state between steps, which is read and written by group and chunk."""
 
     def __init__(self, nodes: dict[int, Chunked]):
         """Store the `nodes` of the offloaded leaves, by index; none for a first state."""
@@ -36,19 +38,19 @@ class StateStore(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> Any:
-        """Begin to bring the state of a group's chunk `n` into a kind of memory."""
+        """Begin to bring the state of a group's chunk `n` into a kind of memory. Return a ticket for `receive`."""
 
     @abc.abstractmethod
     def receive(self, ticket: Any) -> list[Array]:
-        """Return what `fetch` brings, one array per leaf."""
+        """Return the state that `fetch` brings, one array per leaf."""
 
     @abc.abstractmethod
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
-        """Begin to write the new state of a group's chunk `n`."""
+        """Begin to write the new state of a group's chunk `n`. Return a ticket for `complete`."""
 
     @abc.abstractmethod
     def complete(self, ticket: Any) -> None:
-        """Block until what `write` began no longer needs the device."""
+        """Block until the arrays of a `write` are no longer needed on the device."""
 
     @abc.abstractmethod
     def nodes(self, group: UpdateGroup) -> list[PyTree]:
@@ -59,14 +61,13 @@ class StateStore(abc.ABC):
         return [self._nodes[k] for k in group.state]
 
     def abandon(self) -> None:  # noqa: B027
-        """Give up after a failed step: what was written will not be read."""
+        """Give up after a failed step: nothing that was written will be read."""
 
 
 class HostStateStore(StateStore):
-    """State in host memory, in `Chunked` nodes; those passed in are donated."""
+    """State in host memory, in `Chunked` nodes, which are donated. `nodes` has one entry per leaf of the state."""
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
-        """Store the nodes, one per leaf of the state; none for a first state."""
         super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
         self._config = config
         self._plan = plan
@@ -74,79 +75,61 @@ class HostStateStore(StateStore):
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
-        """Fetch a chunk; see `StateStore`."""
         return [to_memory(self._nodes[k].chunks[n], kind) for k in group.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
-        """Return what was fetched; see `StateStore`."""
         return ticket
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> tuple[list, list]:
-        """Write a chunk; see `StateStore`."""
         new = [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
             self._new[k].append(x)
         return new, [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
 
     def complete(self, ticket: tuple[list, list]) -> None:
-        """Complete a write; see `StateStore`. The old chunks are freed, like those of a donated array."""
         new, old = ticket
         jax.block_until_ready(new)
-        for x in old:
+        for x in old:  # the old chunks are freed, like those of a donated array
             if not x.is_deleted():
                 x.delete()
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
-        """Return the nodes of a group; see `StateStore`."""
         plan = self._plan
         return [chunked(self._config, self._new.pop(k), plan.state[k], plan.offloaded[k]) for k in group.state]
 
 
 class DiskStateStore(StateStore):
-    """State in files, in `Chunked` nodes that say which version of them they are."""
+    """State in files. Each of its `Chunked` nodes, of which there is at least one, holds the version of the files."""
 
     def __init__(self, nodes: dict[int, Chunked]):
-        """Store the nodes. There always are some: nodes on disk know their files before these are made."""
         super().__init__(nodes)
         self._files: StateFiles = next(iter(nodes.values())).store.files
         self._next = jnp.asarray(self._files.next_version)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list:
-        """Fetch a chunk; see `StateStore`."""
         return [(k, n, self._files.read(k, n), kind) for k in group.state]
 
     def receive(self, ticket: list) -> list[Array]:
-        """Receive what was read; see `StateStore`."""
         return [self._files.receive(*reading) for reading in ticket]
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> list:
-        """Write a chunk; see `StateStore`."""
         for x in arrays:
             x.copy_to_host_async()
         return [(k, n, x) for k, x in zip(group.state, arrays, strict=True)]
 
     def complete(self, ticket: list) -> None:
-        """Complete a write; see `StateStore`. The state is in buffers that are being written."""
-        for writing in ticket:
+        for writing in ticket:  # returns when the arrays are in buffers, which threads write
             self._files.write(*writing)
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
-        """Return the nodes of a group; see `StateStore`."""
         return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]
 
     def abandon(self) -> None:
-        """Abandon the update; see `StateStore`."""
         self._files.abandon()
 
 
 def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = None) -> StateStore:
-    """Return the store of a state.
-
-    Args:
-        config: Says whether it is in host memory or on disk.
-        plan: How everything is sharded.
-        nodes: One node a leaf of the state; None for a first state.
-    """
+    """Return the store of a state that has these `nodes`, one per leaf; None for a first state."""
     assert config.offload is not None
     if config.offload.optimizer == "host":
         return HostStateStore(config, plan, nodes or ())
@@ -159,7 +142,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
 
 
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
-    """Return nodes for the offloaded leaves of a first state, whose files are made when they are written."""
+    """Return nodes for the offloaded leaves of a first state. Their files are made when they are first written."""
     assert config.offload is not None
     assert config.offload.path is not None
     shardings = {k: named(config, plan.state[k]) for k in plan.offloaded}

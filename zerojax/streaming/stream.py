@@ -1,9 +1,8 @@
-"""An update whose optimizer state is offloaded: chunks are fetched, updated and written in one queue.
+"""Run the groups of an update whose state is offloaded: chunks are fetched, updated and written in one queue.
 
-While a chunk is updated, the next ones are fetched and the last ones written; a few are in
-flight at a time, so the device holds a few chunks, whatever the size of the model. On the
-host one chunk's update takes one thread, so as many chunks are updated at a time as a
-device has cores, a few at most.
+While a chunk is updated, the next chunks are fetched and the last chunks are written. At most `IN_FLIGHT` chunks are in
+flight, so the device holds a few chunks, whatever the size of the model. On the host, the update of a chunk runs on one
+thread. So a few chunks are updated at a time, if there are cores for them.
 
 References:
     Ren et al. 2021, arXiv 2101.06840, section 4; Rajbhandari et al. 2021, arXiv 2104.07857, section 5.
@@ -49,14 +48,15 @@ DEVICE = "device"
 
 
 class UpdateInputs(NamedTuple):
-    """What the first program of a step leaves for the streamed update.
+    """The results of a step's first program that the streamed update reads.
 
     Attributes:
-        params: One array a parameter, as stored; None for those that are yet to be updated.
-        pending: Those, by index among the trained, in storage shape of their shards.
-        state: One array a leaf of the state; None for those that are offloaded.
+        params: One array per parameter, as stored; None for parameters that a group has yet to update.
+        pending: The parameters that a group has yet to update, by index among the trained; storage shape of their
+            shards.
+        state: One array per leaf of the state; None for offloaded leaves.
         grads: Gradients that groups read, by index; storage shape.
-        shared: What groups share.
+        shared: The values that the groups share.
         skipped: Whether the step is skipped.
     """
 
@@ -69,17 +69,16 @@ class UpdateInputs(NamedTuple):
 
 
 class StreamedUpdate:
-    """The streamed update of one transformation: its programs, compiled when they are first needed.
+    """The streamed update of one transformation. Its programs are compiled when they first run.
 
     Attributes:
-        config: Says where state is offloaded to and what updates it.
+        config: The wrapped transformation.
         plan: How everything is sharded.
         partition: The update's groups.
-        update: `"device"` or `"host"`.
+        update: Where chunks are updated: `"device"` or `"host"`.
     """
 
     def __init__(self, config: Config, plan: ShardingPlan):
-        """Store the configuration; nothing is compiled yet."""
         self.config = config
         self.plan = plan
         choice = plan.choice or choose_update(config, plan)
@@ -91,11 +90,11 @@ class StreamedUpdate:
 
     @property
     def host_threads(self) -> int:
-        """Return how many chunks per device are updated on the host at a time."""
+        """Return how many chunks per device the host updates at a time."""
         return max(1, min(IN_FLIGHT, cores() // len(self.config.mesh.local_devices)))
 
     def lower(self) -> list[Any]:
-        """Lower the programs that update a chunk on the device, one per key, as `jax.jit(...).lower` does."""
+        """Lower the programs that update a chunk on the device, one program per key."""
         shared, consts = self.partition.shared_shapes, self.partition.consts
         groups = {self.key(g, n): group for g, group in enumerate(self.partition.groups) for n in group.equations}
         lowered = []
@@ -108,18 +107,14 @@ class StreamedUpdate:
         return lowered
 
     def run(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
-        """Update every chunk.
+        """Update every chunk. Return one array per parameter, as stored, and one node per leaf of the state.
 
-        Args:
-            inputs: From the first program; its arrays are donated.
-            store: Where the state is.
-
-        Returns:
-            `(params, state)`: one array a parameter, as stored, and one node a leaf of the state.
+        The arrays of `inputs` are donated.
         """
         try:
             wait_if_simulated(self.config.mesh, inputs)
-            if self.update == "host" and inputs.skipped:  # reading it blocks, and the host needs the gradients anyway
+            # Reading `skipped` blocks. That costs nothing here, because the host has to wait for the gradients anyway.
+            if self.update == "host" and inputs.skipped:
                 return self._skip(inputs, store)
             with ThreadPoolExecutor(self.host_threads) as threads:
                 return UpdateQueue(self, inputs, store, threads).update()
@@ -139,14 +134,14 @@ class StreamedUpdate:
         return params, state
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
-        """Return whether the host updates a group. Full arrays need programs that span all devices."""
+        """Return whether the host updates a group. Full arrays need programs that span all devices, so they do not."""
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
         """Return the update of a chunk on the host, compiled for such arguments.
 
-        Threads are given compiled programs alone: tracing would not see what the caller set
-        for its own thread, such as whether numbers may have 64 bits.
+        It is compiled here and not in a thread, because JAX's settings, such as 64-bit numbers, may hold for the
+        caller's thread only.
         """
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
         if (key, shapes) not in self._compiled:
@@ -154,10 +149,10 @@ class StreamedUpdate:
         return self._compiled[key, shapes]
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
-        """Return parameters as they are stored: gathered where the stage keeps them replicated."""
-        plan, bare = self.plan, functools.partial(dataclasses.replace, path="", reason="")
+        """Return a group's parameters as they are stored: gathered if the stage keeps them replicated."""
+        plan = self.plan
         moved = {
-            j: (bare(plan.grads[i]), bare(plan.trained.params[i]))
+            j: (plan.grads[i], plan.trained.params[i])
             for j, i in enumerate(group.params)
             if plan.trained.params[i].axes != plan.grads[i].axes or plan.trained.params[i].kind != plan.grads[i].kind
         }
@@ -174,8 +169,8 @@ class GroupInFlight:
 
     Attributes:
         group: The group.
-        params: Its parameters, with the chunks that were updated so far; storage shape of their shards.
-        resident: Its leaves of the state that stay on the device; storage shape.
+        params: The group's parameters, in which some chunks are already updated; storage shape of their shards.
+        resident: The group's leaves of the state on the device; storage shape.
     """
 
     group: UpdateGroup
@@ -184,7 +179,7 @@ class GroupInFlight:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a group: its index, the programs that update it, and where it starts."""
+    """A chunk of a group: its index, the key of the programs that update it, and where it starts."""
 
     of: GroupInFlight
     n: int
@@ -193,10 +188,12 @@ class Chunk(NamedTuple):
 
 
 class UpdateQueue:
-    """One step's update, chunk by chunk: those being fetched, updated on the host, and written."""
+    """One step's update: the chunks that are being fetched, updated on the host, and written.
+
+    `threads` update chunks on the host.
+    """
 
     def __init__(self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor):
-        """Prepare the queue; nothing is fetched yet. `threads` update chunks on the host."""
         self._streamed, self._inputs, self._store, self._threads = streamed, inputs, store, threads
         self._groups = streamed.partition.groups
         self._host = host_kind(streamed.config.mesh)
@@ -210,7 +207,7 @@ class UpdateQueue:
         self._returning: list[Array] = []
 
     def update(self) -> tuple[list, list]:
-        """Do it; `StreamedUpdate.run` says what comes back."""
+        """Run the update; see `StreamedUpdate.run`."""
         self._fetch(IN_FLIGHT - 1)
         for g, group in enumerate(self._groups):
             params = [to_device(self._inputs.pending.pop(i)) for i in group.params]
@@ -257,7 +254,7 @@ class UpdateQueue:
         self._complete_on_host(most=self._streamed.host_threads - 1)
 
     def _complete_on_host(self, most: int) -> None:
-        """Block until at most `most` chunks are being updated on the host, and take back the others' parameters."""
+        """Block until the host is updating at most `most` chunks, and take back the parameters of all other chunks."""
         while len(self._on_host) > most:
             chunk, updated = self._on_host.popleft()
             new, state = updated.result()
@@ -267,7 +264,7 @@ class UpdateQueue:
             self._write(chunk, state)
 
     def _write(self, chunk: Chunk, state: Sequence[Array]) -> None:
-        """Write a chunk's new state; after the last one the group is complete."""
+        """Write a chunk's new state. After its last chunk the group is complete."""
         self._writing.append(self._store.write(chunk.of.group, chunk.n, state))
         if len(self._writing) >= IN_FLIGHT:
             self._store.complete(self._writing.popleft())
@@ -284,11 +281,12 @@ class UpdateQueue:
         for k, node in zip(group.state, self._store.nodes(group), strict=True):
             self._state[k] = node
         params, of.params = dict(zip(group.params, streamed.unsharded(group, of.params), strict=True)), []
-        # Parameters pass through the device where the update runs on the host too, as their gradients do.
+        # Parameters pass through the device even if the update runs on the host, as their gradients do.
         params = return_to_host(streamed.config, params, streamed.plan.trained.params)
         for i, x in params.items():
             self._params[streamed.plan.layout.trained[i]] = x
-        # The device holds the shards of two groups: one is fetched and updated while the other returns to the host.
+        # Block on the group before, so that the device holds the shards of two groups and not more: one group is
+        # fetched and updated while the other returns to the host.
         jax.block_until_ready(self._returning)
         self._returning = [x for x in params.values() if is_on_host(x)]
         wait_if_simulated(streamed.config.mesh, params)

@@ -1,4 +1,4 @@
-"""Arguments of a loss: where the batch is, and what is no array (a flag, a name, a function), which is not traced."""
+"""The arguments of a loss: which of them is the batch, and which values (flags, names, functions) are not traced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# In place of a batch that is given by keyword, or not at all.
+# Stands for a batch that is given by keyword, or not at all.
 NO_BATCH = inspect.Parameter.empty
 _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
 
@@ -19,10 +19,10 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A leaf that programs are compiled for: to jit a node without leaves.
+    """A value for which the program is compiled. For jit, it is a node without leaves.
 
     Attributes:
-        value: Hashable.
+        value: A hashable value.
     """
 
     value: Any
@@ -31,10 +31,10 @@ class Constant:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["batch_too"])
 @dataclasses.dataclass(frozen=True)
 class Keywords:
-    """Keyword arguments, as the last positional one.
+    """The keyword arguments of a loss, which zerojax passes as the last positional argument.
 
     Attributes:
-        values: By name.
+        values: The arguments by name.
         batch_too: Whether the batch is a dict of keyword arguments, too.
     """
 
@@ -43,49 +43,47 @@ class Keywords:
 
 
 def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False) -> tuple[Any, Any, tuple]:
-    """Find the batch among what a loss is called with after its parameters.
+    """Find the batch among the arguments of a loss after its parameters.
 
-    Without a positional batch, it is a dict of the keyword arguments that have rows; flags, numbers and keys among
-    them are further arguments.
+    Without a positional batch, the batch is a dict of the keyword arguments that have rows. Other keyword arguments,
+    such as flags, numbers and keys, are further arguments.
 
     Args:
-        args: Positional arguments; `NO_BATCH` among them counts for none.
+        args: Positional arguments. `NO_BATCH` among them is ignored.
         keywords: Keyword arguments.
         mutable: Whether the first of `args` is a mutable state.
 
     Returns:
-        `(mutable state, batch, rest)`: None without a mutable state; `rest` as `packed` gives it.
+        `(mutable state or None, batch, rest)`, with `rest` as `packed` returns it.
 
     Raises:
         TypeError: If there is no batch.
     """
-    args = tuple(x for x in args if x is not NO_BATCH)
-    if len(args) > mutable:
+    args, leading = tuple(x for x in args if x is not NO_BATCH), 1 if mutable else 0
+    if len(args) > leading:
         state, batch, *rest = args if mutable else (None, *args)
         return state, batch, packed(tuple(rest), keywords)
     rows = {name: x for name, x in keywords.items() if has_rows(x)}
-    if not rows or len(args) < mutable:
+    if not rows or len(args) < leading:
         raise TypeError(
             "The loss was called without a batch. Rows that it closes over are not divided over the devices: each "
-            "would compute all of them. Give them as an argument, to the loss and here: loss_fn(params, batch), or "
-            "loss_fn(params, x=x, y=y)."
+            "device would compute all of them. Make the rows an argument of the loss, and pass them here: "
+            "loss_fn(params, batch), or loss_fn(params, x=x, y=y)."
         )
     others = {name: x for name, x in keywords.items() if name not in rows}
     return (args[0] if mutable else None), rows, packed((), others, batch_too=True)
 
 
 def has_rows(tree: Any) -> bool:
-    """Return whether an argument may be a batch: whether any array in it is no scalar."""
+    """Return whether an argument may be a batch: whether it contains an array that is no scalar."""
     return any(len(getattr(x, "shape", ())) > 0 for x in jax.tree.leaves(tree))
 
 
 def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too: bool = False) -> tuple:
-    """Pack arguments into one tuple of trees of arrays; everything else in them becomes a `Constant`.
+    """Pack arguments into one tuple of trees of arrays. Every other value in them becomes a `Constant`.
 
-    Python's numbers are arrays, as under `jax.jit`; its bools are not, since a model branches on them.
-
-    Raises:
-        TypeError: If something that is no array cannot be hashed, or is a ref.
+    Python's numbers are arrays, as under `jax.jit`. Its bools are constants, because a model branches on them. Raise a
+    TypeError for a ref, and for a value that is neither an array nor hashable.
     """
 
     def one(path, x):
@@ -100,8 +98,8 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
             hash(x)
         except TypeError as error:
             raise TypeError(
-                f"{_name(path)} is a {type(x).__name__}, which is no array, and cannot be hashed as a constant that "
-                "the program is compiled for. Pass arrays or hashable values, or let the loss close over it."
+                f"{_name(path)} is a {type(x).__name__}, which is no array, and cannot be hashed as a constant for "
+                "which the program is compiled. Pass arrays or hashable values, or let the loss close over it."
             ) from error
         return Constant(x)
 
@@ -110,7 +108,7 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
 
 
 def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
-    """Call a function with its batch and further arguments, `packed` or as they are, as the caller gave them."""
+    """Call a function as the caller wrote the call, given its batch and further arguments, `packed` or not."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
     if not (args and isinstance(args[-1], Keywords)):
         return fn(*leading, batch, *args)

@@ -1,6 +1,6 @@
-"""What a loss returns beside its loss: what a leaf means where it was computed in several parts.
+"""Combine the auxiliary results of a loss over microbatches and devices, as their markers say.
 
-In global view and without microbatches there is one part, and aux comes back as it was returned.
+In global view without microbatches, the loss is called once, and aux is returned unchanged.
 """
 
 from __future__ import annotations
@@ -21,42 +21,60 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """What the leaves of a part of aux are.
+    """A node of aux that says how its leaves are combined.
 
     Attributes:
-        tree: Arrays.
+        tree: A tree of arrays.
     """
 
     tree: PyTree
 
 
 def marker(cls: type) -> type:
-    """Make a marker a pytree node."""
+    """Register a marker class as a pytree node."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls), ["tree"], [])
 
 
 @marker
 class Mean(Marker):
-    """Means over the rows, floats: the mean is taken, weighted where the loss is. Unmarked float scalars are these."""
+    """Marks floats that are means over rows: they are averaged, with the weights of a weighted loss.
+
+    Unmarked float scalars count as `Mean`.
+
+    Examples:
+        >>> return loss, zerojax.Mean(jnp.mean(correct))
+    """
 
 
 @marker
 class Sum(Marker):
-    """Sums over the rows, counts among them: the sum is taken."""
+    """Marks sums over rows, such as counts: they are added up.
+
+    Examples:
+        >>> return loss, zerojax.Sum(jnp.sum(mask))
+    """
 
 
 @marker
 class Rows(Marker):
-    """One entry a row of the batch on dim 0, such as logits: all are returned, in the order of the rows."""
+    """Marks arrays with one entry per row on dim 0, such as logits: all are returned, in the order of the rows.
+
+    Examples:
+        >>> return loss, zerojax.Rows(logits)
+    """
 
 
 @marker
 class Same(Marker):
-    """Equal on every device, such as a counter: the last microbatch's is returned."""
+    """Marks values that are equal on every device, such as a counter: the value of the last microbatch is returned.
+
+    Examples:
+        >>> return loss, zerojax.Same(count + 1)
+    """
 
 
 def is_marker(x: Any) -> bool:
-    """Return whether a node of aux is a marker."""
+    """Return whether a node is a marker."""
     return isinstance(x, Marker)
 
 
@@ -71,23 +89,23 @@ def combine(
     """Combine the aux of all microbatches and devices.
 
     Args:
-        aux: Each leaf with the microbatches on dim 0.
-        weights: One weight a microbatch.
-        total: Their sum over the devices.
-        comm: Sums over the devices.
-        rows_of: Puts the rows of the microbatches, dims 0 and 1, in the order of the batch.
+        aux: The results, each leaf with the microbatches on dim 0.
+        weights: One weight per microbatch.
+        total: The sum of the weights over the devices.
+        comm: Collectives over the devices.
+        rows_of: Moves the rows of the microbatches (dims 0 and 1) into the order of the batch.
 
     Returns:
-        `(aux, rows)`, two trees of one structure: what is equal on every device, and this view's
-        own rows; each None where the other has something.
+        `(aux, rows)`, two trees of one structure: leaves that are equal on every device, and the rows of this view.
+        Each tree has None where the other has a leaf.
 
     Raises:
-        TypeError: If a leaf is no float scalar and nothing says what it is.
+        TypeError: If an unmarked leaf is no float scalar.
     """
 
     def mean(path, x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(f"aux{path} is {x.dtype}, which has no mean. Mark a count with zerojax.Sum.")
+            raise TypeError(f"aux{path} is {x.dtype}, which has no mean. If it is a count, mark it with zerojax.Sum.")
         wide = x.astype(common_dtype(x.dtype, jnp.float32))
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
         # with weight 0 the mean itself may be 0/0
@@ -96,16 +114,19 @@ def combine(
     def scalar_mean(path, x):
         if x.ndim > 1 or not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"aux{path} is {x.dtype}{list(x.shape[1:])}, computed by each device and microbatch for rows of its "
-                "own. Say what becomes of it: zerojax.Mean(x), zerojax.Sum(x), zerojax.Rows(x) for one entry a row, "
-                'zerojax.Same(x) for what is equal everywhere; or see all rows: zero_shard(..., view="global") without '
-                "microbatches."
+                f"aux{path} is {x.dtype}{list(x.shape[1:])}, which each device computes for the rows of each "
+                "microbatch. Say how to combine the values: zerojax.Mean(x), zerojax.Sum(x), zerojax.Rows(x) for one "
+                "entry per row, or zerojax.Same(x) for values that are equal everywhere. Or let the loss see all rows: "
+                'zero_shard(..., view="global") without microbatches.'
             )
         return mean(path, x)
 
     def rows(path, x):
         if x.ndim < 2:
-            raise TypeError(f"aux{path} is marked with zerojax.Rows, and is a scalar: it has no rows on dim 0.")
+            raise TypeError(
+                f"aux{path} is marked with zerojax.Rows, but it is a scalar without rows. Mark it with zerojax.Mean or "
+                "zerojax.Sum."
+            )
         return rows_of(x)
 
     kinds = {

@@ -1,4 +1,4 @@
-"""The inputs of a step beside the parameters: the batch, divided over the devices, and further arguments."""
+"""Check, place and cast the inputs of a loss other than the parameters: the batch, and further arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.mesh import batch_sharding
 from zerojax.config import Config, DataMesh, Precision
-from zerojax.config.batch_spec import entry_names
-from zerojax.config.data_mesh import in_words
+from zerojax.config.data_mesh import entry_axes, in_words
 from zerojax.layout.tree import canonical
 
 if TYPE_CHECKING:
@@ -24,12 +23,7 @@ NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, f
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
-    """Refuse a batch without rows, or whose rows do not divide by the devices and their microbatches.
-
-    Raises:
-        TypeError: As `check_types`.
-        ValueError: Naming the leaf, its rows, what they are divided by and the remedy.
-    """
+    """Raise an error unless all leaves have the same number of rows, and devices and microbatches divide it."""
     check_types(batch)
     first: tuple[str, int] | None = None
     parts = data.workers * accumulate
@@ -42,16 +36,19 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
         shape = jnp.shape(x)
         if not shape:
             raise ValueError(
-                f"Cannot divide {name} over {where}: it is a scalar and has no dim 0. "
-                f"Pass values that belong to no row as further arguments, after the batch, and lists as arrays."
+                f"Cannot divide {name} over {where}: it is a scalar and has no dim 0. Pass values that belong to no "
+                f"row as further arguments, after the batch, and lists of numbers as arrays."
             )
         first = first or (name, shape[0])
         if not shape[0]:
-            raise ValueError(f"{name} has the shape {list(shape)}, of no rows: their mean would be NaN. Drop it.")
+            raise ValueError(
+                f"{name} has the shape {list(shape)}, of no rows, so the mean loss would be NaN. Drop this batch."
+            )
         if shape[0] != first[1]:
             raise ValueError(
-                f"{name} has {shape[0]} rows, and {first[0]} has {first[1]}: rows would be paired wrongly. Give every "
-                f"leaf of a batch as many, and values that belong to no row as further arguments, after the batch."
+                f"{name} has {shape[0]} rows, and {first[0]} has {first[1]}: rows would be paired wrongly. Give all "
+                f"leaves of a batch as many rows. Pass values that belong to no row as further arguments, after the "
+                f"batch."
             )
         if shape[0] % parts:
             below, above = shape[0] // parts * parts, -(-shape[0] // parts) * parts
@@ -63,50 +60,30 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
 
 
 def check_types(batch: PyTree) -> None:
-    """Refuse what JAX has no arrays of: strings, objects, and tensors of other libraries.
-
-    Raises:
-        TypeError: Naming the leaf and its type.
-    """
+    """Raise a TypeError for a leaf that is no array to JAX: a string, an object, or a tensor of another library."""
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
             raise TypeError(
-                f"{name} has the type {dtype or type(x).__name__}, which JAX has no arrays of. Leave it out of what "
-                f"the step is given, or pass numbers, such as tokens."
+                f"{name} has the type {dtype or type(x).__name__}, which JAX has no arrays of. Leave it out of the "
+                f"batch, or pass numbers, such as tokens."
             )
         if not isinstance(x, NUMBERS) and not hasattr(x, "__jax_array__") and not isinstance(dtype, np.dtype):
             kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
             raise TypeError(
-                f"{name} is a {kind}, which JAX takes for no array. Convert it, np.asarray(x), or let "
-                f"zerojax.data.shard_batches(loader, tx) do so; leave out what the step does not use."
+                f"{name} is a {kind}, which JAX takes for no array. Convert it with np.asarray(x), let "
+                f"zerojax.data.shard_batches(loader, tx) convert it, or leave it out if the loss does not use it."
             )
 
 
 def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
-    """Divide a batch over the devices, its rows and what `batch_spec` says, unless it already is.
-
-    Args:
-        config: Mesh, axis and spec of the batch.
-        batch: Arrays of any kind and place, or shapes.
-        accumulate: Into how many microbatches each device will divide its rows.
-
-    Returns:
-        Arrays on the mesh; of shapes, shapes with their sharding.
-
-    Raises:
-        ValueError: As `check_batch` and `batch_shardings`.
-    """
+    """Check a batch, and divide it over the devices of the caller's mesh. Shapes get shardings."""
     check_batch(batch, config.data, accumulate)
     return jax.tree.map(placed, batch, batch_shardings(config, config.user_mesh, batch))
 
 
 def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
-    """Return how each leaf of a batch is divided on a mesh.
-
-    Raises:
-        ValueError: If `batch_spec` does not fit the batch: its tree, or sizes that do not divide.
-    """
+    """Return the sharding of each leaf of a batch. Raise a ValueError if `batch_spec` does not fit the batch."""
     if config.batch_spec is None:
         sharding = batch_sharding(mesh, config.data)
         return jax.tree.map(lambda _: sharding, batch)
@@ -118,20 +95,20 @@ def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
         raise ValueError(
             f"Cannot divide {name} over mesh {in_words(axes)}: its dim {dim} has a size of {size}, and the "
             f"{'axis has' if len(axes) == 1 else 'axes have'} {parts} devices. Give a size of "
-            f"{f'{below} or {above}' if below else above} (inputs and targets each, not a window that is one longer), "
-            f"or a batch_spec= that does not divide this dim."
+            f"{f'{below} or {above}' if below else above} (for inputs and for targets, not for a window that is one "
+            f"longer), or a batch_spec= that does not divide this dim."
         )
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """Find the first leaf with a dim after dim 0 that its spec's axes do not divide: name, dim, size, axes."""
+    """Return `(name, dim, size, axes)` of the first leaf with a dim that the axes of its spec do not divide."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):
         for dim, (size, entry) in enumerate(zip(jnp.shape(x), spec, strict=False)):
-            if dim and size % config.data.size(entry_names(entry)):
-                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_names(entry)
+            if size % config.data.size(entry_axes(entry)):
+                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
     return None
 
 
@@ -145,27 +122,24 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
         return x
     try:
         return jax.device_put(x, sharding)
-    except AssertionError as error:  # how JAX says that the processes gave different values
+    except AssertionError as error:  # JAX raises it if the processes gave different values
         raise ValueError(
             f"Process {jax.process_index()} gave a batch of {list(jnp.shape(x))} whose values are not those of the "
-            f"others. An array that is on no mesh is the whole batch, the same on every process. Place own rows by "
-            f'zerojax.data.shard_batches(batches, tx, rows="process") or jax.make_array_from_process_local_data.'
+            f"others. An array that is on no mesh is the whole batch, and must be the same on every process. If each "
+            f'process has its own rows, place them with zerojax.data.shard_batches(batches, tx, rows="process") or '
+            f"jax.make_array_from_process_local_data."
         ) from error
 
 
 def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
-    """Return the batch in the types in which the loss sees it."""
+    """Cast a batch to the types in which the loss sees it."""
     if precision is None:
         return batch
     return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
 
 
 def check_args(args: tuple) -> None:
-    """Refuse untyped PRNG keys, which cannot be told from data and so would not be folded.
-
-    Raises:
-        TypeError: If an argument looks like one.
-    """
+    """Raise a TypeError for an untyped PRNG key: it looks like data, and so would not be folded."""
     for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
         if is_untyped_key(x):
             raise TypeError(
@@ -180,7 +154,7 @@ def is_untyped_key(x: Any) -> bool:
 
 
 def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
-    """Fold PRNG keys with a number (a device's, a microbatch's), so that each draws different numbers."""
+    """Fold PRNG keys with the number of a device or microbatch, so that each draws different random numbers."""
 
     def fold(x):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):

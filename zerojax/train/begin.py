@@ -1,8 +1,9 @@
-"""The first state of a run."""
+"""The parameters and the first state of a run, in storage."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,15 +13,22 @@ from jax.sharding import NamedSharding
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.placement.place import are_shapes, cast_params, place_params, place_replicated
-from zerojax.placement.storage import in_storage, named
+from zerojax.placement.place import (
+    are_shapes,
+    cast_params,
+    check_host_room,
+    init_programs,
+    place_params,
+    place_replicated,
+)
+from zerojax.placement.storage import in_storage, named, named_tree
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
-from zerojax.train.serialization import known_to_flax
-from zerojax.train.state import ZeroState
+from zerojax.train.state import ZeroState, known_to_flax
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
@@ -37,33 +45,54 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
     return state
 
 
-def initialised(config: Config, programs: list[Any], args: tuple) -> list[Any]:
-    """Run the programs that make the parameters, which are the same on every process, as are their arguments."""
-    what = "initialise parameters"
+def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
+    """Initialise parameters in storage, alike on every process; see `ZeroTransformation.init_params`."""
+    layout = layout_of(config, jax.eval_shape(init_fn, *args))
+    check_host_room(config, layout)
+    programs, what = init_programs(config, layout, init_fn, args), "initialise parameters"
     require_same_values(config, what, args=args)
     require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
-    return [x for program in programs for x in program(*args)]
+    arrays = [x for program in programs for x in program(*args)]
+    store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
+    return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
+
+
+def shard(config: Config, params: Any) -> Any:
+    """Copy parameters into storage; see `ZeroTransformation.shard`."""
+    layout = layout_of(config, params)
+
+    def store(params):
+        arrays = place_params(config, layout, params)
+        return in_storage(cast_params(config, layout, arrays, like=layout.params), layout)
+
+    return on_auto_mesh(config.user_mesh, store, params, shardings=lambda _: params_shardings(config, layout))
+
+
+def params_shardings(config: Config, layout: Layout) -> Any:
+    """Return the shardings of the parameters in storage."""
+    return named_tree(config, layout.treedef, layout.params)
 
 
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Place parameters in storage, with a fresh optimizer state or the `plain` one, at step 0; of shapes, shapes."""
+    """Return the state at step 0: parameters in storage, and a fresh optimizer state or the `plain` one.
+
+    If the parameters are shapes, return shapes.
+    """
     known_to_flax()
     shapes = are_shapes(params)
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
     wide = place_params(config, plan.layout, params)
-    opt_state = state_shapes(config, plan) if shapes else first_state(config, plan, params, wide, plain)
+    if shapes:
+        opt_state = state_shapes(config, plan)
+    else:
+        opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
     stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
     errors = {path: zeros(leaf, named(config, leaf), shapes=shapes) for path, leaf in plan.errors}
     return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, errors, plan)
 
 
-def first_state(config: Config, plan: ShardingPlan, params: Any, wide: list, plain: Any) -> Any:
-    """Return the optimizer state that a run begins with: one of `wide` parameters in storage, or the `plain` one."""
-    return init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
-
-
 def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:
-    """Return zeros in a leaf's storage, or only their shape if `shapes`."""
+    """Return zeros in the storage shape of a leaf, or only their shape if `shapes`."""
     of = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=sharding)
     return of if shapes else jnp.zeros(of.shape, of.dtype, device=sharding)

@@ -1,4 +1,4 @@
-"""A loss that several devices or microbatches call: traced once and read, for what would mean something else there."""
+"""Check the program of a loss that several devices or microbatches call, where some code would change its meaning."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax import compat, jaxprs
+from zerojax.config.data_mesh import axes_of
 from zerojax.train.batch import is_untyped_key
 from zerojax.train.remedies import DIVIDED_ALREADY
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:
-    """Return a function that refuses losses whose calls would not add up to one loss.
+    """Return the loss, checked when it is called. The calls for parts of the batch must add up to one loss.
 
-    Args:
-        fn: The loss.
-        manual: Mesh axes over which its rows are divided already.
-
-    Raises:
-        ValueError: When the result is called, if it closes over a PRNG key or makes one of a
-            constant, or if it constrains an array to `manual` axes.
+    So the loss must not close over a PRNG key, make a key of a constant, or constrain an array to the `manual` mesh
+    axes, over which its rows are divided already.
     """
 
     def call(*args):
@@ -37,17 +33,17 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
 
 
 def check(jaxpr: Any, manual: frozenset[str]) -> None:
-    """Apply the check of `checked` to a traced loss."""
+    """Raise a ValueError if a traced loss does what `checked` does not allow."""
     for inner in nested(jaxpr):
         check_keys(inner)
         for eqn in inner.eqns:
             sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
-            if isinstance(sharding, NamedSharding) and manual & named_axes(sharding):
+            if isinstance(sharding, NamedSharding) and manual.intersection(axes_of(sharding.spec)):
                 raise ValueError(f"{DIVIDED_ALREADY} It is at {compat.line_of(eqn)}.")
 
 
 def check_keys(jaxpr: Any) -> None:
-    """Refuse keys that every call would draw the same numbers with: those that are no argument."""
+    """Raise a ValueError for a PRNG key that is no argument: every call would draw the same numbers."""
     same = "a PRNG key: every device (in device view) and every microbatch would draw the same numbers. "
     for var in compat.constvars_of(jaxpr):
         if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) or is_untyped_key(var.aval):
@@ -60,19 +56,13 @@ def check_keys(jaxpr: Any) -> None:
         if eqn.primitive.name == "random_seed" and not of_arguments.intersection(jaxprs.variables_in(eqn.invars)):
             raise ValueError(
                 f"The loss function makes a key of a constant at {compat.line_of(eqn)}, {same}"
-                "Pass the key as a further argument of the loss; numbers that are to be the same, draw outside of it."
+                "Pass the key as a further argument of the loss. Draw equal numbers outside of the loss."
             )
 
 
 def nested(jaxpr: Any) -> Iterator[Any]:
-    """Return a jaxpr, and the jaxprs within its equations."""
+    """Yield a jaxpr, and all jaxprs within its equations."""
     yield jaxpr
     for eqn in jaxprs.alive(jaxpr):
         for inner in compat.inner_jaxprs(eqn):
             yield from nested(inner)
-
-
-def named_axes(sharding: NamedSharding) -> set[str]:
-    """Return the mesh axes that a sharding divides an array over."""
-    named = [entry for entry in sharding.spec if isinstance(entry, str | tuple)]
-    return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}

@@ -1,4 +1,4 @@
-"""Parameters outside of the loss: a jitted function of them, with the gathers of a training step and no gradient."""
+"""Functions of sharded parameters outside of training, with the gathers of a training step and without gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.events import EVENTS, first_array
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
 from zerojax.config import Config
@@ -21,7 +20,7 @@ from zerojax.placement.storage import cast, storage_leaves
 from zerojax.placement.unusable import unusable_named
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import check_types, first_undivided, place_batch, placed
-from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function in the place of a loss: whatever it returns, it returns.
+    """A function with the interface of a `Loss`, which may return anything.
 
     Attributes:
         fn: `fn(params, batch, *args)`.
@@ -39,7 +38,7 @@ class Function:
     fn: Callable
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call it; there is nothing mutable."""
+        """Call the function, which has no mutable state."""
         del mutable
         return call(self.fn, (params,), batch, args)
 
@@ -63,8 +62,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
         return on_auto_mesh(config.user_mesh, run, params, batch, *with_types(args), shardings=shardings)
 
-    what = f"evaluate {getattr(fn, '__name__', 'a function')}"
-    same = SameCalls(config, what)
+    same = SameCalls(config, f"evaluate {getattr(fn, '__name__', 'a function')}")
 
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def step(params, batch=NO_BATCH, *args, **keywords):
@@ -74,41 +72,34 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
     def run_on(params, batch, args):
         check_types(batch)
-        is_new = same.is_needed and same.is_first(types_of(params), batch, args)
+        is_new = same.is_needed and same.is_first(signature_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)
         else:
             rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
-        if is_new:
-            same.require_same_program(lambda: program.lower(params, rows, *args))
         try:
-            if not same.is_needed:
-                return program(params, rows, *args)
-            with EVENTS.calling(what, config.mesh) as call:
-                returned = program(params, rows, *args)
-                call.result = first_array(returned)
-            return returned
+            return same.call(program, params, rows, *args, is_new=is_new)
         except TypeError as error:
             if "forward-mode autodiff" not in str(error):
                 raise
             raise TypeError(
                 "A function of tx.eval_step is differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). "
-                "At stage 3 its gathers have a rule for reverse mode alone. Use jax.grad or jax.vjp, or differentiate "
-                "the function itself, of tx.unshard(params)."
+                "At stage 3 its gathers have a rule for reverse mode only. Use jax.grad or jax.vjp, or differentiate "
+                "the original function of tx.unshard(params)."
             ) from error
 
     return step
 
 
 def zeros_like(x: Array) -> Array:
-    """Return zeros on the device whose gradient is that of `x`, which is in host memory; nothing reads their value."""
+    """Return zeros on the device that pass their gradient on to `x`, which is in host memory."""
     on_device = to_device(x)
     return on_device - jax.lax.stop_gradient(on_device)
 
 
 def divides(config: Config, batch: PyTree) -> bool:
-    """Return whether the devices divide the rows of every leaf, and `batch_spec` its other dims."""
+    """Return whether the devices divide the rows of every leaf, and the axes of `batch_spec` the other dims."""
     if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
     return config.batch_spec is None or first_undivided(config, batch, config.batch_spec.over(batch)) is None

@@ -1,4 +1,4 @@
-"""Value and gradient that a line search has stored in the optimizer's state."""
+"""The loss and gradient that a line search has stored in the optimizer state."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ import optax
 from jax import lax
 
 from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
-from zerojax.comm.mesh import replicated
-from zerojax.config import Config
+from zerojax.comm.mesh import replicated, to_storage
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import plan_of_layout
 from zerojax.optim.returned_state import as_planned, seen_in
 from zerojax.optim.state_memory import state_to_device
-from zerojax.placement.storage import Form, leaves_of, named_tree, padded_forms, to_storage
-from zerojax.placement.storage_shape import in_logical_shape
+from zerojax.placement.storage import in_logical_shape, leaves_of, padded_forms
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
-from zerojax.train.tree_api import differentiate, grads_in_form, refuse_error_feedback, returned_grads
+from zerojax.train.tree_api import TreeForm, refuse_error_feedback
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
 def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
-    """Take loss and gradient from the state of a line search, as `optax.value_and_grad_from_state` does.
+    """Return the counterpart of `optax.value_and_grad_from_state`, which takes loss and gradient from a line search.
 
-    A line search evaluates the loss at the parameters that it chooses, and stores its value and gradient. The loss is
-    differentiated only where the stored value is not finite, as in the first step. The state has the gradient in
-    storage, so that optax's own function fails where leaves are padded.
+    A line search evaluates the loss at the parameters that it chooses, and stores value and gradient in its state. The
+    loss is differentiated only if the stored value is not finite, as in the first step. Optax's own function fails for
+    padded leaves, because the state has gradients in storage shape.
 
     Args:
         tx: A transformation of `zero_shard` around a line search that stores its gradient, such as `optax.lbfgs()`.
-        loss_fn: `loss_fn(params, batch, *args)`, as for `tx.value_and_grad`; it returns a scalar.
+        loss_fn: `loss_fn(params, batch, *args)`, as for `tx.value_and_grad`. It returns a scalar.
 
     Returns:
         `fn(params, batch, *args, state, **keywords) -> (loss, grads)`. The gradient has the form of the parameters.
 
     Raises:
-        ValueError: When the result is called, if the state has no value and gradient, or parameters are overwritten.
+        ValueError: When `fn` is called, if the state has no value and gradient, or parameters are overwritten.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -64,58 +62,45 @@ def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
     """
     config, loss = tx.config, Loss(loss_fn)
     refuse_error_feedback(config)
-    jitted = jax.jit(functools.partial(from_state, config, loss), static_argnames=("layout", "forms"))
+    jitted = jax.jit(functools.partial(from_state, loss), static_argnames="form")
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def from_state_or_loss(params: Any, *args: Any, state: Any, **keywords: Any) -> tuple[Any, Any]:
         _, batch, rest = separated(args, keywords)
-        layout, rows = layout_of(config, params, **seen_in(state)), place_batch(config, batch, 1)
-        return jitted(params, state, rows, *rest, layout=layout, forms=padded_forms(params))
+        form = TreeForm(config, layout_of(config, params, **seen_in(state)), padded_forms(params))
+        return jitted(params, state, place_batch(config, batch, 1), *rest, form=form)
 
     return from_state_or_loss
 
 
-def from_state(
-    config: Config, loss: Loss, params: Any, state: Any, batch: Any, *args: Any, layout: Layout, forms: tuple[Form, ...]
-) -> tuple[Any, Any]:
-    """Return the stored loss and gradient, or compute them; traced under jit."""
+def from_state(loss: Loss, params: Any, state: Any, batch: Any, *args: Any, form: TreeForm) -> tuple[Any, Any]:
+    """Return the stored loss and gradient, or compute them. Traced under jit."""
+    config, layout = form.config, form.layout
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
     state = as_planned(plan, state)
-    check_state(config, plan, state, may_be_wider=not plan.offloaded)
+    check_state(plan, state, may_be_wider=not plan.offloaded)
     dtypes = [x.dtype for x in leaves_of(params)]
 
     def run(params: Any, state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         state = state_to_device(config, plan, state)
         value, grads = stored_gradient(layout, state, jax.tree.unflatten(plan.state_def, plan.state))
-        parts = returned_grads(config, layout, forms)
-        found = {i: to_storage(config, x, parts[i]) for i, x in grads.items()}
+        found = {i: to_storage(config.mesh, x, form.grads[i]) for i, x in grads.items()}
 
         def compute() -> tuple[Any, Any]:
-            computed, tree = differentiate(config, loss, layout, forms, params, None, batch, *args)
+            computed, tree = form.differentiate(loss, 1, params, None, batch, *args)
             return computed.astype(value.dtype), tree
 
-        stored = lambda: (value, grads_in_form(config, layout, forms, found, dtypes))
-        return lax.cond(jnp.isfinite(value), stored, compute)
+        return lax.cond(jnp.isfinite(value), lambda: (value, form.gradient_tree(found, dtypes)), compute)
 
-    parts = returned_grads(config, layout, forms)
-    shardings = lambda _: (replicated(config.mesh), named_tree(config, layout.treedef, parts))
+    shardings = lambda _: (replicated(config.mesh), form.grad_shardings)
     return on_auto_mesh(config.user_mesh, run, params, state, batch, *with_types(args), shardings=shardings)
 
 
 def stored_gradient(layout: Layout, state: Any, leaves: Any) -> tuple[Array, Mapping[int, Array]]:
-    """Find the value and the gradient in a state.
+    """Return the loss, and the logical gradient of each parameter by index, from an optimizer state in storage.
 
-    Args:
-        layout: Layout of the parameters.
-        state: The state, in storage.
-        leaves: A tree of `Leaf` with the structure of the state.
-
-    Returns:
-        `(value, gradients by the index of their parameter)`; logical shapes.
-
-    Raises:
-        ValueError: If the state has no value and gradient, or parameters are overwritten.
+    `leaves` is a tree of `Leaf` with the structure of the state.
     """
     if layout.overwritten:
         raise ValueError(
@@ -125,8 +110,8 @@ def stored_gradient(layout: Layout, state: Any, leaves: Any) -> tuple[Array, Map
     value, grad = optax.tree.get(state, "value"), optax.tree.get(state, "grad")
     if value is None or grad is None:
         raise ValueError(
-            "The optimizer state has no value and gradient: the transformation does not search along a line, or does "
-            "not store them. Wrap optax.lbfgs() or optax.scale_by_backtracking_linesearch(..., store_grad=True), or "
+            "The optimizer state has no value and gradient: the transformation has no line search, or does not store "
+            "them. Wrap optax.lbfgs() or optax.scale_by_backtracking_linesearch(..., store_grad=True), or "
             "use tx.value_and_grad."
         )
     pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(optax.tree.get(leaves, "grad")), strict=True)

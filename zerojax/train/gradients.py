@@ -1,4 +1,4 @@
-"""Loss and gradient over all devices: the view's, with microbatches accumulated and the loss scale divided out.
+"""Compute loss and gradient over all devices and microbatches, without the loss scale.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -19,13 +19,13 @@ from zerojax.comm.collectives import Collectives
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import constrain, replicated
 from zerojax.config.data_mesh import spec_entry
+from zerojax.config.precision import common_dtype
 from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.train.accumulation import accumulate as accumulate_microbatches
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
-from zerojax.train.loss import mean_mutable
+from zerojax.train.loss import at_least_float32, mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.view import LossInputs, View
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """What the forward and backward passes of a step give, over all devices and microbatches.
+    """The results of the forward and backward passes of a step, over all devices and microbatches.
 
     Attributes:
         loss: The mean loss.
-        grads: Its gradient, one array a trained parameter, in storage shape of its gradient. NaN if the weights
-            cannot divide.
-        aux: Combined as its markers say; None in place of `rows`.
-        rows: What of aux has one entry a row; None in place of everything else.
+        grads: The gradient of the loss, one array per trained parameter, in the gradient's storage shape. NaN if the
+            weights are invalid.
+        aux: The auxiliary results, combined as their markers say; None in the places of `rows`.
+        rows: The auxiliary results with one entry per row; None in all other places.
         mutable: The new mutable state, averaged over the devices.
         weights_valid: Whether no weight is negative and their sum is positive.
-        squares: For each trained parameter, the sum of its gradient's squares, float32.
-        errors: What quantised reductions lost, to be fed back, by the path of a parameter; summands, storage shape.
+        squares: For each trained parameter, the sum of the squares of its gradient, in float32.
+        errors: The errors of quantised reductions, by the path of a parameter: partial sums, in storage shape.
         overwritten: The new value of each overwritten parameter: the maximum over devices and microbatches.
     """
 
@@ -65,14 +65,14 @@ def loss_and_grads(
 ) -> Gradients:
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
-    Dim 0 of the batch is divided over the batch axes, and by each device into microbatches. PRNG keys among the
+    The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys among the
     arguments are folded with the indices of device and microbatch.
 
     Args:
-        view: What is differentiated, and how.
-        given: What the loss is called with, over all devices.
-        scale: The loss is multiplied by it while gradients are computed and summed, and they are divided by it.
-        errors: Errors that error feedback keeps, as `Gradients` of the step before has them.
+        view: The loss, and how it is differentiated.
+        given: The inputs of the loss over all devices.
+        scale: The loss scale: it multiplies the loss during the backward pass, and the gradients are divided by it.
+        errors: The errors that error feedback keeps: `Gradients.errors` of the previous step.
     """
     config, layout = view.config, view.layout
     check_batch(given.batch, config.data, view.accumulate)
@@ -86,7 +86,7 @@ def loss_and_grads(
     if config.view == "global":
         found = view_gradients(view, given, scale, dict(errors))
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
-        # As it was given: else the compiler shards it as it likes, and the next step is compiled anew.
+        # Replicated, as it was given. Otherwise the compiler may shard it, and the next step would be compiled anew.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
         pairs = zip(found.overwritten, layout.overwritten, strict=True)
         values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
@@ -119,17 +119,13 @@ def loss_and_grads(
         ),
         axis_names=set(config.data.batch),
     )(given._replace(stored=list(given.stored)), scale, dict(errors))
-    # To multiply by one is no operation. With it `checkify` finds a NaN that a device computed.
+    # XLA removes a product with one, but it lets `checkify` find a NaN that a device computed.
     loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
     return found._replace(loss=loss, grads=grads, aux=merged(found.aux, found.rows))
 
 
 def check_trained(layout: Layout) -> None:
-    """Refuse parameters that no transformation of optax can add an update to: PRNG keys, and floats of 8 bits.
-
-    Raises:
-        TypeError: Naming the leaf.
-    """
+    """Raise a TypeError for a parameter to which optax can add no update: a PRNG key, or floats of 8 bits."""
     for leaf in (layout.params[i] for i in layout.trained):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
@@ -138,13 +134,13 @@ def check_trained(layout: Layout) -> None:
             )
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1:
             raise TypeError(
-                f"params{leaf.path} is {leaf.dtype}, in which gradients and updates are lost. Keep the parameter in "
-                "bfloat16 or wider and cast it in the loss, or freeze it with trainable=."
+                f"params{leaf.path} is {leaf.dtype}, a type in which gradients and updates are rounded away. Keep the "
+                "parameter in bfloat16 or wider and cast it in the loss, or freeze it with trainable=."
             )
 
 
 def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
-    """Compute `loss_and_grads` as the view sees it, with shards in and out."""
+    """Compute `loss_and_grads` in the shapes of the view's collectives: in device view, on shards."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:
@@ -157,7 +153,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
     if weighted:
         total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
         weights_valid = (weight > 0) & (below == 0)
-        # What cannot be divided by becomes NaN, which nobody takes for a gradient.
+        # An invalid weight becomes NaN, so that loss and gradients are NaN and nobody takes them for valid.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         factor = (1.0 if factor is None else factor) / weight / scale
     else:
@@ -178,10 +174,58 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
     return Gradients(total / weight, grads, aux, rows, mutable, weights_valid, squares, errors, values)
 
 
+def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
+    """Differentiate the microbatches in a loop. All shapes are those of the view's collectives.
+
+    Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
+    microbatch, and hold 1/N. In hybrid sharding they reduce within a host, and `View.reduce_across` does the rest.
+
+    Returns:
+        `(returned, grads, mutable, values)`:
+
+        - `returned`: the values that the loss function returned, with the microbatches on dim 0.
+        - `grads`: `scale` times the gradient of the mean over devices and microbatches, or of the sum of weighted
+          losses. `View.reduce_across` has still to be called.
+        - `mutable`: the mutable state after the last microbatch.
+        - `values`: for each overwritten parameter, the maximum of its new values.
+    """
+    comm = view.comm
+
+    def zeros(k) -> Array:
+        leaf = view.layout.params[view.layout.trained[k]]
+        wide = common_dtype(leaf.dtype, jnp.float32)
+        dtype = wide if view.config.precision is None else comm.encoding.reduce_dtype(leaf.dtype)
+        return (
+            jnp.zeros(comm.grad_shape(view.reduced(k)), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
+        )
+
+    def iteration(carry, microbatch):
+        sums, mutable, maxima = carry
+        number, rows = microbatch
+        one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
+        returned, grads, factor, values = view.value_and_grad(one, scale)
+        if view.reduces_each:
+            grads = view.reduce(grads)
+        # Here XLA fuses the product with the sum. After the loop it may be another pass over the gradients.
+        share = 1 / view.microbatches if factor is None else factor
+        grads = [at_least_float32(g) * share for g in grads]
+        sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
+        maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
+        return (sums, returned.mutable, maxima), returned._replace(mutable=None)
+
+    microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
+    lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
+    carry = [zeros(k) for k in view.differentiable], given.mutable, lowest
+    (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
+    if not view.reduces_each:
+        sums = view.reduce(sums)
+    return returned, sums, mutable, maxima
+
+
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:
-    """Sum of squares of each gradient, in float32; one collective for all of them."""
+    """Sum the squares of each gradient, in float32, with one collective for all gradients."""
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    # In device view the sum is over all workers, of which several hold the same shard in hybrid sharding.
+    # In device view the sum is over all workers, and in hybrid sharding several workers hold the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
     return jnp.where(replicated, local, comm.psum(jnp.where(replicated, 0, local / copies)))

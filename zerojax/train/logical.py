@@ -1,4 +1,4 @@
-"""`zerojax.logical`: a tree without padding, for statistics and logging."""
+"""`zerojax.logical`: the logical arrays of a tree in storage, for statistics and logging."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_number_array, is_padded
 from zerojax.placement.chunking import joined
+from zerojax.placement.storage import in_logical_shape
 from zerojax.placement.storage import logical as unpadded_array
-from zerojax.placement.storage_shape import in_logical_shape
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -23,25 +23,27 @@ if TYPE_CHECKING:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """Replace what is stored with padding by arrays of logical shape, for statistics, assertions and logging.
+    """Return a tree with the logical array of each `Padded`, for statistics, assertions and logging.
 
-    Under `jax.jit` this is a slice that the compiler divides like the array, without a gather:
-    `jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(params)`.
+    Under `jax.jit` each logical array is a slice, which the compiler shards like the stored array, without a gather.
 
     Args:
-        tree: Parameters, gradients or updates, a `ZeroState`, or a tree of these. The optimizer state alone does not
-            say which of its arrays are padded or flat: give the `ZeroState`, or take `tx.unshard(opt_state)`.
+        tree: Parameters, gradients or updates in storage, a `ZeroState`, or a tree of these. An optimizer state does
+            not say which of its arrays are padded or flat: give its `ZeroState`, or call `tx.unshard(opt_state)`.
 
     Returns:
-        The tree with the logical array for each `Padded`. In a `ZeroState`, the leaves of `opt_state` have the shapes
-        that optax gives them, too, and offloaded ones are on the devices; such a state is not one to train on with.
+        The tree with logical arrays. In a `ZeroState`, the leaves of `opt_state` also have the shapes that optax gives
+        them, and offloaded leaves are on the devices. A training step does not take such a state.
+
+    Examples:
+        >>> means = jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(state.params)
     """
     is_node = lambda x: is_padded(x) or isinstance(x, ZeroState)
     return jax.tree.map(lambda x: of_state(x) if isinstance(x, ZeroState) else of_leaf(x), tree, is_leaf=is_node)
 
 
 def of_leaf(x: Any) -> Any:
-    """Return the logical array of one leaf; anything that is not padded stays as it is."""
+    """Return the logical array of a `Padded`, and any other leaf unchanged."""
     if not is_padded(x):
         return x
     if isinstance(x.storage, jax.ShapeDtypeStruct):
@@ -50,7 +52,7 @@ def of_leaf(x: Any) -> Any:
 
 
 def of_state(state: ZeroState) -> ZeroState:
-    """Return a state with logical arrays."""
+    """Return a state in which every array has its logical shape."""
     leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
     arrays = [of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
     params = jax.tree.map(of_leaf, state.params, is_leaf=is_padded)
@@ -61,7 +63,7 @@ def of_state(state: ZeroState) -> ZeroState:
 
 
 def of_stored(x: Any, leaf: Leaf) -> Any:
-    """Return the logical array of one leaf of the state, given how it is laid out."""
+    """Return the logical array of a leaf of the optimizer state, given its layout."""
     array = joined(x) if isinstance(x, Chunked) else x
     trim = functools.partial(in_logical_shape, leaf=leaf)
     if isinstance(array, jax.ShapeDtypeStruct):

@@ -1,4 +1,4 @@
-"""What a loss function returns, read and checked."""
+"""Call a loss function, and check and name the values that it returns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Returned(NamedTuple):
-    """One call of a loss function, read.
+    """The values that one call of a loss function returned.
 
     Attributes:
-        total: Its loss, or the total of a weighted one; a scalar of at least float32.
+        total: The loss, or the total of a weighted loss; a scalar of at least float32.
         weight: The weight of the total; 1 unless the loss is weighted.
-        aux: What it returned beside; None without `has_aux`.
+        aux: The auxiliary results; None without `has_aux`.
         mutable: The new mutable state; None without `mutable`.
     """
 
@@ -35,15 +35,15 @@ class Returned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss function and how to read what it returns.
+    """A loss function, and the form of the values that it returns.
 
     Attributes:
-        fn: `fn(params, batch, *args)`, on the rows of its view.
-        has_aux: It returns `(loss, aux)`.
-        weighted: Its loss is `(total, weight)`; the mean is the sum of the totals over
-            the sum of the weights.
-        mutable: It is `fn(params, mutable, batch, *args)`, and returns the new mutable
-            state beside the loss: `(loss, mutable)`, or `(loss, mutable, aux)`.
+        fn: `fn(params, batch, *args)`, called with the rows of its view.
+        has_aux: Whether `fn` returns `(loss, aux)`.
+        weighted: Whether the loss is `(total, weight)`. Its mean is the sum of the totals divided by the sum of the
+            weights.
+        mutable: Whether `fn` is `fn(params, mutable, batch, *args)` and returns `(loss, mutable)`, or
+            `(loss, mutable, aux)` with `has_aux`.
     """
 
     fn: Callable
@@ -51,37 +51,27 @@ class Loss:
     weighted: bool = False
     mutable: bool = False
 
-    @property
-    def form(self) -> str:
-        """Describe what the function has to return."""
-        loss = "(total, weight)" if self.weighted else "loss"
-        parts = [loss, *(["mutable"] if self.mutable else []), *(["aux"] if self.has_aux else [])]
-        return f"({', '.join(parts)})" if len(parts) > 1 else loss
-
-    def returned(self, loss: Array, mutable: PyTree, aux: PyTree) -> Any:
-        """Return the combined results in the form in which the function returns its own."""
+    def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
+        """Return combined results in the form in which the function returns its own results."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 
+    @property
+    def form(self) -> str:
+        """Describe the values that the function must return."""
+        parts = self.returned("(total, weight)" if self.weighted else "loss", "mutable", "aux")
+        return parts if isinstance(parts, str) else f"({', '.join(parts)})"
+
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
-        """Call the function and read what it returns.
+        """Call the function on logical parameters and the rows of its view, and check the values that it returns.
 
-        Args:
-            params: Full parameters, logical shapes.
-            mutable: The mutable state; None without `mutable`.
-            batch: The rows of its view.
-            args: Further arguments, `packed` or as they are.
-
-        Raises:
-            TypeError: If it is not of the form announced.
-            ValueError: If loss or weight is no scalar.
+        Further arguments may be `packed` or not.
         """
         given = (mutable,) if self.mutable else ()
         value = call(self.fn, (params, *given), batch, args)
         aux = new = None
         if self.has_aux or self.mutable:
-            count = 1 + self.has_aux + self.mutable
-            if not (isinstance(value, tuple) and len(value) == count):
+            if not (isinstance(value, tuple) and len(value) == len(self.returned(None, None, None))):
                 options = [name for name in ("mutable", "has_aux") if getattr(self, name)]
                 raise TypeError(
                     f"With {' and '.join(f'{name}=True' for name in options)} the loss function returns {self.form}, "
@@ -101,7 +91,7 @@ class Loss:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Check that the loss function returned a real scalar."""
+    """Return a value that the loss function returned as an array, checked to be a real scalar."""
     if isinstance(value, tuple | list | dict):
         raise TypeError(
             f"The loss function must return a scalar {name}, not a {type(value).__name__}. "
@@ -121,32 +111,28 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def at_least_float32(value: Array) -> Array:
-    """Cast to float32 unless the value is wider: sums over devices need the precision."""
+    """Cast a value to float32, unless its type is wider: sums over devices need the precision."""
     return value.astype(common_dtype(value.dtype, jnp.float32))
 
 
 def check_mutable(new: PyTree, old: PyTree) -> None:
-    """Refuse a mutable state that is not of the kind it was.
-
-    Raises:
-        TypeError: If the structure, or the shape or type of a leaf, is not that of the old state.
-    """
+    """Raise a TypeError if the new mutable state has another structure, shape or type than the old one."""
     found, structure = jax.tree_util.tree_flatten_with_path(new)
     if structure != jax.tree.structure(old):
         raise TypeError(
-            f"The loss function returns a mutable state of the structure {structure}, and it was given "
-            f"{jax.tree.structure(old)}. Return a state of the same tree."
+            f"The loss function returns a mutable state of the structure {structure}, but it was given a state of the "
+            f"structure {jax.tree.structure(old)}. Return a state of the same structure."
         )
     for (path, x), before in zip(found, jax.tree.leaves(old), strict=True):
         if jnp.shape(x) != jnp.shape(before) or jnp.result_type(x) != jnp.result_type(before):
             raise TypeError(
                 f"mutable{jax.tree_util.keystr(path)} comes back as {jnp.result_type(x)}{list(jnp.shape(x))}, and was "
-                f"given as {jnp.result_type(before)}{list(jnp.shape(before))}. Return it in the shape and type it had."
+                f"given as {jnp.result_type(before)}{list(jnp.shape(before))}. Return the same shape and type."
             )
 
 
 def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
-    """Average the float leaves of the mutable state over the devices; others are the same on each."""
+    """Average the float leaves of the mutable state over the devices. Other leaves are equal on all devices."""
 
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,7 +1,7 @@
-"""The loss scale, and the steps that are skipped because a gradient was not finite.
+"""Update the loss scale, and record the steps that are skipped because a gradient was not finite.
 
-Such a step is skipped on every device, because the test is made on sums over all of them;
-`zerojax.optim.rollback` then keeps the old state, bit for bit.
+The test uses sums over all devices, so all devices skip the same steps. `zerojax.optim.update.roll_back` then keeps the
+old state, bit for bit.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
@@ -35,16 +35,15 @@ MAX_NAMED = 5
 )
 @dataclasses.dataclass(frozen=True)
 class ScalingState:
-    """The part of a run's state that decides whether a step counts.
+    """The loss scale, and the record of skipped steps.
 
     Attributes:
-        scale: What the next step multiplies its loss by; 1 without loss scaling.
-        clean: Clean steps since the scale last changed.
-        hysteresis_count: Overflows since the scale was last raised that did not lower it.
-        skips: Steps skipped in a row, the last one included.
-        nonfinite: For each trained parameter, whether its gradient was not finite in the
-            first of those steps.
-        weights_invalid: Whether a step was skipped for weights that were negative or summed to zero.
+        scale: The scale by which the next step multiplies its loss; 1 without loss scaling.
+        clean: Number of clean steps since the scale last changed.
+        hysteresis_count: Number of overflows, since the scale was last raised, that did not lower it.
+        skips: Number of steps skipped in a row, up to the last step.
+        nonfinite: For each trained parameter, whether its gradient was not finite in the first of these steps.
+        weights_invalid: Whether a step was skipped because weights were negative or summed to zero.
     """
 
     scale: Float[Array, ""]
@@ -55,13 +54,13 @@ class ScalingState:
     weights_invalid: Bool[Array, ""]
 
     def reset_skips(self) -> ScalingState:
-        """Return the same scale, with the skipped steps forgotten."""
+        """Return the same scale, without the record of skipped steps."""
         zeros = jax.tree.map(jnp.zeros_like, (self.skips, self.nonfinite, self.weights_invalid))
         return dataclasses.replace(self, skips=zeros[0], nonfinite=zeros[1], weights_invalid=zeros[2])
 
 
 def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
-    """Return the scaling state of step 0, for a number of trained parameters."""
+    """Return the scaling state of step 0. `trained` is the number of trained parameters."""
     scale = None if precision is None else precision.loss_scale
     first = scale.initial if isinstance(scale, DynamicScale) else scale or 1.0
     zero = jnp.zeros((), jnp.int32)
@@ -71,14 +70,7 @@ def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
 def update_scaling(
     scaling: ScalingState, precision: Precision | None, *, finite: Bool[Array, " trained"], weights_valid: Array
 ) -> ScalingState:
-    """Return the scaling state after one step.
-
-    Args:
-        scaling: Before it.
-        precision: How the scale moves.
-        finite: For each trained parameter, whether its gradient was finite.
-        weights_valid: Whether the weights could be divided by; if not, the scale stays.
-    """
+    """Return the scaling state after one step. If the weights of a weighted loss were invalid, the scale stays."""
     ok = finite.all() & weights_valid
     judged = dataclasses.replace(
         scaling,
@@ -106,27 +98,26 @@ def update_scaling(
 
 
 def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
-    """Multiply gradients of a scaled loss by what makes them the loss's own; at least float32."""
+    """Multiply gradients by the factor that divides out the loss scale, in at least float32."""
     wide = [at_least_float32(g) for g in grads]
     return [g * factor.astype(g.dtype) for g in wide]
 
 
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:
-    """Raise if more than `max_skips` steps in a row were skipped, or weights could not be divided by.
+    """Raise an error if more than `max_skips` steps in a row were skipped, or a step had invalid weights.
 
-    With `max_skips`, or several processes, this waits for the step that made the state: they have to raise together.
+    With `max_skips`, or with several processes, which must raise together, this waits for the step that made the state.
 
     Raises:
-        ValueError: If a step that is done had weights that were negative or summed to zero.
-        FloatingPointError: If more than `max_skips` steps in a row were skipped, naming the
-            first parameters whose gradients were not finite.
+        ValueError: If a finished step had weights that were negative or summed to zero.
+        FloatingPointError: If more than `max_skips` steps in a row were skipped.
     """
     invalid: Any = scaling.weights_invalid
     if (max_skips is not None or jax.process_count() > 1 or invalid.is_ready()) and invalid:
         raise ValueError(
             "The weights of a batch were negative or NaN, or summed to zero over all devices, so its mean does not "
-            "exist. The step was skipped and left the state as it was. Return weights of at least 0 that are not all "
-            "0: drop batches in which every token is masked. To go on without that batch: state.reset_skips()."
+            "exist. The step was skipped and left the state unchanged. Return weights of at least 0 that are not all "
+            "0: drop batches in which every token is masked. To continue without that batch: state.reset_skips()."
         )
     if max_skips is None or (skips := int(scaling.skips)) <= max_skips:
         return
@@ -135,6 +126,6 @@ def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None
     raise FloatingPointError(
         f"{skips} steps in a row were skipped because gradients were not finite, and max_skips={max_skips}. In the "
         f"first of them: params{', params'.join(named[:MAX_NAMED])}{others}. The loss scale is "
-        f"{float(scaling.scale):g}. The state is as it was before them: look for the cause in the data or the learning "
-        f"rate, or go on from here with other batches and state.reset_skips()."
+        f"{float(scaling.scale):g}. The state is as it was before these steps. Look for the cause in the data or the "
+        f"learning rate, or continue with other batches and state.reset_skips()."
     )

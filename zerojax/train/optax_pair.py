@@ -1,19 +1,18 @@
-"""`init` and `update` of a `ZeroTransformation`: what optax, Flax and hand-written loops call."""
+"""The functions of a `ZeroTransformation` that optax, Flax and hand-written loops call: `init`, `update` and others."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from zerojax.comm.events import EVENTS, first_array
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.explicit import on_auto_mesh, to_explicit
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.padded import without_padding
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.logical_state import unshard_state
 from zerojax.optim.outer_chain import warn_of_outer_transformations
@@ -21,18 +20,17 @@ from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.returned_state import as_returned, seen_in
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.place import storage_of
-from zerojax.placement.storage import Form, padded_forms
+from zerojax.placement.storage import named_tree, padded_forms, storage_forms
 from zerojax.placement.unusable import unusable_named
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
-from zerojax.train.same_run import SameCalls, types_of
-from zerojax.train.serialization import known_to_flax
-from zerojax.train.state import ZeroState
-from zerojax.train.tree_api import update_tree
+from zerojax.train.same_run import SameCalls, signature_of
+from zerojax.train.state import ZeroState, known_to_flax
+from zerojax.train.tree_api import TreeForm, update_tree
 
 
 def init(config: Config, params: Any) -> Any:
-    """Return the state of the wrapped transformation, sharded for the stage, as `optax`'s init does."""
+    """Return the initial state of the wrapped transformation, sharded for the stage."""
     known_to_flax()
     plan = make_plan(config, params)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
@@ -48,12 +46,7 @@ def adopt(config: Config, state: Any, params: Any) -> Any:
 
 
 def unshard(config: Config, tree: Any, params: Any = None) -> Any:
-    """Gather a tree into logical arrays; see `ZeroTransformation.unshard`.
-
-    Raises:
-        ValueError: If the tree is an optimizer state whose logical shapes are not known, or an array was donated or is
-            on another mesh.
-    """
+    """Gather a tree into logical arrays; see `ZeroTransformation.unshard`."""
     if isinstance(tree, ZeroState):
         raise ValueError(
             "tx.unshard takes parameters or an optimizer state, and this is a ZeroState, which has both. Call "
@@ -68,43 +61,58 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:
-    """Return the shardings of what `init` returns."""
+    """Return the shardings of the state that `init` returns."""
     return as_returned(config, plan, state_shardings(config, plan))
 
 
 def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-    """Return updates in the form and layout of the parameters, and the new state, as `optax`'s update does."""
+    """Return updates in the form and layout of the parameters, and the new optimizer state."""
     check_context(config)
     like = updates if params is None else params
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
-    layout, forms = layout_of(config, like, **seen_in(state)), padded_forms(like)
-    warn_of_outer_transformations(layout, forms)
-    given = (updates, state, params, arrays, config, layout, forms, static)
+    form = TreeForm(config, layout_of(config, like, **seen_in(state)), padded_forms(like))
+    warn_of_outer_transformations(form.layout, form.forms)
     same = same_updates(config)
-    if not same.is_needed:
-        return jitted_update(*given)
-    if same.is_first((types_of((updates, state, params)), static), arrays, ()):
-        same.require_same_program(functools.partial(jitted_update.lower, *given))
-    with EVENTS.calling("update", config.mesh) as call:
-        returned = jitted_update(*given)
-        call.result = first_array(returned)
-    return returned
+    is_new = same.is_needed and same.is_first((signature_of((updates, state, params)), static), arrays, ())
+    return same.call(jitted_update, updates, state, params, arrays, form, static, is_new=is_new)
+
+
+class Shardings(NamedTuple):
+    """The shardings of a run: trees of `jax.sharding.NamedSharding`, for `jax.jit` and `jax.device_put`.
+
+    Attributes:
+        params: Shardings of the parameters, in their structure.
+        grads: Shardings of the gradients that `value_and_grad` returns, in the structure of the parameters.
+        opt_state: Shardings of the optimizer state, in its own structure.
+    """
+
+    params: Any
+    grads: Any
+    opt_state: Any
+
+
+def shardings(config: Config, params: Any) -> Shardings:
+    """Return the shardings of a run; see `ZeroTransformation.shardings`."""
+    plan = make_plan(config, params)
+    layout = plan.layout
+    found = Shardings(
+        params=named_tree(config, layout.treedef, layout.params),
+        grads=TreeForm(config, layout, storage_forms(layout.params)).grad_shardings,
+        opt_state=init_shardings(config, plan),
+    )
+    return to_explicit(config.user_mesh, found)
 
 
 @functools.lru_cache(maxsize=16)
 def same_updates(config: Config) -> SameCalls:
-    """Return what compares the updates of one configuration with those of the other processes."""
+    """Return the object that compares the updates of a configuration with those of the other processes."""
     return SameCalls(config, "update")
 
 
 def check_context(config: Config) -> None:
-    """Refuse to update where each device runs a program of its own.
-
-    Raises:
-        ValueError: Inside of `jax.pmap`, or of `jax.shard_map` over a mesh without the transformation's axes.
-    """
+    """Raise a ValueError inside of `jax.pmap`, or of `jax.shard_map` over a mesh without the transformation's axes."""
     others = sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - set(config.mesh.axis_names))
     if others:
         raise ValueError(
@@ -114,16 +122,9 @@ def check_context(config: Config) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnames=("form", "static"))
 def jitted_update(
-    grads: Any,
-    state: Any,
-    params: Any,
-    extra: dict,
-    config: Config,
-    layout: Layout,
-    forms: tuple[Form, ...],
-    static: tuple,
+    grads: Any, state: Any, params: Any, arrays: dict, form: TreeForm, static: tuple[tuple[str, Any], ...]
 ) -> tuple[Any, Any]:
-    """Run the update as one program."""
-    return update_tree(config, layout, forms, grads, state, params, extra | dict(static))
+    """Run the update as one program. `arrays` and `static` are the further keyword arguments of optax's update."""
+    return update_tree(form, grads, state, params, arrays | dict(static))

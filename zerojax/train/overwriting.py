@@ -1,9 +1,11 @@
-"""How the new value of an overwritten leaf depends on the cotangent of the loss, which a step may scale.
+"""Follow how the new value of an overwritten leaf depends on the cotangent of the loss, which a step may scale.
 
-A step multiplies the cotangent by its loss scale, and for a weighted loss divides it by the weight. A value that is
-linear in the cotangent, such as a plain derivative, is divided by it again. Statistics of activations and weights do
-not depend on it. Those of a backward pass, such as the largest cotangent of a layer, are nonlinear: they stay as they
-are, since the next step applies them to cotangents that are scaled alike.
+A step multiplies the cotangent by the loss scale, and for a weighted loss divides it by the weight. Three cases follow:
+
+- A value that is linear in the cotangent, such as a plain derivative, is divided by the cotangent again.
+- Statistics of activations and weights do not depend on the cotangent.
+- Statistics of a backward pass, such as the largest cotangent of a layer, are nonlinear. They are not changed, because
+  the next step applies them to cotangents with the same scale.
 """
 
 from __future__ import annotations
@@ -21,39 +23,43 @@ from zerojax import compat, jaxprs
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-# Linear in any one operand, if the others do not depend on the cotangent.
+# Primitives that are linear in each operand, if the other operands do not depend on the cotangent.
 LINEAR_IN_ONE = frozenset(
-    "broadcast_in_dim conv_general_dilated convert_element_type copy cumsum div dot_general dynamic_slice expand_dims "
-    "gather mul neg psum psum_invariant reduce_precision reduce_sum reduce_window_sum reshape rev sharding_constraint "
-    "slice split squeeze transpose".split()
+    "all_gather all_to_all broadcast_in_dim conj conv_general_dilated convert_element_type copy cumsum div dot_general "
+    "dynamic_slice expand_dims fft gather imag mul neg ppermute psum psum_invariant pvary real reduce_precision "
+    "reduce_scatter reduce_sum reduce_window_sum reshape rev sharding_constraint slice split squeeze tile transpose "
+    "unstack".split()
 )
-# Linear in some operands together: which of them.
+# Primitives that are linear in some operands together, and these operands.
 LINEAR_IN_SEVERAL = MappingProxyType(
     {
         "add": slice(2),
         "add_any": slice(2),
+        "complex": slice(2),
         "concatenate": slice(None),
         "dynamic_update_slice": slice(2),
         "optimization_barrier": slice(None),
         "pad": slice(2),
         "scatter-add": slice(0, 3, 2),
+        "scatter-sub": slice(0, 3, 2),
         "select_n": slice(1, None),
+        "stack": slice(None),
         "sub": slice(2),
     }
 )
 
 
 class Kind(enum.IntEnum):
-    """How a value depends on the cotangent."""
+    """How a value depends on the cotangent of the loss."""
 
-    ZERO = 0  # it is zero, whatever the cotangent
+    ZERO = 0  # zero for every cotangent
     CONSTANT = 1
     LINEAR = 2
     OTHER = 3
 
     @classmethod
     def joined(cls, kinds: Sequence[Kind]) -> Kind:
-        """Return the kind of a sum, or of a choice among values."""
+        """Return the kind of a sum of values, or of a choice among them."""
         found = set(kinds) - {cls.ZERO}
         return cls.OTHER if len(found) > 1 else next(iter(found), cls.ZERO)
 
@@ -61,14 +67,10 @@ class Kind(enum.IntEnum):
 def unscaled(
     values: Sequence[Array], loss: Callable, primals: Sequence[Any], given: Any, cotangent: Float[Array, ""]
 ) -> list[Array]:
-    """Divide those values that are linear in the cotangent of the loss by it.
+    """Divide by the cotangent of the loss the values that are linear in it.
 
-    Args:
-        values: The gradients of `primals`.
-        loss: `loss(primals, given)`, the total; it is traced once more, on shapes.
-        primals: Shapes of the overwritten parameters.
-        given: Shapes of everything else.
-        cotangent: What the values were computed with.
+    `values` are the gradients of `loss(primals, given)`, computed with this cotangent. The loss is traced once more, on
+    the shapes of the overwritten parameters (`primals`) and of all other arguments.
     """
 
     def backward(cotangent, primals, given):
@@ -81,7 +83,7 @@ def unscaled(
 
 
 def dependence(jaxpr: Any, args: Sequence[Kind]) -> list[Kind]:
-    """Follow how each result of a jaxpr depends on the cotangent, given how its arguments do."""
+    """Return how each result of a jaxpr depends on the cotangent, given how its arguments do."""
     consts: list = [Kind.CONSTANT] * len(compat.constvars_of(jaxpr))
     literal = lambda value: Kind.CONSTANT if np.any(value) else Kind.ZERO
     return jaxprs.evaluate(jaxpr, consts, args, _kinds_of, literal=literal)
@@ -97,7 +99,7 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
     joint = range(len(kinds))[LINEAR_IN_SEVERAL.get(name, slice(0))]
     if joint and not any(on for i, on in enumerate(depends) if i not in joint):
         found = Kind.joined([kinds[i] for i in joint])
-    elif name in LINEAR_IN_ONE and sum(depends) <= 1 and (name != "div" or not any(depends[1:])):
+    elif name in LINEAR_IN_ONE and depends.count(True) <= 1 and (name != "div" or not any(depends[1:])):
         found = Kind.ZERO if kinds[0] is Kind.ZERO else max(kinds)
     else:
         found = Kind.OTHER if any(depends) else Kind.CONSTANT
@@ -105,7 +107,7 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
 
 
 def _of_loop(loop: compat.LoopEqn, kinds: Sequence[Kind]) -> Sequence[Kind]:
-    """Return the results of a loop, whose carries are followed until they no longer change."""
+    """Return the kinds of a loop's results. The kinds of the carry are followed until they no longer change."""
     body, _ = compat.opened(loop.body)
     first, last = loop.consts, loop.consts + loop.carry
     carry = list(kinds[first:last])

@@ -1,4 +1,4 @@
-"""What JAX says of a loss that cannot run as it is, with the remedy that zerojax has for it."""
+"""Errors of JAX about a loss, with the remedy that zerojax has for each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ DIVIDED_ALREADY = (
     "mesh), and in device view its "
     'rows are divided already. Pass view="global" to zero_shard, where it sees them all.'
 )
-# (view of the loss, words of JAX's, cause and remedy); without a view, in both.
-REMEDIES = [
+_AS_VALUE = (
+    "Pass the value of the ref as an argument, and return the new one: as aux, or with mutable=True of train_step as "
+    "the mutable state."
+)
+# (view of the loss, pattern of JAX's message, the message that replaces it); without a view, a row is for both views.
+OF_LOSS = (
     (
         "global",
         r"unbound axis name",
-        "The loss function names a mesh axis, as in lax.psum or lax.axis_index, and in global view it is on no device "
-        'of its own. Drop the collective: sums are over all rows already. Or pass view="device" to zero_shard, or put '
-        "the collective into a jax.shard_map.",
+        "The loss function names a mesh axis, as in lax.psum or lax.axis_index. In global view there is one loss for "
+        "all devices, without such an axis. Drop the collective: sums are over all rows already. Or pass "
+        'view="device" to zero_shard, or put the collective into a jax.shard_map.',
     ),
     (
         "device",
@@ -35,23 +39,45 @@ REMEDIES = [
     (
         "",
         r"Closing over inputs to shard_map|should match the aval mesh",
-        "The loss function closes over an array of an Explicit mesh, and inside of it arrays are on another. Pass the "
-        "array as a further argument of the loss, or close over a NumPy array.",
+        "The loss function closes over an array of an Explicit mesh, but inside the loss, arrays are on another mesh. "
+        "Pass the array as a further argument of the loss, or close over a NumPy array.",
     ),
-]
+)
+OF_REFS = (
+    (
+        "device",
+        r"AbstractRef|Ref shape|mutable array reference|JaxprInputEffect",
+        "The loss closes over a jax.Ref. In device view every device would write a value of its own to it. Pass "
+        f'view="global" to zero_shard, where there is one loss. Or do without the ref. {_AS_VALUE}',
+    ),
+    (
+        "",
+        r"mutable array reference|JaxprInputEffect",
+        "The loss gives a jax.Ref to jax.checkpoint or to a jax.custom_vjp, which keep it for the backward pass. "
+        "zerojax runs the two passes as separate programs, and a ref cannot be passed from one to the other. For a "
+        "custom_vjp, let only its backward rule close over the ref. Under jax.checkpoint, do without the ref. "
+        f"{_AS_VALUE}",
+    ),
+    (
+        "",
+        r"incompatible devices.*ARG_SHARDING with device ids",
+        "The loss closes over an array or a jax.Ref on other devices than those of the mesh. If it is a ref, make it "
+        f"on the mesh: jax.new_ref(jax.device_put(x, NamedSharding(mesh, PartitionSpec()))). {_AS_VALUE}",
+    ),
+)
 
 
 @contextlib.contextmanager
-def remedies(view: str) -> Iterator[None]:
-    """Add the remedy to what JAX raises while a loss is traced.
+def remedies(view: str, *, of_refs: bool = False) -> Iterator[None]:
+    """Replace an error of JAX about a loss of this view by an error that says what to do.
 
-    Raises:
-        ValueError: In place of JAX's error.
+    Errors about a `jax.Ref` (`of_refs`) can also come from outside of the loss, so they have a table of their own.
     """
+    kind, table = (TypeError, OF_REFS) if of_refs else (ValueError, OF_LOSS)
     try:
         yield
-    except (NameError, NotImplementedError, ValueError) as error:
-        for only, words, remedy in REMEDIES:
-            if only in ("", view) and re.search(words, str(error)):
-                raise ValueError(remedy) from error
+    except (AttributeError, NameError, NotImplementedError, TypeError, ValueError) as error:
+        for only, pattern, message in table:
+            if only in ("", view) and re.search(pattern, str(error), re.DOTALL):
+                raise kind(message) from error
         raise

@@ -1,8 +1,9 @@
-"""What has to be the same on every process of a run; compared before the first collective that would wait for it."""
+"""Compare what must be the same on every process of a run, before a collective would wait for it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterable
 from importlib import metadata
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from zerojax import compat
-from zerojax.comm.events import is_of_all
+from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import require_same
 from zerojax.config import Config
 from zerojax.optim.plan import ShardingPlan, choose_update
@@ -22,7 +23,7 @@ from zerojax.train.same_values import checksums
 from zerojax.version import version
 
 OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # each host has its own folder
-# What changes numbers or programs, of JAX's options and of the environment; paths and names of hosts may differ.
+# Options of JAX, and variables of the environment, that change numbers or programs. Paths and host names may differ.
 OF_JAX = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -39,15 +40,15 @@ OF_JAX = (
     "jax_use_shardy_partitioner",
 )
 OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # flags of XLA that may differ
+OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # words in flags of XLA that may differ
 
 
 def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan of a run that begins, with where the update of what is offloaded runs.
+    """Return the plan of a run that begins, with the choice of where offloaded state is updated.
 
     Raises:
-        ValueError: If the processes have other options, parameters, versions or flags.
-        TimeoutError: If one does not begin a run.
+        ValueError: If the processes differ in options, parameters, versions or flags.
+        TimeoutError: If a process does not begin a run.
     """
     if not compat.is_tracing() and is_of_all(config.mesh):
         require_same("begin", environment() | run_record(config, plan))
@@ -55,7 +56,7 @@ def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
 
 
 def environment() -> dict[str, str]:
-    """Return versions, options of JAX and flags of XLA, by name."""
+    """Return the versions of libraries, options of JAX and flags of XLA, by name."""
     versions = {name: metadata.version(name) for name in ("jaxlib", "optax", "numpy")} | {"zerojax": version()}
     options = {name: repr(jax.config.values[name]) for name in OF_JAX if name in jax.config.values}
     flags = {}
@@ -66,7 +67,7 @@ def environment() -> dict[str, str]:
 
 
 def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
-    """Return options, versions and leaves of a run, by name."""
+    """Return the options and the leaves of a run, by name."""
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options |= {"user_mesh": dict(config.mesh.shape), "tx": None, "trainable": config.trainable is not None}
     options["overwrite"] = config.overwrite is not None
@@ -80,7 +81,7 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
 
 
 def in_words(value: Any) -> Any:
-    """Return an option as every process writes it: of a function only that it is there."""
+    """Return an option in a form that is equal on every process: a function only as `"a function"`."""
     if dataclasses.is_dataclass(value):
         return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -89,32 +90,19 @@ def in_words(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare what all processes have of the same values: whole arrays, and shards that several of them hold.
+    """Compare values that several processes hold: whole arrays, and shards with several copies.
 
-    Args:
-        config: Of the run.
-        topic: What is done with the values, as a verb.
-        **trees: Arrays, by the name of the tree.
-
-    Raises:
-        ValueError: Naming the leaves whose values differ.
-        TimeoutError: If a process does nothing of the kind.
+    The topic says what the caller does with the values, as a verb. Raise a ValueError that names leaves that differ,
+    and a TimeoutError if another process does not compare such values.
     """
     if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare programs with those of the other processes, in order.
+    """Compare programs with those of the other processes, in order; see `require_same_program`.
 
-    Args:
-        config: Of the run.
-        what: What the programs do, as a verb.
-        lower: Each gives one as `jax.stages.Lowered`; called only where there is something to compare with.
-
-    Raises:
-        ValueError: Naming the first line that differs.
-        TimeoutError: If a process compiles nothing of the kind.
+    They are lowered only if other processes take part.
     """
     if is_of_all(config.mesh) and not compat.is_tracing():
         for one in lower:
@@ -122,40 +110,29 @@ def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[]
 
 
 class SameCalls:
-    """The calls of one jitted function: the first with arguments of some shapes is the same on every process."""
+    """Compares the calls of one jitted function over processes: each first call with arguments of new shapes."""
 
     def __init__(self, config: Config, what: str, options: Any = None):
-        """Compare nothing yet.
-
-        Args:
-            config: Its mesh says which processes take part.
-            what: The function, in words.
-            options: What else has to be the same.
-        """
+        """Prepare to compare calls. `what` says what the function does; `options` must be the same everywhere."""
         self._config, self._what, self._options, self._seen = config, what, repr(options), set()
 
     @property
     def is_needed(self) -> bool:
-        """Return whether there is anything to compare with."""
+        """Return whether other processes take part."""
         return is_of_all(self._config.mesh) and not compat.is_tracing()
 
     def is_first(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
-        """Compare the arguments where none were like them before, and return whether that is so.
+        """Return whether no earlier call had arguments of these types, and if so, compare them over processes.
 
-        A new value of what is not traced, such as a flag, counts as new: the function is compiled for it.
-
-        Args:
-            known: Stands for the types of what else the function takes.
-            batch: Compared by shape and type.
-            args: Compared by value, too.
-            step: The count of a training state.
-
-        Raises:
-            ValueError: If the processes differ in shapes, values, options or the step that they are at.
-            TimeoutError: If a process does not call the function.
+        Another value of an argument that is not traced, such as a flag, also counts as new. The batch is compared by
+        shape and type; further arguments, and the count of a training state (`step`), by value. `known` stands for the
+        types of all other arguments.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
-        record = {jax.tree_util.keystr(path): type_of(x) for path, x in leaves}
+        record = {
+            jax.tree_util.keystr(path): f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+            for path, x in leaves
+        }
         key = (known, structure, *record.values(), *(getattr(x, "weak_type", False) for _, x in leaves))
         if key in self._seen:
             return False
@@ -169,16 +146,22 @@ class SameCalls:
         return True
 
     def require_same_program(self, lower: Callable[[], Any]) -> None:
-        """Compare the program that such a call runs; `lower()` gives it."""
+        """Compare the program that the call runs, which `lower()` returns, with those of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
+    def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
+        """Call a jitted function. Several processes first compare a new program, and tell each other of the call."""
+        if is_new:
+            self.require_same_program(functools.partial(program.lower, *args, **keywords))
+        if not self.is_needed:
+            return program(*args, **keywords)
+        with EVENTS.calling(self._what, self._config.mesh) as call:
+            returned = program(*args, **keywords)
+            call.result = first_array(returned)
+        return returned
 
-def type_of(x: Any) -> str:
-    """Return an array's type and shape, in words."""
-    return f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
 
-
-def types_of(tree: Any) -> Hashable:
-    """Return what stands for the types and the structure of a tree of arrays."""
+def signature_of(tree: Any) -> Hashable:
+    """Return the structure of a tree of arrays, and the shape and type of each, as one hashable value."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)

@@ -1,4 +1,4 @@
-"""Checksums of arrays, computed where they are: processes compare them without sending the arrays."""
+"""Compute checksums of arrays on their devices, so that processes can compare arrays without sending them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.host import to_device
 
-FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # odd numbers with many bits, of xxHash
+FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # primes of xxHash
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Return the checksum of each leaf, by path: of a whole array, or of each part of one over several processes.
+    """Return the checksum of each leaf by path. An array over several processes has one checksum per part.
 
-    What is offloaded in chunks is left out: each process makes its own, of parameters that are compared.
+    Offloaded state is left out: each process computes its own chunks from parameters that are compared.
     """
     found, pending = {}, []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_chunked):
         name = jax.tree_util.keystr(path).replace("']", "", 1).removeprefix("['")
         if is_chunked(x) or not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             continue
-        pending += [(f"the checksum of {name}{part}", checksum(array)) for part, array in parts(x)]
+        pending += [(f"the checksum of {name}{part}", checksum(to_device(array))) for part, array in parts(x)]
     for name, value in pending:
         found[name] = f"{int(value):08x}"
     return found
 
 
 def parts(x: Any) -> list[tuple[str, Any]]:
-    """Return a whole array, or the parts that this process holds of one that other processes have, too."""
+    """Return the parts of an array that this process holds, with their places; a whole array has an empty place."""
     if not isinstance(x, jax.Array):
         return [("", jnp.asarray(x))]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -45,18 +45,14 @@ def parts(x: Any) -> list[tuple[str, Any]]:
 
 
 def in_words(index: tuple, shape: tuple[int, ...]) -> str:
-    """Return the place of a shard, as an index is written."""
+    """Return the place of a shard as an index, such as `[0:4, 0:16]`."""
     bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def checksum(x: Any) -> jax.Array:
-    """Return 32 bits that depend on every bit of an array and on its place."""
-    return _checksum(to_device(x))
-
-
 @jax.jit
-def _checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> jax.Array:
+    """Return 32 bits that depend on every bit of an array and on the place of the bit."""
     bits = jnp.ravel(as_bits(x)).astype(jnp.uint32)
     place = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (bits ^ (place * jnp.uint32(FACTORS[0]))) * jnp.uint32(FACTORS[1])
@@ -65,12 +61,12 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return an array of unsigned integers of at most 32 bits with the bits of another one."""
+    """Return the bits of an array as an array of integers of at most 32 bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:
         return x.astype(jnp.uint8)
     width = jnp.dtype(x.dtype).itemsize
-    if jnp.issubdtype(x.dtype, jnp.integer) and width < 4:  # those of less than a byte are no bytes to JAX
+    if jnp.issubdtype(x.dtype, jnp.integer) and width < 4:  # JAX cannot bitcast types of less than a byte
         return x.astype(jnp.int32)
     return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32))

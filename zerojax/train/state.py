@@ -1,10 +1,10 @@
-"""What a training step takes and returns: a pytree that carries its own plan."""
+"""The state of a run, which a training step takes and returns: a pytree that carries its own plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -12,8 +12,10 @@ import jax.core
 from zerojax.comm.explicit import to_explicit
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
+from zerojax.layout.chunked import Chunked
+from zerojax.layout.serialization import serialize, serialize_fields
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.returned_state import as_planned
+from zerojax.optim.returned_state import Annotated, as_planned
 from zerojax.optim.state_memory import state_shardings
 from zerojax.placement.storage import named, named_tree
 from zerojax.train.loss_scaling import ScalingState
@@ -30,18 +32,23 @@ if TYPE_CHECKING:
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class ZeroState:
-    """Parameters and optimizer state of a run, in storage.
+    """The state of a run: parameters and optimizer state, in storage.
 
     Attributes:
-        step: Number of updates done, skipped ones not counted; int32 scalar.
-        params: The parameters; a leaf that had to be padded is a `Padded`.
-        opt_state: The wrapped transformation's own state, each leaf in storage shape; with
-            master weights, a `MasterState` of that state and them.
-        scaling: The loss scale, and what is known of skipped steps.
-        mutable: What the loss function updates beside (batch statistics); None if nothing.
-        rounding_errors: What quantised reductions took from gradients, to be added to the next ones, by the path of a
-            parameter; empty without `Wire(error_feedback=True)`.
-        plan: How every leaf is sharded; part of the pytree's structure, not of its data.
+        step: Number of updates done, without skipped steps; int32 scalar.
+        params: The parameters. A leaf that is padded in storage is a `Padded`.
+        opt_state: The state of the wrapped transformation, each leaf in storage shape. With master weights, a
+            `MasterState` of that state and the weights.
+        scaling: The loss scale, and the record of skipped steps.
+        mutable: The state that the loss function updates, such as batch statistics; None without `mutable=True`.
+        rounding_errors: For each parameter, by path, the errors of quantised reductions, which the next step adds to
+            its gradient. Empty without `Wire(error_feedback=True)`.
+        plan: How every leaf is sharded. It is part of the pytree's structure and not of its data.
+
+    Examples:
+        >>> state = tx.create(params)
+        >>> state, metrics = step(state, batch)
+        >>> state.params, int(state.step)
     """
 
     step: Int[Array, ""]
@@ -53,7 +60,7 @@ class ZeroState:
     plan: ShardingPlan
 
     def __repr__(self) -> str:
-        """Return the stage, and for each part its leaves and logical bytes. `zerojax.report` has every leaf."""
+        """Return the stage, and the leaves and logical bytes of each part. `zerojax.report` lists every leaf."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
         parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
@@ -68,39 +75,64 @@ class ZeroState:
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
-        """Return a state of `NamedSharding`s, with a single one for a part that is replicated."""
+        """Return a state of `NamedSharding`s, with one sharding for each part that is replicated as a whole."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
         errors = {path: named(config, leaf) for path, leaf in plan.errors}
         return cls(same, params, state_shardings(config, plan), same, same, errors, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:
-        """Return the state with its skipped steps forgotten, to continue after a step raised. The loss scale stays."""
+        """Return the state without its record of skipped steps, to continue after an error. The loss scale stays."""
         return self.replace(scaling=self.scaling.reset_skips())
 
-    def replace(self, **changes) -> ZeroState:
-        """Replace some fields; an `opt_state` may be one of `tx.init` or `tx.adopt`."""
+    def replace(self, **changes: Any) -> ZeroState:
+        """Return a state with some fields replaced.
+
+        Args:
+            **changes: New values of fields. `opt_state` may also be a state that `tx.init` or `tx.adopt` returned.
+        """
         if "opt_state" in changes:
             changes["opt_state"] = as_planned(self.plan, changes["opt_state"])
         return dataclasses.replace(self, **changes)
 
 
-def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return the state as a step takes it: one that was moved by hand, to NumPy or another device, is placed again.
+def known_to_flax() -> None:
+    """Let `flax.serialization` handle states, if Flax is in use."""
+    rebuilt = lambda target, found: dataclasses.replace(target, **found)
+    serialize_fields(ZeroState, fields_of(ZeroState, "plan"), placed)
+    serialize_fields(ScalingState, fields_of(ScalingState), rebuilt)
+    serialize_fields(Annotated, ("state",), rebuilt)
+    refuse = lambda node, *_: node.__reduce__()
+    serialize(Chunked, refuse, refuse)
 
-    The step's count stands for all of it, since looking at every leaf would cost time in every step.
+
+def fields_of(cls: Any, *static: str) -> tuple[str, ...]:
+    """Return the names of a record's fields, except some."""
+    return tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
+
+
+def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
+    """Return `target` with restored fields, placed like its own: a step takes no state that is placed elsewhere."""
+    restored = dataclasses.replace(target, **found)
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), restored, target)
+
+
+def ready_state(config: Config, state: ZeroState) -> ZeroState:
+    """Return a state that a step can take. If the caller moved it, to NumPy or another device, it is placed again.
+
+    Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 
     Raises:
-        ValueError: If the state was donated to a step before; or if it was moved and some of it is offloaded: its
-            chunks are placed by `create` and `restore` alone.
+        ValueError: If an earlier step used up the state. Also if the caller moved it and part of it is offloaded: only
+            `create` and `restore` can place offloaded chunks.
     """
     count = state.step
     if isinstance(count, jax.core.Tracer):
         return state
     if isinstance(count, jax.Array) and count.is_deleted():
         raise ValueError(
-            "The state was used up by a step before. Go on with the one that step returned; if it failed instead, "
-            "restore the last checkpoint."
+            "The state was used up by a step before. Go on with the state that this step returned. If the "
+            "step failed, restore the last checkpoint."
         )
     if isinstance(count, jax.Array) and count.sharding.device_set == set(config.mesh.devices.flat):
         return state

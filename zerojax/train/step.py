@@ -1,4 +1,4 @@
-"""A training step: one compiled program that donates the state, then the streamed update of what is offloaded."""
+"""A training step: one compiled program that donates the state, and then the streamed update of offloaded state."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
-from zerojax.train.metrics import Metrics
-from zerojax.train.refs import refs_named
+from zerojax.train.remedies import remedies
 from zerojax.train.same_run import SameCalls
 from zerojax.train.state import ZeroState, ready_state
-from zerojax.train.step_program import StepOptions, StepProgram
+from zerojax.train.step_program import Metrics, StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog, limit_of
 
 
 def resident_state(state: ZeroState) -> list:
-    """Return the leaves of the optimizer state that are on the device, with None for offloaded leaves."""
+    """Return the leaves of the optimizer state, with None for offloaded leaves."""
     return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
 
 
 def shape_of(x: Any) -> Any:
-    """Return an array's shape, type and sharding, or a value that is not an array unchanged."""
+    """Return an array as its shape, type and sharding, and any other value unchanged."""
     is_array = isinstance(x, jax.Array | np.ndarray)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) if is_array else x
 
@@ -52,16 +51,23 @@ def labels_of(step: weakref.ref[Step]) -> list[str]:
 
 
 class Step:
-    """A jitted training step: `step(state, batch, *args) -> (state, metrics)`.
+    """A jitted training step: `step(state, batch, *args, **keywords) -> (state, metrics)`.
 
-    The state passed in is donated: use the one that comes back.
+    The step donates its state: continue with the state that it returns.
 
     Attributes:
-        program: The step as a function to be traced.
+        program: The functions that are traced.
+
+    Examples:
+        >>> step = tx.train_step(loss_fn)
+        >>> state = tx.create(params)
+        >>> for batch in batches:
+        ...     state, metrics = step(state, batch)
+        >>> float(metrics["loss"])
     """
 
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
-        """Wrap one loss function; nothing is traced yet."""
+        """Wrap one loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
 
         def step(state, batch, *args):
@@ -69,13 +75,10 @@ class Step:
                 metrics = row_shardings(config.mesh, config.data, returned[1], batch)
                 return ZeroState.shardings(config, state.plan), metrics
 
-            return on_auto_mesh(config.user_mesh, program.step, state, batch, with_types(args), shardings=shardings)
-
-        def resident_step(state, batch, *args):
-            return program.resident_step(state, batch, args)
+            return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
 
         self._jitted = jax.jit(step, donate_argnums=0)
-        self._resident = jax.jit(resident_step, donate_argnums=0)
+        self._resident = jax.jit(program.resident_step, donate_argnums=0)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()
@@ -83,12 +86,12 @@ class Step:
         self._shapes: Any = None
 
     def __reduce__(self):
-        """Pickle what the step was made of; another process compiles its own programs."""
+        """Pickle the arguments of the step. Another process compiles its own programs."""
         return Step, (self.config, self.program.loss, self.options)
 
     @property
     def config(self) -> Config:
-        """Return the transformation and where its parts live."""
+        """Return the configuration of the transformation."""
         return self.program.config
 
     @property
@@ -103,7 +106,7 @@ class Step:
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
-        """Return the same step under another configuration: another mesh, stage or precision."""
+        """Return the same step under another configuration, such as another mesh, stage or precision."""
         return Step(config, self.program.loss, self.options)
 
     def __repr__(self) -> str:
@@ -113,27 +116,34 @@ class Step:
     def __call__(
         self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
     ) -> tuple[ZeroState, Metrics]:
-        """Do one step; simulated devices first finish the one before. Traces of `jax.profiler` number the calls.
+        """Do one training step.
+
+        The call does not wait for the devices to finish. On simulated devices, it first waits for the previous step.
+        Traces of `jax.profiler` number the calls.
 
         Args:
-            state: From `create` or the step before; donated.
-            batch: Arrays with the global batch on dim 0, which the axis and the
-                microbatches must divide.
-            *args: Replicated. Typed PRNG keys are folded where the loss is called several times: with the
-                number of the microbatch, and in device view the device's index. What is no array and no
-                number, such as a flag, is not traced: the step is compiled for each of its values.
-            **keywords: Further arguments too. Without `batch`, those that have rows are the batch.
+            state: The state that `create` or the previous step returned. It is donated.
+            batch: Arrays with the rows of the global batch on dim 0, which devices and microbatches must divide.
+            *args: Further arguments of the loss, replicated. Typed PRNG keys are folded with the number of the
+                microbatch, and in device view with the device's index. Values that are neither arrays nor numbers, such
+                as flags, are not traced: the step is compiled for each value.
+            **keywords: Further arguments of the loss. Without `batch`, those that have rows are the batch.
 
         Returns:
-            The next state, and metrics: `loss` and `grad_norm`, float scalars; `skipped`,
-            whether the step left the state as it was; `aux`, `loss_scale` and
-            `grad_norms` (a tree) where they were asked for; `learning_rate`, that of this update, where
-            the transformation's state has one.
+            The next state, and a dict of metrics:
+
+            - `loss`: the mean loss; float scalar.
+            - `grad_norm`: the norm of the unscaled, averaged gradient; float scalar.
+            - `skipped`: whether the step left the state unchanged; bool scalar.
+            - `aux`: the auxiliary results of the loss, with `has_aux`.
+            - `loss_scale`: the loss scale that the step used, with a loss scale.
+            - `grad_norms`: the norm of each parameter's gradient, with `leaf_norms`.
+            - `learning_rate`: the rate of this update, with `optax.inject_hyperparams`, which keeps it in its state.
 
         Raises:
             TypeError: If `state` is no `ZeroState`, there is no batch, or a PRNG key is untyped.
-            ValueError: If the batch cannot be divided, the state is of other parameters or was
-                donated, or the weights of a step before were negative or summed to zero.
+            ValueError: If the batch cannot be divided, the state belongs to other parameters or was donated, or an
+                earlier step had weights that were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)
@@ -143,13 +153,13 @@ class Step:
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
-            with refs_named(self.config.view):
+            with remedies(self.config.view, of_refs=True):
                 return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
         plan = state.plan
         is_new = self._same.is_first(plan, batch, args, state.step)
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
         self._placed.first(parts, self.config.data.batch, stacklevel=2)
-        number = next(self._calls)  # the state's own count is on the device, and to read it would be to wait
+        number = next(self._calls)  # reading the count of the state would wait for the device
         if is_new and self._watchdog is not None:
             self._shapes = jax.tree.map(shape_of, (state, batch, args))
         with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
@@ -168,14 +178,14 @@ class Step:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
         if is_new:
-            self._same.require_same_program(lambda: self._lowered(state, rows, args))
-        with jax.profiler.StepTraceAnnotation("train", step_num=number), refs_named(self.config.view):
+            self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
+        with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
             if not state.plan.offloaded:
                 return self._jitted(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
-        """Return the collectives outside of loops of the compiled step, for the last arguments of new shapes."""
+        """Return the collectives of the compiled step outside of loops, for the last arguments of new shapes."""
         state, batch, args = self._shapes
         text = self.lower(state, batch, *args).compile().as_text() or ""
         entry = text.partition("\nENTRY ")[2]
@@ -183,9 +193,9 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run the step with a streamed update: one program up to the gradients, then one per chunk."""
+        """Run the step with a streamed update: one program up to the gradients, and then one per chunk."""
         plan = state.plan
-        check_state(self.config, plan, state.opt_state)
+        check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         store = store_for(self.config, plan, leaves)
         new, metrics, begun = self._resident(state.replace(opt_state=resident_state(state)), rows, *args)
@@ -194,28 +204,25 @@ class Step:
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
 
     def trace(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
-        """Trace without lowering, as `jax.jit(...).trace` does: its `jaxpr` is the step's. Shapes are enough.
+        """Trace the step without lowering it, like `jax.jit(...).trace`. The arguments may be shapes.
 
-        With offloaded state this is the program up to the gradients.
+        With offloaded state, this is the program up to the gradients.
         """
         self._check(state)
         _, batch, args = separated((batch, *args), keywords)
         return self._traced(state, place_batch(self.config, batch, self.options.accumulate), args)
 
-    def _lowered(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        return self._traced(state, rows, args).lower()
-
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        with refs_named(self.config.view):
+        with remedies(self.config.view, of_refs=True):
             if not state.plan.offloaded:
                 return self._jitted.trace(state, rows, *args)
             resident = state.replace(opt_state=resident_state(state))
             return on_auto_mesh(self.config.user_mesh, self._resident.trace, resident, rows, *with_types(args))
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
-        """Lower without running, as `jax.jit(...).lower` does; shapes are enough.
+        """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
-        With offloaded state this is the program up to the gradients; `lower_update` has the rest.
+        With offloaded state, this is the program up to the gradients. `lower_update` returns the other programs.
         """
         return self.trace(state, batch, *args, **keywords).lower()
 
@@ -223,10 +230,10 @@ class Step:
         """Lower the programs that update offloaded chunks on the device, one for each kind of chunk.
 
         Args:
-            state: From `create`; shapes are enough.
+            state: A state of `create`, of arrays or shapes.
 
         Returns:
-            What `jax.jit(...).lower` gives; empty if nothing is offloaded.
+            A list of `jax.stages.Lowered`; empty if nothing is offloaded.
         """
         self._check(state)
         if not state.plan.offloaded:
@@ -236,15 +243,16 @@ class Step:
     def _check(self, state: ZeroState) -> None:
         if not isinstance(state, ZeroState):
             raise TypeError(
-                f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params). "
-                f"In a loop of your own, use tx.value_and_grad and tx.update."
+                f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "
+                f"tx.value_and_grad and tx.update in a loop of your own."
             )
         if self.program.loss.mutable and state.mutable is None:
             raise ValueError(
-                "The loss function updates a mutable state. Give its start: tx.create(params, mutable=...)."
+                "The loss function updates a mutable state, and this ZeroState has none. Give the initial one: "
+                "tx.create(params, mutable=...)."
             )
         if not self.program.loss.mutable and state.mutable is not None:
             raise ValueError(
-                "The state has mutable parts, which this step would not update. Pass mutable=True to train_step, "
-                "or make the state without them."
+                "The state has a mutable state, which this step would not update. Pass mutable=True to train_step, or "
+                "make the state without it."
             )

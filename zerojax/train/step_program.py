@@ -1,9 +1,9 @@
-"""What a training step traces: loss, gradients, update, gather; `step` compiles it."""
+"""The functions of a training step that are traced: gradients, update and metrics. `train.step` compiles them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,8 @@ from zerojax.comm.collectives import UPDATE
 from zerojax.config import Config, check_count
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
-from zerojax.optim.rollback import roll_back
 from zerojax.optim.state_memory import state_to_device, state_to_host
-from zerojax.optim.update import resident_update, shard_for_update, unshard_after_update
+from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
@@ -24,22 +23,21 @@ from zerojax.train.state import ZeroState
 from zerojax.train.view import LossInputs, View
 
 
+class Metrics(TypedDict):
+    """The metrics that `Step.__call__` describes: a dict, typed for editors and type checkers."""
+
+    loss: jax.Array  # shape=(), dtype=float
+    grad_norm: jax.Array  # shape=(), dtype=jnp.float32
+    skipped: jax.Array  # shape=(), dtype=bool
+    aux: Any
+    loss_scale: jax.Array  # shape=(), dtype=jnp.float32
+    grad_norms: Any
+    learning_rate: jax.Array  # shape=(), dtype=float
+
+
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How a training step goes about it.
-
-    Attributes:
-        accumulate: Microbatches a device and step; at least 1.
-        skip_nonfinite: Whether a step whose gradients are not finite leaves the state as it is;
-            implied by `max_skips`.
-        max_skips: How many such steps in a row are tolerated; None is any number.
-        leaf_norms: Whether metrics have the norm of each parameter's gradient.
-        timeout: Seconds after which a step that has not ended ends the process; None is `watchdog.limit_of`.
-
-    Raises:
-        TypeError: If a count is no integer, or the timeout no number.
-        ValueError: If a count is out of range.
-    """
+    """The options of `ZeroTransformation.train_step` with these names, which describes them."""
 
     accumulate: int = 1
     skip_nonfinite: bool = False
@@ -48,23 +46,23 @@ class StepOptions:
     timeout: float | None = None
 
     def __post_init__(self):
-        """Check the counts."""
+        """Raise a TypeError or ValueError for a count or timeout of another type or out of range."""
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
         if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float)):
             raise TypeError(f"timeout is a number of seconds, such as 600, not {self.timeout!r}.")
         if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0 seconds; float('inf') waits for ever.")
+            raise ValueError(f"timeout={self.timeout} must be above 0 seconds. float('inf') sets no limit.")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """One loss under one configuration, as functions of a state to trace.
+    """A training step as functions of a state, to be traced.
 
     Attributes:
-        config: The transformation, and where its parts live.
-        options: How the step goes about it.
+        config: The configuration of the transformation.
+        options: The options of the step.
         loss: The loss function.
     """
 
@@ -84,29 +82,29 @@ class StepProgram:
 
     @property
     def may_skip(self) -> bool:
-        """Return whether a step may be skipped. If not, the compiled program contains nothing for it."""
+        """Return whether a step may be skipped. If not, the program has no code for that."""
         return self.skips_nonfinite or self.loss.weighted
 
-    def step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
-        """Run the whole step: differentiate, update, and gather what the stage keeps replicated."""
+    def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
+        """Run the whole step: differentiate, update, and gather the parameters that the stage keeps replicated."""
         config, plan = self.config, state.plan
-        check_state(config, plan, state.opt_state)
+        check_state(plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
-        new, metrics, updated = self.resident_step(on_device, batch, args)
+        new, metrics, updated = self.resident_step(on_device, batch, *args)
         opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))
         return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
-    def resident_step(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict, UpdateInputs]:
+    def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
         """Run the part of a step that needs no offloaded state.
 
         Args:
-            state: With a list as `opt_state`: one array per leaf, and None for offloaded leaves.
+            state: The state, with a list as `opt_state`: one array per leaf, and None for offloaded leaves.
             batch: The global batch, placed.
-            args: Further arguments of the loss.
+            *args: Further arguments of the loss.
 
         Returns:
-            `(state, metrics, inputs)`: the state without parameters and optimizer state, which are in `inputs`. They
-            are complete if nothing is offloaded.
+            `(state, metrics, inputs)`. The state has neither parameters nor optimizer state. These are in `inputs`,
+            which is complete if nothing is offloaded.
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
@@ -128,7 +126,7 @@ class StepProgram:
         return ZeroState(step, None, None, scaling, mutable, errors, plan), metrics, inputs
 
     def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> _Differentiated:
-        """Differentiate, and decide whether the step counts."""
+        """Differentiate the loss, and decide whether the step is skipped."""
         config, plan, scaling = self.config, state.plan, state.scaling
         check_params(config, plan, state.params)
         stored = pin_to_plan(config, storage_leaves(state.params, plan.layout.params), plan.layout.params)
@@ -137,7 +135,7 @@ class StepProgram:
         gradients = loss_and_grads(view, given, scaling.scale if self.scales_loss else 1.0, state.rounding_errors)
         skipped, values = jnp.zeros((), bool), gradients.overwritten
         if self.may_skip:
-            # A norm that is not finite makes any update worthless, be it an element that overflowed or their sum.
+            # The sum of squares is not finite if an element is not, or if the norm overflows: both spoil the update.
             squares = gradients.squares
             finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
             scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=gradients.weights_valid)
@@ -168,16 +166,16 @@ def _learning_rate(opt_state: Any) -> dict:
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
     rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]
-    # Flat where a parameter has its name.
+    # The rate is stored flat if a parameter is called `learning_rate`.
     return {"learning_rate": rates[0].ravel()[0]} if len(rates) == 1 else {}
 
 
 class _Differentiated(NamedTuple):
-    """A step whose gradients are computed.
+    """A step after its gradients are computed.
 
     Attributes:
-        gradients: Over all devices and microbatches.
-        stored: One array a parameter, as stored; those that are overwritten have their new values.
+        gradients: The gradients over all devices and microbatches.
+        stored: One stored array per parameter. Overwritten parameters have their new values.
         old: The trained parameters, sharded for the update.
         scaling: The loss scale after the step.
         skipped: Whether the step is skipped.

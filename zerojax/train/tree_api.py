@@ -1,9 +1,8 @@
-"""Gradients and updates as trees in the caller's own form: what a hand-written loop passes around.
+"""Compute gradients and updates as trees in the caller's own form, for hand-written loops.
 
-The training step keeps small and padded leaves sharded throughout. Here a gradient must
-have the structure and shapes of its parameter, or `jax.tree.map` over both (which is
-what optax and Flax do) would fail; so a leaf whose parts do not form an array of the
-logical shape comes back replicated.
+The training step keeps small and padded leaves sharded throughout. Here, a gradient must have the structure and shape
+of its parameter: optax and Flax map functions over both trees. So a leaf whose shards do not form an array of the
+logical shape is returned replicated.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.events import EVENTS, first_array
 from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
-from zerojax.comm.mesh import row_shardings
+from zerojax.comm.mesh import constrain, row_shardings
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.new_value import NewValue
 from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
@@ -35,7 +32,6 @@ from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
     Form,
     cast,
-    constrain,
     leaves_of,
     logical,
     named_tree,
@@ -48,24 +44,93 @@ from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
-from zerojax.train.refs import refs_named
-from zerojax.train.same_run import SameCalls, types_of
+from zerojax.train.remedies import remedies
+from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, Shaped
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NewValue:
+    """An update that replaces its parameter: `parameter + NewValue(value)` is `value`.
+
+    `optax.apply_updates` adds an update to its parameter. For two float32 numbers there is not always a third that,
+    added to one, gives exactly the other.
+
+    Attributes:
+        value: The new value of the parameter; logical shape.
+    """
+
+    value: Shaped[Array, "*logical"]
+
+    __array_ufunc__ = None  # NumPy leaves the sum to `__radd__`
+
+    def __radd__(self, parameter: Any) -> Shaped[Array, "*logical"]:
+        """Return the value, whatever the parameter was."""
+        return self.value
 
 
 def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
-    """Return how `value_and_grad` returns each gradient: sharded at stages 2 and 3 where its form allows it."""
-    return tuple(
-        dataclasses.replace(part if leaf.further > 1 else leaf, dtype=leaf.dtype, host=False)
-        if leaf.dim is not None
-        else part
-        if config.stage >= 2 and part.kind == "sharded" and (part.padding == 0 or form)
-        else dataclasses.replace(part, kind="replicated", dim=None)
-        for leaf, part, form in zip(layout.params, layout.grads, forms, strict=True)
-    )
+    """Return the layout in which `value_and_grad` returns each gradient.
+
+    At stages 2 and 3 a gradient is sharded, if its shards form an array of its form. Otherwise it is replicated.
+    """
+
+    def one(param: Leaf, grad: Leaf, form: Form | bool) -> Leaf:
+        if param.dim is not None:
+            return dataclasses.replace(grad if param.further > 1 else param, dtype=param.dtype, host=False)
+        if config.stage >= 2 and grad.kind == "sharded" and (grad.padding == 0 or form):
+            return grad
+        return dataclasses.replace(grad, kind="replicated", dim=None)
+
+    return tuple(map(one, layout.params, layout.grads, forms))
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeForm:
+    """The form of a caller's trees: gradients and updates have the structure and logical shapes of the parameters.
+
+    Attributes:
+        config: The transformation.
+        layout: The layout of the parameters.
+        forms: Which of the parameters are a `Padded`, as `padded_forms` returns it.
+    """
+
+    config: Config
+    layout: Layout
+    forms: tuple[Form, ...]
+
+    @functools.cached_property
+    def grads(self) -> tuple[Leaf, ...]:
+        """Return the layout of each returned gradient."""
+        return returned_grads(self.config, self.layout, self.forms)
+
+    @property
+    def grad_shardings(self) -> Any:
+        """Return the shardings of the gradients, as a tree."""
+        return named_tree(self.config, self.layout.treedef, self.grads)
+
+    def gradient_tree(self, grads: Mapping[int, Array], dtypes: Sequence[Any]) -> Any:
+        """Return a tree of gradients. They are given in storage shape by parameter index; missing ones are zeros."""
+        arrays = []
+        for i, (leaf, dtype) in enumerate(zip(self.grads, dtypes, strict=True)):
+            grad = grads[i].astype(dtype) if i in grads else jnp.zeros(leaf.storage_shape, dtype)
+            arrays.append(constrain(self.config.mesh, grad, leaf))
+        return unflatten_params(arrays, self.layout, self.grads, self.forms)
+
+    def differentiate(self, loss: Loss, accumulate: int, params: Any, mutable: Any, batch: Any, *args: Any) -> Any:
+        """Return the combined results of a loss, and its gradient as a tree. All arrays are on a mesh of Auto axes."""
+        layout = self.layout
+        given = storage_leaves(params, layout.params)
+        stored = cast(given, [leaf.dtype for leaf in layout.params])
+        view = View(self.config, layout, [self.grads[i] for i in layout.trained], loss, accumulate)
+        found = loss_and_grads(view, LossInputs(stored, mutable, batch, args), scale=1.0)
+        grads = dict(zip(layout.trained, found.grads, strict=True))
+        grads |= zip(layout.overwritten, found.overwritten, strict=True)
+        return loss.returned(found.loss, found.mutable, found.aux), self.gradient_tree(grads, [x.dtype for x in given])
 
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
@@ -79,30 +144,18 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
-        is_new = same.is_needed and same.is_first(types_of((params, state)), batch, rest)
+        is_new = same.is_needed and same.is_first(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
-        forms = padded_forms(params)
-        with refs_named(config.view), unusable_named(config.mesh, params=params, state=state, batch=rows):
-            if is_new:
-                lower = functools.partial(jitted.lower, params, state, rows, *rest, layout=layout, forms=forms)
-                same.require_same_program(lower)
-            if not same.is_needed:
-                return jitted(params, state, rows, *rest, layout=layout, forms=forms)
-            with EVENTS.calling(what, config.mesh) as call:
-                returned = jitted(params, state, rows, *rest, layout=layout, forms=forms)
-                call.result = first_array(returned)
-            return returned
+        with remedies(config.view, of_refs=True), unusable_named(config.mesh, params=params, state=state, batch=rows):
+            given, forms = (params, state, rows, *rest), padded_forms(params)
+            return same.call(jitted, *given, layout=layout, forms=forms, is_new=is_new)
 
     return value_and_grad
 
 
 def refuse_error_feedback(config: Config) -> None:
-    """Refuse to differentiate without a state where a step keeps errors.
-
-    Raises:
-        ValueError: If the wire has error feedback.
-    """
+    """Raise a ValueError if a step keeps rounding errors, because `value_and_grad` has no state to keep them in."""
     if config.wire is not None and config.wire.error_feedback:
         raise ValueError(
             "Wire(error_feedback=True) keeps errors from step to step, in the ZeroState of tx.train_step, and "
@@ -121,69 +174,31 @@ def value_and_grad_tree(
     forms: tuple[Form, ...],
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
-    """Return the loss's combined results, and its gradient in the form of `params`. Traced under jit."""
-    parts = returned_grads(config, layout, forms)
-    run = functools.partial(differentiate, config, loss, layout, forms, accumulate=accumulate)
-
-    def shardings(returned):
-        loss = row_shardings(config.mesh, config.data, returned[0], batch)
-        return loss, named_tree(config, layout.treedef, parts)
-
+    """Return the combined results of a loss, and its gradient in the form of `params`. Traced under jit."""
+    form = TreeForm(config, layout, forms)
+    run = functools.partial(form.differentiate, loss, accumulate)
+    shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
     return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
 
 
-def differentiate(
-    config: Config,
-    loss: Loss,
-    layout: Layout,
-    forms: tuple[Form, ...],
-    params: Any,
-    mutable: Any,
-    batch: Any,
-    *args: Any,
-    accumulate: int = 1,
-) -> tuple[Any, Any]:
-    """Compute `value_and_grad_tree` on a mesh of Auto axes."""
-    parts = returned_grads(config, layout, forms)
-    given = storage_leaves(params, layout.params)
-    stored = cast(given, [leaf.dtype for leaf in layout.params])
-    trained = [parts[i] for i in layout.trained]
-    view = View(config, layout, trained, loss, accumulate)
-    found = loss_and_grads(view, LossInputs(stored, mutable, batch, args), scale=1.0)
-    grads = dict(zip(layout.trained, found.grads, strict=True)) | dict(
-        zip(layout.overwritten, found.overwritten, strict=True)
-    )
-    tree = grads_in_form(config, layout, forms, grads, [x.dtype for x in given])
-    return loss.returned(found.loss, found.mutable, found.aux), tree
-
-
-def grads_in_form(
-    config: Config, layout: Layout, forms: tuple[Form, ...], grads: Mapping[int, Array], dtypes: Sequence[Any]
-) -> Any:
-    """Return gradients in storage shape, given by parameter index, as a tree; zeros for missing ones."""
-    parts = returned_grads(config, layout, forms)
-    zeros = [jnp.zeros(part.storage_shape, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-    given = [grads.get(i, zero) for i, zero in enumerate(zeros)]
-    arrays = [constrain(config, x.astype(zero.dtype), part) for x, zero, part in zip(given, zeros, parts, strict=True)]
-    return unflatten_params(arrays, layout, parts, forms)
-
-
-def update_tree(
-    config: Config, layout: Layout, forms: tuple[Form, ...], grads: Any, state: Any, params: Any, extra: dict
-) -> tuple[Any, Any]:
-    """Return updates in the form of the parameters, and the new state. Traced under jit.
+def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict) -> tuple[Any, Any]:
+    """Return updates in the form of the parameters, and the new optimizer state. Traced under jit.
 
     Raises:
-        ValueError: If gradients, state and parameters are not of one tree, or master
-            weights are to be updated and `params` is None.
+        ValueError: If gradients, state and parameters do not have one tree, or there are master weights and `params`
+            is None.
     """
+    config, layout = form.config, form.layout
     check_grads(grads, layout)
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
     state = as_planned(plan, state)
-    check_state(config, plan, state, may_be_wider=not plan.offloaded)
+    check_state(plan, state, may_be_wider=not plan.offloaded)
     if params is None and config.has_master_weights:
-        raise ValueError("With master weights update needs the parameters: update(grads, state, params).")
+        raise ValueError(
+            "This transformation has master weights, and an update of these needs the parameters. Call "
+            "update(grads, state, params)."
+        )
 
     def run(grads, state, params, extra):
         state = state_to_device(config, plan, state)
@@ -202,9 +217,9 @@ def update_tree(
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
         values = leaves_of(grads)
         for i in layout.overwritten:
-            updates[i] = NewValue(constrain(config, logical(values[i]), layout.params[i]))
+            updates[i] = NewValue(constrain(config.mesh, logical(values[i]), layout.params[i]))
         state = as_returned(config, plan, state_to_host(config, plan, state))
-        return unflatten_params(updates, layout, layout.params, forms), state
+        return unflatten_params(updates, layout, layout.params, form.forms), state
 
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, grads if params is None else params)
     shardings = lambda _: (like, as_returned(config, plan, state_shardings(config, plan)))
@@ -212,15 +227,15 @@ def update_tree(
 
 
 def zeros_for(grad: Array, leaf: Leaf) -> Array:
-    """Make the update of a parameter that is not trained; in its own type if it has no gradient.
+    """Return the zero update of a parameter that is not trained. An integer parameter gets integer zeros.
 
-    A float32 zero would round a large integer where `optax.apply_updates` adds it.
+    A float32 zero would round a large integer when `optax.apply_updates` adds it.
     """
     return jnp.zeros(leaf.storage_shape, grad.dtype if has_gradient(leaf.dtype) else leaf.dtype)
 
 
 def difference(new: Array, old: Array) -> Array:
-    """Return the float32 difference by which `optax.apply_updates` gets exactly from `old` to `new`."""
+    """Return the difference, in at least float32, with which `optax.apply_updates` turns `old` into exactly `new`."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
     new, old = to_device(new), to_device(old)
@@ -229,11 +244,7 @@ def difference(new: Array, old: Array) -> Array:
 
 
 def check_grads(grads: Any, layout: Layout) -> None:
-    """Refuse gradients of another tree or shape than the parameters.
-
-    Raises:
-        ValueError: Naming the first leaf that differs, what was found and what was required.
-    """
+    """Raise a ValueError if the gradients have another tree or other shapes than the parameters."""
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
     if structure != layout.treedef:
         raise ValueError(
@@ -244,5 +255,5 @@ def check_grads(grads: Any, layout: Layout) -> None:
         if tuple(g.shape) != leaf.shape:
             raise ValueError(
                 f"grads{leaf.path} has shape {list(g.shape)}, but its parameter has {list(leaf.shape)} (logical). "
-                f"Pass gradients of the parameters given."
+                f"Pass gradients of these parameters."
             )

@@ -1,4 +1,4 @@
-"""A loss on a mesh with Explicit axes: traced with types where plain jit runs it so, and on Auto axes otherwise."""
+"""Call a loss on a mesh with Explicit axes: with its types if plain jit accepts them, and otherwise on Auto axes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.comm.explicit import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.config import Config
-from zerojax.config.batch_spec import entry_names
-from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
 from zerojax.layout.tree import Layout
 from zerojax.train.loss import Returned
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import PyTree
 
-# Words of JAX's of a function that is written for Explicit axes, where they are Auto.
+# Words in errors of JAX about a function that is written for Explicit axes and runs on Auto axes.
 _OF_AUTO_AXES = re.compile(r"of type Auto|Explicit|should match the (aval )?mesh|Closing over inputs")
 
 
 @dataclasses.dataclass(frozen=True)
 class TypedLoss:
-    """A loss, to be called where all axes are Auto.
+    """A loss that is called where all axes are Auto, and that may be written for Explicit axes.
 
-    On a mesh with Explicit axes it is traced there: the batch has the types that `batch_spec` says, parameters those of
-    their other axes. A loss that plain jit runs on that mesh runs with its types. One that plain jit refuses (a lookup
-    that does not say how its result is sharded, a constraint to an axis) is called on the Auto axes.
+    If the caller's mesh has Explicit axes, the loss is traced with them: the types of the batch follow `batch_spec`,
+    and the types of parameters follow their other axes. If plain jit refuses the loss there (because of a lookup that
+    does not say how its result is sharded, or a constraint to an axis), the loss is called on the Auto axes.
 
     Attributes:
-        config: The caller's mesh and the axes of the batch.
-        layout: Layout of the parameters.
-        loss: The loss function, or another with the same `call`.
+        config: The configuration, with the caller's mesh and the axes of the batch.
+        layout: The layout of the parameters.
+        loss: The loss function, or another object with the same `call`.
     """
 
     config: Config
@@ -50,7 +49,7 @@ class TypedLoss:
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
         """Call the loss with typed arguments; see `Loss.call`."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
-        if not mesh.explicit_axes:  # of the caller's, or left in device view
+        if not mesh.explicit_axes:  # the caller's mesh has none, or device view has made all of them manual
             return self.loss.call(*given)
         leaves, tree = jax.tree.flatten(given)
         is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
@@ -68,22 +67,23 @@ class TypedLoss:
         with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
             try:
                 traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
-            except Exception as raised:  # the caller's function, whatever it raises
+            except Exception as raised:  # the caller's function may raise any error
                 error = raised
             else:
-                results = [as_typed(x, spec) for x, spec in zip(traced(*arrays), traced.out_specs, strict=True)]
+                pairs = zip(traced(*arrays), traced.out_specs, strict=True)
+                results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
                 return self._returned(jax.tree.unflatten(jax.tree.structure(shape), results))
             return on_auto(self.loss.call, given, error)
 
     def _returned(self, results: PyTree) -> Any:
-        """Return results with the types that plain jit gives to what the caller gets."""
+        """Return results with the types that plain jit would give them. Only aux may be typed."""
         if not isinstance(results, Returned):
             return results
         aux = results.aux if self.config.view == "global" else without_types(results.aux)
         return without_types(results)._replace(aux=aux)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
-        """Return, as specs, how the types of the arguments on the caller's mesh are sharded, one per leaf."""
+        """Return the shardings in the types of the arguments on the caller's mesh, one spec per leaf."""
         config, mesh = self.config, typed_mesh(self.config.user_mesh)
         named = lambda spec: explicit_part(spec, mesh)
         full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
@@ -99,7 +99,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """Return the configuration with a mesh of one device that has the axes of the caller's mesh."""
+    """Return the configuration. If the caller's mesh has Explicit axes, replace it by one device with the same axes."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config
@@ -112,16 +112,10 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def as_typed(x: Array, spec: PartitionSpec) -> Any:
-    """Return a result with the type that plain jit would give it, if that type says anything."""
-    return Typed(x, spec) if axes_of([spec]) else x
-
-
 def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
-    """Call a function on Auto axes that plain jit refuses on the Explicit ones.
+    """Call a function on Auto axes, after it raised `error` on Explicit axes.
 
-    Raises:
-        Exception: What it raises here; `error`, what it raised on the Explicit axes, if it is written for these.
+    If it raises an error here, too, which says that it is written for Explicit axes, raise `error` again.
     """
     try:
         return fn(*given)
@@ -132,7 +126,7 @@ def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
 
 
 def divides(config: Config, spec: PartitionSpec, x: Any) -> bool:
-    """Return whether mesh axes divide the dims of an array evenly."""
+    """Return whether the mesh axes of a spec divide the dims of an array evenly."""
     sizes = dict(config.data.sizes)
-    parts = [math.prod(sizes[axis] for axis in entry_names(entry)) for entry in spec]
+    parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in spec]
     return len(parts) <= jnp.ndim(x) and all(n % k == 0 for n, k in zip(jnp.shape(x), parts, strict=False))

@@ -1,12 +1,10 @@
-"""The two views of the loss, which differ in their collectives alone.
+"""Differentiate a loss in one of its two views, which differ only in their collectives.
 
-In global view the loss sees the whole batch, as under `jax.jit`: the compiler divides the rows.
-In device view each device differentiates the loss of its own rows, as under `pmap` and DDP;
-it runs inside a `shard_map`.
+In global view, the loss sees the whole batch, as under `jax.jit`, and the compiler divides the rows. In device view,
+each device differentiates the loss of its own rows inside of a `shard_map`, as under `pmap` and DDP.
 
-At stage 3 the loss is first rewritten to gather each parameter where it is used (`gather`),
-and differentiating a gather gives the reduce-scatter. The gradients of the other parameters
-are reduce-scattered here.
+At stage 3, the room `gather` rewrites the loss to gather each parameter where it is used. The derivative of a gather is
+a reduce-scatter. The gradients of all other parameters are reduce-scattered here.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives, ManualCollectives
+from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.wire import Encoding
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
 from zerojax.gather import RowStates, StandIn, gather_on_use, row_states, split_arrays, traced_passes
@@ -32,7 +30,7 @@ from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast
 from zerojax.train.batch import cast_inputs
 from zerojax.train.checked import checked
-from zerojax.train.loss import Loss, Returned
+from zerojax.train.loss import Loss
 from zerojax.train.overwriting import unscaled
 from zerojax.train.remedies import remedies
 from zerojax.train.typed_loss import TypedLoss
@@ -41,17 +39,17 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 
-# Of the loss's arguments after the parameters: mutable state, the batch, and the caller's own.
+# Which of the loss's arguments after the parameters (mutable state, batch, further arguments) have rows: the batch.
 _OF_ROWS = (1,)
 
 
 class LossInputs(NamedTuple):
-    """What a loss is called with.
+    """The arguments of a loss, with the parameters in storage.
 
     Attributes:
         stored: One array per parameter, in storage shape.
         mutable: The mutable state, or None.
-        batch: The rows: those of all devices in global view, of this one in device view.
+        batch: The rows of all devices in global view, and of this device in device view.
         args: The caller's further arguments.
     """
 
@@ -63,14 +61,16 @@ class LossInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How one microbatch is differentiated; the shape of a shard is that of its collectives.
+    """A loss, and how one microbatch of it is differentiated.
+
+    Shards have storage shape in global view and local shape in device view, as the collectives of the view expect.
 
     Attributes:
-        config: Mesh axes, stage and types.
-        layout: Layout of the parameters.
-        grads: How the gradient of each trained parameter is returned.
-        loss: The loss function, or another with the same `call`.
-        accumulate: Microbatches a device.
+        config: The configuration: mesh axes, stage and types.
+        layout: The layout of the parameters.
+        grads: The layout in which the gradient of each trained parameter is returned.
+        loss: The loss function, or another object with the same `call`.
+        accumulate: Microbatches per device.
     """
 
     config: Config
@@ -81,7 +81,7 @@ class View:
 
     @property
     def differentiable(self) -> list[int]:
-        """Return which trained parameters can be differentiated, as indices into `layout.trained`."""
+        """Return the trained parameters with a gradient, as indices into `layout.trained`."""
         leaves = self.layout.params
         return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
@@ -102,26 +102,27 @@ class View:
 
     @functools.cached_property
     def comm(self) -> Collectives:
-        """Return the collectives that gather and reduce leaves."""
+        """Return the collectives of the view."""
         return self._comm(self.config.bucket_bytes)
 
     @property
     def reduces_across_once(self) -> bool:
-        """Return whether gradients are reduced across (hybrid sharding) once, at the end of a step."""
+        """Return whether hybrid sharding reduces gradients across hosts only once, at the end of a step."""
         wire = self.config.wire
         waits = self.accumulate > 1 or (wire is not None and wire.error_feedback)
         return waits and self.reduces_each and bool(self.config.data.across)
 
     def _comm(self, bucket_bytes: int) -> Collectives:
         precision = self.config.precision
-        wire = Encoding(None if precision is None else precision.reduce, self.config.wire)
-        manual = ManualCollectives(self.config.data.batch, bucket_bytes, wire, self.reduces_across_once)
-        return GlobalCollectives(self.config.mesh, manual) if self.config.view == "global" else manual
+        encoding = Encoding(None if precision is None else precision.reduce, self.config.wire)
+        options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once
+        is_global = self.config.view == "global"
+        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else ManualCollectives(*options)
 
     def microbatches_of(self, rows: Array) -> Array:
-        """Divide the rows of the batch into microbatches, on dim 0. Each has rows of every device."""
+        """Divide the rows of the batch into microbatches, on a new dim 0. Each has rows of every device."""
         devices = self.config.data.workers // self.comm.losses
-        each = rows.shape[0] // (devices * self.accumulate)  # -1 cannot stand for it in an array without elements
+        each = rows.shape[0] // (devices * self.accumulate)  # not -1: rows may be empty in other dims
         divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
         return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
 
@@ -138,7 +139,7 @@ class View:
         return self.config.view == "global" and self.accumulate == 1
 
     def loss_of_params(self) -> Callable:
-        """Return the loss as a function of logical parameters, which it casts, and of a batch, which it casts too."""
+        """Return the loss as a function of logical parameters and a batch, both of which it casts first."""
         config, layout = self.config, self.layout
 
         def call(params, mutable, batch, *args):
@@ -151,7 +152,7 @@ class View:
         return call
 
     def loss_of_storage(self) -> Callable:
-        """Return the loss as a function of stored parameters: cast, and at stage 3 gathered where they are used."""
+        """Return the loss as a function of stored parameters, which are cast, and at stage 3 gathered on use."""
         config, layout, call = self.config, self.layout, self.loss_of_params()
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())
@@ -169,15 +170,19 @@ class View:
     def value_and_grad(self, given: LossInputs, scale: Array):
         """Return loss and gradient of one microbatch.
 
-        The cotangent is that of a loss computed alone, and not divided by the number of losses: a custom rule, such as
-        one that clips its cotangent, is not linear. The gradients are divided instead, where microbatches are added up,
-        or where the loss scale is divided out.
+        The cotangent is not divided by the number of losses, because a custom rule, such as one that clips its
+        cotangent, is not linear. The gradients are divided later: where microbatches are added up, or where the loss
+        scale is divided out.
 
         Returns:
-            `(returned, grads, factor, values)`: the sum of `grads` over the devices is `scale` times the gradient of
-            the sum of their losses. If the loss is weighted, it is that of the total, divided by `factor`: what the
-            total has to be divided by is known only after the last microbatch. `values` are what each overwritten
-            parameter is to be.
+            `(returned, grads, factor, values)`:
+
+            - `returned`: the values that the loss returned.
+            - `grads`: their sum over the devices is `scale` times the gradient of the sum of the losses. For a weighted
+              loss it is `scale` times the gradient of the sum of the totals, divided by `factor`.
+            - `factor`: the mean weight over the devices, or None. The divisor of the totals is known only after the
+              last microbatch; this one keeps cotangents in range.
+            - `values`: the new value of each overwritten parameter.
         """
         of_storage = self._pulled_to_shards if self.gathers_on_use else self._pulled_to_full
         returned, pull = of_storage(given)
@@ -187,20 +192,24 @@ class View:
             weight = self.comm.pmean(returned.weight)
             factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
             cotangent = cotangent / factor
-        # The loss scale is part of the cotangent and not of the gradients: narrow types stay in range.
+        # The loss scale multiplies the cotangent and not the gradients, so that narrow types stay in range.
         grads, values = pull(cotangent)
-        values = self.unscaled(values, given, cotangent * weight_of(returned))
+        # A new value belongs to the mean loss of this call alone: it is divided by the weight of this call, too.
+        own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
+        values = self.unscaled(values, given, cotangent * own_weight)
         return returned, grads, factor, values
 
     @property
     def _trained(self) -> list[int]:
-        """Return the indices of the differentiable parameters among all."""
+        """Return the indices of the differentiable parameters among all parameters."""
         return [self.layout.trained[k] for k in self.differentiable]
 
     def _pulled_to_shards(self, given: LossInputs):
-        """Return what the loss returns, and a function from its cotangent to gradients, which the engine reduces.
+        """Call the loss on shards, which it gathers on use.
 
-        The function returns `(gradients, values of overwritten parameters)`.
+        Returns:
+            The values that the loss returns, and a function from the cotangent of the loss to
+            `(gradients, values of overwritten parameters)`. The engine reduces the gradients of gathered parameters.
         """
         stored, mutable, batch, args = given
         fn, zeros, trained = self.loss_of_storage(), self.stand_ins(stored), self._trained
@@ -220,7 +229,10 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs):
-        """Differentiate for parameters that every device holds; gradients are not summed over workers yet."""
+        """Call the loss on parameters that every device holds.
+
+        The returned values are those of `_pulled_to_shards`, but the gradients are not summed over the workers yet.
+        """
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))
@@ -250,7 +262,7 @@ class View:
         return jax.tree.unflatten(structure, rest)._replace(total=total), pull
 
     def unscaled(self, values: list, given: LossInputs, cotangent: Array) -> list:
-        """Divide the values of overwritten parameters by the loss's cotangent, where they are linear in it."""
+        """Divide by the cotangent of the loss those values of overwritten parameters that are linear in it."""
         overwritten, precision = self.layout.overwritten, self.config.precision
         is_mean = self.is_one_loss or not self.loss.weighted
         if not values or (is_mean and (precision is None or precision.loss_scale is None)):
@@ -261,15 +273,15 @@ class View:
         def loss(primals, given):
             merged = dict(enumerate(given.stored)) | dict(zip(overwritten, primals, strict=True))
             params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(leaves))])
-            returned = self.loss_of_params()(params, given.mutable, given.batch, *given.args)
-            return returned.total
+            return self.loss_of_params()(params, given.mutable, given.batch, *given.args).total
 
         return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
 
     def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
-        """Return stand-ins for parameters whose gradient is in other memory, or is reduced later.
+        """Return zeros by which to differentiate instead of a parameter, if its gradient differs from the stored array.
 
-        The gradient of an overwritten parameter is a value, and no sum that could be reduced later.
+        The gradient is in device memory while the parameter is in host memory, it has another shape, or it is reduced
+        later. Overwritten parameters have none: their gradient is a value, and no sum.
         """
         if not self.gathers_on_use:
             return {}
@@ -284,7 +296,7 @@ class View:
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter the gradients, except those of parameters gathered on use, which are reduced already."""
+        """Reduce-scatter the gradients, except for parameters gathered on use, whose gradients are reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
         only_flat_buckets = self._comm(bucket_bytes=0)
@@ -298,15 +310,15 @@ class View:
     def reduce_across(
         self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
     ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
-        """Sum over all devices the gradients that `reduce` left to be reduced once per step.
+        """Reduce across hosts the gradients that `reduce` left, once per step.
 
         Args:
-            grads: One a differentiable parameter.
-            errors: What the reduction of the step before lost, by the path of a parameter; empty without feedback.
-            factor: What makes the gradients those of the loss.
+            grads: One gradient per differentiable parameter.
+            errors: The errors of the previous step's reduction, by the path of a parameter; empty without feedback.
+            factor: The factor that turns `grads` into gradients of the loss. Errors are kept in these units.
 
         Returns:
-            `(sums, errors)`: what this reduction lost.
+            `(sums, errors)`, with the errors of this reduction.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
@@ -321,11 +333,6 @@ class View:
         return self.comm.reduce_across(given, leaves), errors
 
     def reduced(self, k: int) -> Leaf:
-        """Return how the gradient of a trained parameter is sharded before it is reduced across."""
+        """Return the layout of the gradient of a trained parameter before it is reduced across hosts."""
         param = self.layout.params[self.layout.trained[k]]
         return self.grads[k] if param.dim is None else param
-
-
-def weight_of(returned: Returned) -> Array:
-    """Return the weight of a loss, 1 where none could divide."""
-    return jnp.where(returned.weight > 0, returned.weight, 1)

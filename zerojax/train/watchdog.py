@@ -1,6 +1,6 @@
-"""A step that takes longer than it may ends its process, which says what it waits for: a scheduler restarts the run.
+"""End the process if a step exceeds its time limit, and say what it waits for. A scheduler can then restart the run.
 
-A process that died, or hangs, makes all others wait in their next collective for as long as they live.
+If a process dies or hangs, all other processes would wait for it in their next collective forever.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from jax.sharding import Mesh
 from zerojax.comm.events import AGAIN, EVENTS, Call, gap_since, is_of_all, say
 
 EXIT_STATUS = AGAIN
-DEFAULT_S = 1800.0  # of a run on several processes, where one that died would leave the others waiting forever
+DEFAULT_S = 1800.0  # for a run on several processes
 LABELS_WITHIN_S = 120.0
 
 
 def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
-    """Return the seconds that a step may take; None for any time."""
+    """Return the limit of a step in seconds; None for no limit."""
     if timeout is None:
         return DEFAULT_S if is_of_all(mesh) else None
     return None if math.isinf(timeout) else timeout
 
 
 class Watchdog:
-    """Waits for the steps of one loss, in a thread; each has its time from the end of the one before.
+    """Waits for the steps of one loss, in a thread. The time of a step begins when the previous step ends.
 
     Attributes:
         timeout: Seconds that a step may take.
     """
 
     def __init__(self, timeout: float, collectives: Callable[[], list[str]]):
-        """Watch nothing yet; `collectives()` gives the labels of a step's collectives, in order."""
+        """Prepare to watch. `collectives()` returns the labels of a step's collectives, in order."""
         self.timeout, self._collectives = timeout, collectives
         self._steps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def watching(self, number: int, *, compiles: bool) -> Iterator[Call]:
-        """Watch what is done inside, and the `result` that it leaves; while it `compiles`, that does not count."""
+        """Watch the calls inside, and then the `result` that the caller sets. Time to compile does not count."""
         step = Call(number, f"step {number}")
         if not compiles:
             self._watch(step)
@@ -72,13 +72,13 @@ class Watchdog:
 
 @dataclasses.dataclass
 class _Waiting:
-    """The thread's work; it holds no reference to the `Watchdog`, whose end ends it.
+    """The work of the thread. It has no reference to the `Watchdog`, whose end also ends the thread.
 
     Attributes:
-        steps: Those to wait for, in order; None is the end.
+        steps: The steps to wait for, in order; None ends the thread.
         timeout: Seconds that a step may take.
-        collectives: Gives the labels of a step's collectives.
-        frozen: For how long other processes are known to have been stopped, in seconds.
+        collectives: Returns the labels of a step's collectives.
+        frozen: Seconds for which other processes are known to have been stopped.
     """
 
     steps: queue.SimpleQueue[Call | None]
@@ -87,7 +87,7 @@ class _Waiting:
     frozen: float = 0.0
 
     def run(self) -> None:
-        """Wait for step after step."""
+        """Wait for one step after the other."""
         while (step := self.steps.get()) is not None:
             begun = time.monotonic()
             while not step.has_ended:
@@ -100,14 +100,14 @@ class _Waiting:
                 begun += gap_since(before, nap)  # a debugger stopped this process, or its machine was frozen
 
     def _newly_frozen(self) -> float:
-        """Return for how long another process was stopped, as far as that was not known before."""
+        """Return the seconds for which another process was stopped, without seconds that were known before."""
         before = self.frozen
-        with suppress(Exception):  # the process that keeps it may be gone
+        with suppress(Exception):  # the coordination service may be gone
             self.frozen = max(one["frozen"] for one in EVENTS.others().values())
         return max(0.0, self.frozen - before)
 
     def _end(self, step: Call) -> None:
-        """Say what is known, and end the process."""
+        """Print what is known about the step, and end the process."""
         index, count = jax.process_index(), jax.process_count()
         late = f"step {step.number} did not end within timeout={self.timeout:g} s on process {index} of {count}."
         say(f"zerojax: {late}")
@@ -115,7 +115,7 @@ class _Waiting:
         for line in behind:
             say(f"zerojax: {line}")
         faulthandler.dump_traceback(sys.stderr)
-        # The program is compiled once more, for its text: that may hang as the step does.
+        # The program is compiled again, for its text, in a thread: this may hang as the step does.
         thread = threading.Thread(target=self._say_collectives, daemon=True)
         thread.start()
         thread.join(LABELS_WITHIN_S)
@@ -123,7 +123,7 @@ class _Waiting:
         os._exit(EXIT_STATUS)
 
     def _behind(self, index: int, count: int) -> list[str]:
-        """Return what the processes do that have not begun this process's last call."""
+        """Describe the processes that have not begun the last call of this process."""
         if count == 1:
             return []
         found, last = [], EVENTS.last_number()

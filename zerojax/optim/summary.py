@@ -1,4 +1,4 @@
-"""How a plan's matrices are updated: found once, from shapes alone, for the plan, the report and the update."""
+"""The groups of an update and the matrices that owners compute, in the words of plan and report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from zerojax.layout.leaf import Leaf
+from zerojax.optim.flat_update import UpdatedLeaves
 from zerojax.optim.owned import OwnedUpdate
+from zerojax.optim.partition import Partition
+
+WHERE = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,10 +18,10 @@ class OwnedMatrices:
     """Matrices of one shape and one program that are updated by owners.
 
     Attributes:
-        paths: Of the parameters.
-        matrices: How many there are: a parameter may be a stack of them.
-        owners: How many owners share them.
-        within: How many devices an owner is.
+        paths: Paths of the parameters.
+        matrices: The number of matrices: a parameter may be a stack of them.
+        owners: The number of owners that share the matrices.
+        within: Devices per owner.
         seconds: Least time of their update.
         seconds_sharded: The same if each product were divided among all devices.
     """
@@ -30,10 +34,11 @@ class OwnedMatrices:
     seconds_sharded: float
 
     def __str__(self) -> str:
-        """Return one line that says what is saved."""
+        """Return one line that compares the time with owners and without owners."""
         each = f"{self.within} devices each" if self.within > 1 else "one device each"
+        matrices = "1 matrix" if self.matrices == 1 else f"{self.matrices} matrices"
         return (
-            f"{_named(self.paths)}: {self.matrices} matrices by {self.owners} owners, {each}: "
+            f"{_named(self.paths)}: {matrices} by {self.owners} owners, {each}: "
             f"{1e3 * self.seconds:.3g} ms instead of {1e3 * self.seconds_sharded:.3g}, at peak rates"
         )
 
@@ -43,8 +48,8 @@ class MatrixUpdates:
     """How the matrices of an update are computed.
 
     Attributes:
-        owned: By owners.
-        left: Divided, or repeated, as the compiler does it: the paths, and why.
+        owned: The matrices that owners compute.
+        left: The paths of all other matrices, which the compiler divides or repeats, and why.
     """
 
     owned: tuple[OwnedMatrices, ...] = ()
@@ -62,7 +67,7 @@ def _named(paths: Sequence[str]) -> str:
 
 
 def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
-    """Describe what owners compute, for the plan and the report. `leaves` are those of the trained parameters."""
+    """Describe who computes which matrices. `leaves` are the layouts of the trained parameters."""
     owned = tuple(
         OwnedMatrices(
             tuple(leaves[core.leaf].path for core in group.cores),
@@ -78,3 +83,22 @@ def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
     for i, reason in sorted(found.left.items()):
         by_reason.setdefault(reason, []).append(leaves[i].path)
     return MatrixUpdates(owned, tuple((tuple(paths), reason) for reason, paths in by_reason.items()))
+
+
+def groups_in_words(partition: Partition, leaves: UpdatedLeaves) -> str:
+    """Return a line for all groups that are alike: their parameters, and where their state waits between steps."""
+    alike: dict[tuple, list[list[str]]] = {}
+    for group in (partition.first, *partition.groups):
+        state = group.state or group.resident
+        paths = [leaves.grads[i].path for i in group.params] or [f"opt_state{leaves.state[k].path}" for k in state]
+        key = group.place, len(group.chunks), len(group.params), len(state)
+        alike.setdefault(key, []).extend([paths] if paths else [])
+    lines = []
+    for (place, chunks, _, count), members in alike.items():
+        if members:
+            number = f"{len(members)} groups, each" if len(members) > 1 else "one group"
+            divided = f", in {chunks} chunks" if chunks > 1 else ""
+            state = f"{count} {'leaf' if count == 1 else 'leaves'} of the state"
+            paths = _named([path for paths in members for path in paths])
+            lines.append(f"update of {paths}: {number} with {state} {WHERE[place]}{divided}")
+    return "\n".join(lines)

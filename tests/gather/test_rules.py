@@ -1,0 +1,183 @@
+"""Each rule of the planner: a tiny loss that falls under it, and what the program would lack without the rule."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_helpers import lay_out
+from jax import lax
+
+import zerojax
+from zerojax.gather.engine import trace_loss
+from zerojax.gather.nested import NestedSegment
+from zerojax.gather.rules import RULES
+from zerojax.gather.scan import ScanSegment
+from zerojax.gather.segments import BlockSegment, HeldSegment, PlainSegment
+
+SIZE = 16
+W = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
+STACK = jax.ShapeDtypeStruct((4, SIZE, SIZE), jnp.float32)
+X = jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
+BYTES = SIZE * SIZE * 4
+
+
+def program_of(loss, *weights, x=X):
+    """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one."""
+    setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
+    _, tree = jax.tree.flatten(list(weights))
+    full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
+    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x]).program
+
+
+def under(program, rule):
+    """Names of the primitives that fell under a rule."""
+    return [eqn.primitive.name for eqn, name in program.decisions if name == rule]
+
+
+def primitives(segment):
+    return [eqn.primitive.name for eqn in segment.jaxpr.eqns]
+
+
+def kinds(program):
+    return [type(segment) for segment in program.segments]
+
+
+def state():
+    """One block has all equations between the refs, although two of them are uses."""
+
+    def loss(w, v, x):
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] += jnp.sum(x @ w)
+        total[...] += jnp.sum(x @ v)
+        return total[...]
+
+    program = program_of(loss, W, W)
+    (block,) = [segment for segment in program.segments if segment.params]
+    assert primitives(block).count("dot_general") == len(block.params) == 2
+    return program
+
+
+def activations():
+    """Consecutive equations without parameters share one plain segment."""
+    program = program_of(lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w))), W)
+    assert kinds(program) == [BlockSegment, PlainSegment]
+    assert primitives(program.segments[1]) == ["tanh", "sin", "reduce_sum"]
+    return program
+
+
+def on_the_shard():
+    """The cast is made before the gather, which then moves half of the bytes."""
+    program = program_of(lambda w, x: jnp.sum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)), W)
+    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES // 2]]
+    assert not any(eqn.outvars[0].aval.shape == W.shape for segment in program.segments for eqn in segment.jaxpr.eqns)
+    return program
+
+
+def stack_of_layers():
+    """The loop gathers one of the stacked parameters per iteration."""
+
+    def loss(w, v, x):
+        return jnp.sum(lax.scan(lambda x, layer: (x @ layer, None), x, jnp.stack([w, v]))[0])
+
+    program = program_of(loss, W, W)
+    (scan,) = [segment for segment in program.segments if segment.params]
+    assert scan.gathered_bytes == [BYTES, BYTES]
+    assert [len(members) for members in program.joined.values()] == [2]
+    return program
+
+
+def held():
+    """A costly product of parameters, which two equations read, is computed in one segment."""
+
+    def loss(w, v, x):
+        k = w @ v
+        return jnp.sum(jnp.tanh(x @ k) @ k)
+
+    program = program_of(loss, W, W, x=jax.ShapeDtypeStruct((8, SIZE), jnp.float32))
+    assert kinds(program).count(HeldSegment) == 1
+    assert sum(primitives(segment).count("dot_general") for segment in program.segments) == 3
+    return program
+
+
+def repeated():
+    """Each use transposes the weight that it has gathered; no segment passes the transposed weight on."""
+    program = program_of(lambda w, x: jnp.sum(jnp.tanh(x @ w.T) @ w.T), W)
+    uses = [segment for segment in program.segments if segment.params]
+    assert [primitives(segment)[:2] for segment in uses] == [["transpose", "dot_general"]] * 2
+    return program
+
+
+def masked():
+    """The masked weight is computed where it is read, and is not passed on like an activation."""
+    program = program_of(lambda w, x: jnp.sum(x @ (w * (x[0] > 0))), W)
+    (use,) = [segment for segment in program.segments if segment.params]
+    assert {"mul", "dot_general"} <= set(primitives(use))
+    return program
+
+
+def loop_of_its_own():
+    """Each iteration gathers one of two weights at a time."""
+
+    def loss(w, v, u, x):
+        def of_rows(total, row):
+            return total + jnp.sum(jnp.tanh(jnp.tanh(row @ w) @ v) @ u), None
+
+        return lax.scan(of_rows, 0.0, x.reshape(2, 4, SIZE))[0]
+
+    program = program_of(loss, W, W, W)
+    (loop,) = [segment for segment in program.segments if segment.params]
+    assert isinstance(loop, NestedSegment)
+    assert [size for size in loop.gathered_bytes if size] == [BYTES] * 3
+    return program
+
+
+def loop_over_layers():
+    """Each iteration gathers its layer of the stack."""
+    program = program_of(lambda w, x: jnp.sum(lax.scan(lambda x, w: (x @ w, None), x, w)[0]), STACK)
+    (loop,) = [segment for segment in program.segments if segment.params]
+    assert isinstance(loop, ScanSegment)
+    assert loop.gathered_bytes == [BYTES, BYTES]
+    return program
+
+
+def use():
+    """Each product is a block that gathers its own weight."""
+    program = program_of(lambda w, v, x: jnp.sum(x @ w @ v), W, W)
+    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES]] * 2
+    return program
+
+
+CASES = {
+    "state": (state, "dot_general"),
+    "activations": (activations, "tanh"),
+    "on the shard": (on_the_shard, "convert_element_type"),
+    "stack of layers": (stack_of_layers, None),
+    "held": (held, "dot_general"),
+    "repeated": (repeated, "transpose"),
+    "masked": (masked, "mul"),
+    "loop of its own": (loop_of_its_own, "scan"),
+    "loop over layers": (loop_over_layers, "scan"),
+    "use": (use, "dot_general"),
+}
+
+
+def test_every_rule_has_a_case_and_a_row_in_the_documentation():
+    page = (pathlib.Path(zerojax.__file__).parents[1] / "docs" / "stage3.md").read_text()
+    assert list(CASES) == [rule.name for rule in RULES]
+    assert [rule.name for rule in RULES if f"| {rule.name} | `{rule.example}` |" not in page] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rule_takes_its_equation_and_shapes_the_program(name):
+    case, primitive = CASES[name]
+    fell = under(case(), name)
+    assert fell if primitive is None else primitive in fell
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "use"])
+def test_without_a_rule_its_case_fails(name, monkeypatch):
+    """The other rules would take the equation, so the assertions above must depend on this one."""
+    monkeypatch.setattr("zerojax.gather.rules.RULES", tuple(rule for rule in RULES if rule.name != name))
+    with pytest.raises((AssertionError, ValueError)):
+        CASES[name][0]()

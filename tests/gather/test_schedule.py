@@ -1,0 +1,61 @@
+"""The barriers that order the gathers of a program, read from its jaxpr: XLA on a CPU may drop them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_helpers import lay_out, sharded_grad
+from jax.extend import core as jex
+
+SIZE, LAYERS = 16, 4
+PARAMS = [jnp.ones((SIZE, SIZE))] * LAYERS
+X = jnp.ones((16, SIZE))
+
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def has_product(eqn):
+    inner = [inner for body in jex.jaxprs_in_params(eqn.params) for inner in getattr(body, "jaxpr", body).eqns]
+    return eqn.primitive.name == "dot_general" or any(map(has_product, inner))
+
+
+def barriers_of(fn, *args):
+    """For each barrier: whether it has `(a value behind a product, a gathered array before any product, a shard)`."""
+    (eqn,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+    (body,) = jex.jaxprs_in_params(eqn.params)
+    shards = set(body.invars[:LAYERS])
+    gathered, computed, found = set(), set(), []
+    for inner in body.eqns:
+        reads = [atom for atom in inner.invars if isinstance(atom, jex.Var)]
+        if inner.primitive.name == "optimization_barrier":
+            found.append(tuple(any(v in values for v in reads) for values in (computed, gathered, shards)))
+            for values in (shards, gathered, computed):  # each result is the operand at its place
+                places = [out for out, atom in zip(inner.outvars, inner.invars, strict=True) if atom in values]
+                values.update(places)
+        elif has_product(inner) or any(v in computed for v in reads):
+            computed.update(inner.outvars)
+        elif inner.primitive.name == "all_gather" or any(v in gathered for v in reads):
+            gathered.update(inner.outvars)
+        elif any(v in shards for v in reads):
+            shards.update(inner.outvars)
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_gather_ends_when_the_block_before_its_use_ends(prefetch):
+    """Forward all layers but the first; backward those between the last, which is kept, and the first, not needed.
+
+    One more barrier has gathered arrays: the last layer's, which wait for the loss.
+    """
+    found = barriers_of(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=prefetch), PARAMS, X)
+    assert sum(computed and gathered for computed, gathered, _ in found) == (LAYERS - 1) + (LAYERS - 2) + 1
+
+
+@pytest.mark.parametrize(("prefetch", "barriers"), [(0, 5), (1, 4), (2, 2)])
+def test_a_gather_starts_behind_the_block_that_is_as_far_ahead(prefetch, barriers):
+    """Forward, the first `prefetch + 1` gathers do not wait. Backward, one barrier may start several gathers."""
+    found = barriers_of(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=prefetch), PARAMS, X)
+    assert sum(computed and shard for computed, _, shard in found) == barriers

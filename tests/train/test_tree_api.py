@@ -1,0 +1,41 @@
+"""`value_and_grad` returns the gradient of the mean over all rows, sharded if its form allows that."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import zero_shard
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_gradient_is_that_of_the_mean_over_all_rows(view, accumulate, weighted):
+    params, rows = {"w": jnp.arange(8.0)}, jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+
+    def loss(params, rows):
+        each = jnp.sin(rows @ params["w"])
+        return (each.sum(), jnp.float32(len(each))) if weighted else each.mean()
+
+    tx = zero_shard(optax.sgd(1.0), stage=2, mesh=mesh_of(4), view=view)
+    value, grads = tx.value_and_grad(loss, weighted=weighted, accumulate=accumulate)(params, rows)
+    expected, gradient = jax.value_and_grad(lambda params: jnp.sin(rows @ params["w"]).mean())(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], gradient["w"], rtol=1e-4, atol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize(("stage", "sharded"), [(0, set()), (1, set()), (2, {"even"}), (3, {"even", "odd"})])
+def test_gradients_are_sharded_if_their_form_allows_it(stage, sharded):
+    """At stage 2 the parameter of a padded gradient is a plain array, so the gradient is one, too."""
+    params = {"even": jnp.ones((8, 3)), "odd": jnp.ones((7, 5)), "small": jnp.ones(3)}
+    tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh_of(4), persist_below=10)
+    stored = tx.shard(params)
+    loss = lambda params, rows: rows.mean() * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+    _, grads = tx.value_and_grad(loss)(stored, jnp.ones(4))
+    is_sharded = lambda x: not jax.tree.leaves(x)[0].sharding.is_fully_replicated
+    assert {name for name, x in grads.items() if is_sharded(x)} == sharded
+    specs = {name: sharding.spec for name, sharding in tx.shardings(params).grads.items()}
+    assert {name for name, spec in specs.items() if any(spec)} == sharded

@@ -1,0 +1,75 @@
+"""Encode values before collectives send them, and decode the results."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax.comm.quantised import Codec
+from zerojax.config.precision import common_dtype
+from zerojax.config.wire import Wire
+from zerojax.layout.leaf import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """The types and formats in which parameters are gathered and gradients are summed.
+
+    A gathered parameter is decoded where it is used: the model casts it, or `gather/evaluate.py` widens it.
+
+    Attributes:
+        reduce: The floating type in which gradients are summed over the devices. None: each gradient's own type.
+        formats: The formats of quantised leaves. None: no leaf is quantised.
+    """
+
+    reduce: np.dtype | None = None
+    formats: Wire | None = None
+
+    def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Convert a parameter's shard for a gather, for uses that read `dtype`."""
+        return lax.convert_element_type(shard, dtype)
+
+    def encode_grad(self, grad: jax.Array) -> jax.Array:
+        """Convert a device's gradient for a reduction."""
+        return grad.astype(self.reduce_dtype(grad.dtype))
+
+    def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Convert a reduced gradient to its parameter's type."""
+        return lax.convert_element_type(grad, dtype)
+
+    def gather_codec(self, leaf: Leaf) -> Codec | None:
+        """Return the quantisation of a leaf's shards in a gather. None: they are sent unchanged."""
+        return self.formats and self._codec(leaf, self.formats.gather)
+
+    def reduce_codec(self, leaf: Leaf) -> Codec | None:
+        """Return the quantisation of a leaf's gradients in a reduction. None: they are sent unchanged."""
+        return self.formats and self._codec(leaf, self.formats.reduce, self.formats.rounding == "stochastic")
+
+    def axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the axes of a leaf over which collectives send it quantised."""
+        over = self.formats and self.formats.over
+        return tuple(axis for axis in leaf.axes if over is None or axis in over)
+
+    def _codec(self, leaf: Leaf, fmt: str | None, stochastic: bool = False) -> Codec | None:
+        if self.formats is None or fmt is None or leaf.dim is None or not leaf.is_quantised or not self.axes(leaf):
+            return None
+        return Codec(fmt, self.formats.block, stochastic)
+
+    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Return the type in which gradients are summed over the devices: at least bfloat16."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce
+
+    def sum_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Return the type in which one device sums a parameter's gradients from several uses: at least bfloat16."""
+        wide = _at_least_bfloat16(dtype)
+        return wide if self.reduce is None else common_dtype(wide, self.reduce)
+
+
+def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
+    """Replace a floating type narrower than bfloat16 by bfloat16: a sum in float8 loses most of its digits."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 2
+    return np.dtype(jnp.bfloat16) if narrow else dtype

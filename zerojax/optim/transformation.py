@@ -1,0 +1,77 @@
+"""Call a wrapped transformation: with the loss, in an analysis, and with a look at the state that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from zerojax.layout.leaf import Leaf
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+UNEXPECTED = "unexpected keyword argument 'value'"  # Python's words
+
+
+class TransformationError(Exception):
+    """A wrapped transformation cannot be traced as an analysis asks; `__cause__` is the transformation's error."""
+
+
+def guarded(update: Callable) -> Callable:
+    """Return a function that calls `update` and raises a `TransformationError` for every error inside.
+
+    An analysis traces the transformation with fewer arguments, or in other shapes, than training does. If the
+    transformation refuses, the analysis finds nothing, and the plan says so. An error of the analysis itself is a bug.
+    It must not turn into "replicated", so an analysis catches a `TransformationError` and nothing else.
+    """
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return update(*args, **keywords)
+        except Exception as error:
+            raise TransformationError(f"{type(error).__name__}: {error}") from error
+
+    return call
+
+
+def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation with an update that can be given the loss as `value=`.
+
+    A training step gives every transformation the loss. optax drops the loss where a transformation takes no further
+    arguments. A transformation that takes other further arguments, such as `optax.contrib.sam`, would fail, alone or in
+    a chain. Signatures do not tell, because a chain takes any argument. So the update is called again without the loss.
+    """
+    supported = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra):
+        try:
+            return supported.update(updates, state, params, **extra)
+        except TypeError as error:
+            if "value" not in extra or UNEXPECTED not in str(error):
+                raise
+        del extra["value"]
+        return supported.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(supported.init, update)  # pyright: ignore[reportArgumentType]
+
+
+def check_new_state(leaves: Sequence[Leaf], state: PyTree) -> None:
+    """Refuse a state that an update has given another tree than `init` made, with a `ValueError`."""
+    found = jax.tree_util.tree_leaves_with_path(state)
+    if len(found) != len(leaves):
+        raise ValueError(
+            f"The transformation changes the tree of its state: what update returns {tree_difference(found, leaves)}, "
+            f"and init did not. How the state is sharded is planned from init: let it return a state of the same tree."
+        )
+
+
+def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
+    """Describe how the paths of a flattened tree differ from the required paths."""
+    paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
+    if lacking := [path for path in wanted if path not in paths]:
+        return f"lacks {lacking[0]}"
+    surplus = [path for path in paths if path not in wanted]
+    return f"has {surplus[0]} beyond that" if surplus else "has other nodes"
