@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import pathlib
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -141,7 +142,7 @@ def measure(block, shapes, scan: bool) -> tuple[float, float]:
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     params = {name: array(LAYERS, *shape) for name, shape in shapes.items()}
-    compiled = jax.jit(jax.grad(loss)).lower(params, array(ROWS, TOKENS, WIDTH)).compile()
+    compiled: Any = jax.jit(jax.grad(loss)).lower(params, array(ROWS, TOKENS, WIDTH)).compile()
     operations = product_flops(kernels(read(compiled.as_text())))
     return compiled.memory_analysis().temp_size_in_bytes / 2**20, sum(operations.values()) / 1e9
 
@@ -151,7 +152,7 @@ def study(name: str, budgets: int) -> dict:
     block, shapes, scan = MODELS[name]
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     given = {key: array(*shape) for key, shape in shapes.items()}, array(ROWS, TOKENS, WIDTH)
-    cse = {"prevent_cse": not scan}
+    cse: Any = {"prevent_cse": not scan}
     most = zerojax.remat(block, budget=0).choice(*given).most_bytes
     found = {"model": name, "policies": {}, "budgets": []}
     for policy, rule in POLICIES.items():
@@ -178,7 +179,7 @@ def show(found: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--budgets", type=int, default=16)
     parser.add_argument("--json", type=pathlib.Path)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -163,7 +164,11 @@ def repeated(graph, saved):
 def test_policies_of_jax_are_not_better():
     """At the bytes that a policy of JAX saves, no more FLOPs are repeated; compiled programs are counted."""
     args, policies = given(width=128, rows=64), jax.checkpoint_policies
-    grad = lambda fn: jax.jit(jax.grad(lambda *args: fn(*args).sum())).lower(*args).compile().cost_analysis()["flops"]
+
+    def grad(fn):
+        cost: Any = jax.jit(jax.grad(lambda *args: fn(*args).sum())).lower(*args).compile().cost_analysis()
+        return cost["flops"]
+
     for policy in (
         policies.nothing_saveable,
         policies.dots_saveable,
@@ -242,9 +247,9 @@ def test_sizes_and_fates_are_checked():
         with pytest.raises(ValueError, match="no size"):
             zerojax.remat(attention, budget=wrong)
     with pytest.raises(TypeError, match="budget"):
-        zerojax.remat(attention, budget=None)
+        zerojax.remat(attention, budget=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="keep"):
-        zerojax.remat(attention, budget=0, named={"x": "keep"})
+        zerojax.remat(attention, budget=0, named={"x": "keep"})  # pyright: ignore[reportArgumentType]
 
 
 class Net(nn.Module):
@@ -255,10 +260,11 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         block = Block if self.budget is None else zerojax.flax.remat(Block, budget=self.budget, static_argnums=2)
-        axes = {"params": 0, "counts": 0}
-        x, _ = nn.scan(
-            block, variable_axes=axes, split_rngs={"params": True, "dropout": True}, length=2, in_axes=nn.broadcast
-        )(name="blocks")(x, train)
+        axes: Any = {"params": 0, "counts": 0}
+        broadcast: Any = nn.broadcast
+        rngs: Any = {"params": True, "dropout": True}
+        blocks = nn.scan(block, variable_axes=axes, split_rngs=rngs, length=2, in_axes=broadcast)
+        x, _ = blocks(name="blocks")(x, train)
         return x
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -124,25 +124,25 @@ class _Program:
 
     def _run(self, objective: np.ndarray, budget: float, host_bytes: float) -> np.ndarray | None:
         """Return the best variables, or None if there are none."""
-        from scipy import optimize, sparse
+        import scipy.optimize
+        from scipy import sparse
 
+        optimize: Any = scipy.optimize  # whose annotations say `float` where arrays belong
         matrix, bounds = self._available()
-        zeros, size = np.zeros, self.bytes / 2**20  # of similar size as the other rows: the solver has tolerances
-        limits = np.stack(
-            [
-                np.concatenate([zeros(self.equations), size, zeros(self.values)]),
-                np.concatenate([zeros(self.equations), zeros(self.values), size]),
-            ]
-        )
+        allowed = np.array([budget, host_bytes + self.pinned])
+        # In thousandths of what is allowed: the solver rounds to 1e-6, which must be less than a byte of a small budget.
+        sizes = 1000 * sparse.kron(sparse.diags_array(1 / np.maximum(allowed, 1)), self.bytes)
+        limits = sparse.hstack([sparse.csr_array((2, self.equations)), sizes])
+        too_large = np.concatenate([np.zeros(self.equations, bool), *(self.bytes > limit for limit in allowed)])
+        if (self.lower[too_large] > 0).any():
+            return None
         found = optimize.milp(
             objective,
             integrality=np.ones_like(objective),
-            bounds=optimize.Bounds(self.lower, self.upper),
+            bounds=optimize.Bounds(self.lower, np.where(too_large, 0, self.upper)),
             constraints=[
                 optimize.LinearConstraint(matrix, bounds, np.inf),
-                optimize.LinearConstraint(
-                    sparse.csr_array(limits), -np.inf, np.array([budget, host_bytes + self.pinned]) / 2**20
-                ),
+                optimize.LinearConstraint(limits, -np.inf, 1000 * np.minimum(allowed, 1)),
             ],
             options={"mip_rel_gap": _GAP, "node_limit": _BRANCHES},
         )
@@ -174,6 +174,6 @@ class _Program:
     def least_bytes(self, host_bytes: float) -> int:
         """Return the bytes that must be saved in any case."""
         objective = np.concatenate([np.zeros(self.equations), self.bytes, np.zeros(self.values)])
-        found = self._run(objective / max(self.bytes.sum(), 1.0), np.inf, host_bytes)
+        found = self._run(objective / max(self.bytes.sum(), 1.0), self.bytes.sum(), host_bytes)
         assert found is not None, "everything can be saved"
         return int(objective @ found)

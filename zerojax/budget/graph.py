@@ -127,7 +127,7 @@ def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
 def _graph(jaxpr: Any) -> Graph:
     given = {*jaxpr.invars, *compat.constvars_of(jaxpr)}
     wanted = {var for var in jaxprs.variables_in(jaxpr.outvars) if var not in given}
-    eqns, _ = jaxprs.needed_for(jaxpr.eqns, wanted)
+    eqns, _ = jaxprs.needed_for(jaxpr.eqns, [*wanted])
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     read_by = [{maker[v] for v in jaxprs.variables_in(eqn.invars) if v in maker} for eqn in eqns]
     forms: set[int] = set()
