@@ -32,7 +32,7 @@ def average(key: jax.Array) -> tuple[float, float]:
 
 
 def distill(key: jax.Array) -> tuple[float, float]:
-    """The distance of a student from its teacher, before and after. The teacher's weights are sharded and not trained."""
+    """The distance of a student from its teacher, before and after. The teacher's weights are only sharded."""
     tx = zero(optax.adam(1e-2))
     teacher = tx.init_params(network(4, 3), key)
     teach = tx.eval_step(forward)
