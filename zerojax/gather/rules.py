@@ -135,7 +135,10 @@ class Decisions:
 
     def is_masked(self, site: Site) -> bool:
         """Return whether a weight is combined elementwise with another value (a mask), for a single reader."""
-        eqn, (var, *_) = site.eqn, site.eqn.outvars
+        eqn = site.eqn
+        if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.ndim < 2:
+            return False
+        (var,) = eqn.outvars
         readers = self._uses.get(var, ())
         may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in _CONTROL
 
@@ -145,8 +148,7 @@ class Decisions:
             made = self.repeated.get(atom)
             return atom in self.params or (made is not None and made.primitive.name != "broadcast_in_dim")
 
-        is_elementwise = eqn.primitive.name in WEIGHT_ARITHMETIC and var.aval.ndim > 1
-        return may_move and is_elementwise and any(map(is_weight, eqn.invars))
+        return may_move and any(map(is_weight, eqn.invars))
 
     def repeat(self, site: Site, _) -> None:
         """Compute the equation in every segment that reads its result."""
