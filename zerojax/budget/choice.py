@@ -130,7 +130,7 @@ class _Program:
         optimize: Any = scipy.optimize  # whose annotations say `float` where arrays belong
         matrix, bounds = self._available()
         allowed = np.array([budget, host_bytes + self.pinned])
-        # In thousandths of what is allowed: the solver rounds to 1e-6, which must be less than a byte of a small budget.
+        # In thousandths of the limits: the solver rounds to 1e-6, which must be less than a byte of a small budget.
         sizes = 1000 * sparse.kron(sparse.diags_array(1 / np.maximum(allowed, 1)), self.bytes)
         limits = sparse.hstack([sparse.csr_array((2, self.equations)), sizes])
         too_large = np.concatenate([np.zeros(self.equations, bool), *(self.bytes > limit for limit in allowed)])
