@@ -212,11 +212,8 @@ IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     """Return the state of an operand with the places that it must have for the result to have its own.
 
-    Args:
-        eqn: An equation of `IMPLIES`.
-        state: The state of its result.
-        atom: The operand.
-        given: The state of the operand, which has no place.
+    `eqn` is an equation of `IMPLIES`, `state` is the state of its result, and `given` is that of the operand `atom`,
+    which has no place.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
     if name == "broadcast_in_dim":

@@ -250,9 +250,7 @@ RULES = (
 def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     """Return whether an equation reads parameters alone and may be repeated in each segment that needs it.
 
-    Args:
-        eqn: The equation.
-        of_params: For each operand, whether it is computed from parameters alone.
+    `of_params` says for each operand whether it is computed from parameters alone.
     """
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):

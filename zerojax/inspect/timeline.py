@@ -117,14 +117,9 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
 
 def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """Merge spans that are too short to draw with the spans that follow.
+    """Merge spans of one lane that are too short to draw with the spans that follow.
 
-    Args:
-        spans: The spans of one lane, in order.
-        shortest: The shortest time to draw, in seconds.
-
-    Returns:
-        Spans of at least this time. A merged span has the kind that takes most of its time.
+    Return spans of at least `shortest` seconds. A merged span has the kind that takes most of its time.
     """
     merged, group = [], list[Span]()
     for span in [*spans, None]:
