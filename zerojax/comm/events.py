@@ -6,8 +6,6 @@ process publishes its calls through JAX's coordination service. If a call does n
 processes. No device takes part. A process that ends says why before, so that the others can say why they end, too.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import dataclasses

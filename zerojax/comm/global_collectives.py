@@ -42,8 +42,7 @@ class GlobalCollectives(Collectives):
     - reduced within each group of devices that holds all shards: one partial sum per group, `(groups, *storage)`;
     - reduced: `(*storage)`.
 
-    Attributes:
-        mesh: A mesh with Auto axes.
+    The mesh has Auto axes.
     """
 
     mesh: Mesh = dataclasses.field(kw_only=True)

@@ -11,8 +11,6 @@ move. It has to be the dim that holds the rows of the batch, which `zerojax.dims
 compiler reduces all other sums: those over other dims, and those over dims that are not known.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType

@@ -40,12 +40,9 @@ def typed_mesh(mesh: Mesh) -> AbstractMesh:
 
 @dataclasses.dataclass(frozen=True)
 class TypedFunction:
-    """A function of arrays that was traced on a mesh with Explicit axes.
+    """The closed jaxpr of a function of arrays that was traced on a mesh with Explicit axes.
 
-    Attributes:
-        mesh: The mesh of the trace.
-        closed: The function's closed jaxpr.
-        axes: The mesh axes that divide the rows of the batch.
+    `axes` are the mesh axes that divide the rows of the batch.
     """
 
     mesh: AbstractMesh

@@ -4,15 +4,15 @@ A rule gets the equation, the states of its operands, and the context. It return
 with one state per result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
 from zerojax.jaxprs import ELEMENTWISE
 
-PlaceRule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
+PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
 
 # Each element of the result is at the place of the operands' elements that it is computed from. These four kinds join
 # the arithmetic: random numbers from counters, names, notes for the compiler, and `pvary`.
@@ -62,15 +62,13 @@ def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `reshape`, also with the dims in another order; see `reshaped`."""
     state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
     if order is not None:
-        order = list(map(int, order))
-        state, old = moved(state, [order.index(dim) for dim in range(len(order))]), [old[dim] for dim in order]
+        state, old = moved(state, np.argsort(order).tolist()), [old[dim] for dim in order]
     return reshaped(state, old, eqn.outvars[0].aval.shape, context.count)
 
 
 def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `transpose`."""
-    order = list(map(int, eqn.params["permutation"]))
-    return moved(states[0], [order.index(dim) for dim in range(len(order))])
+    return moved(states[0], np.argsort(eqn.params["permutation"]).tolist())
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
@@ -219,8 +217,7 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     if name == "broadcast_in_dim":
         to = [int(dim) for dim in eqn.params["broadcast_dimensions"]]
     elif name == "transpose":
-        order = list(map(int, eqn.params["permutation"]))
-        to = [order.index(dim) for dim in range(len(order))]
+        to = np.argsort(eqn.params["permutation"]).tolist()
     elif name in ("squeeze", "reduce_sum"):
         to = without(eqn.params["axes" if name == "reduce_sum" else "dimensions"], len(old))
     else:

@@ -74,12 +74,7 @@ UNKNOWN: State = None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a rule may ask for.
-
-    Attributes:
-        count: The number of entries that are followed.
-        made: The equation that computes a variable, for those computed so far.
-    """
+    """What a rule may ask for: the number of entries that are followed, and the equation that made a variable."""
 
     count: int
     made: Mapping[Any, Any]

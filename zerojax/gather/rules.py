@@ -33,13 +33,9 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 
 
 class Site(NamedTuple):
-    """An equation, and which of its operands depend on parameters alone.
+    """An equation, its index in the function, and the variables that it reads.
 
-    Attributes:
-        index: The index of the equation in the function.
-        eqn: The equation.
-        reads: The variables that it reads.
-        touched: The variables among them that are parameters, slices of their shards, or computed from these alone.
+    `touched` has those of them that are parameters, slices of their shards, or computed from these alone.
     """
 
     index: int

@@ -1,7 +1,5 @@
 """The plan of each leaf of a live tree: from a `ZeroState`, or from a transformation and parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

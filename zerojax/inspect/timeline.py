@@ -45,13 +45,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, of which one iteration is simulated.
+    """A loop, of which one iteration is simulated, from `begin` to `end` in seconds.
 
-    Attributes:
-        begin: When the iteration begins, in seconds.
-        end: When the iteration ends, in seconds.
-        trip_count: The number of iterations. None: the program does not fix it.
-        depth: The number of loops around this loop.
+    `trip_count` is None if the program does not fix it. `depth` is the number of loops around this loop.
     """
 
     begin: float
