@@ -105,7 +105,7 @@ class Events:
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh | None = None) -> Iterator[Call]:
-        """Count a call, and watch the `result` that the caller sets. Its name is the same on every process.
+        """Count a call, and watch the `result` that the caller sets. Every process gives the same name.
 
         If a process has no devices of the mesh on which the call computes, the call is not counted.
         """

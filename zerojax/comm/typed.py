@@ -53,9 +53,10 @@ class TypedFunction:
     def trace(
         cls, fn: Callable, mesh: AbstractMesh, values: Sequence[Array], specs: Sequence[PartitionSpec], axes: Sequence
     ) -> tuple[TypedFunction, Any]:
-        """Trace a function on a mesh with Explicit axes, and return it with the tree of the shapes that it returns.
+        """Trace a function on a mesh, and return the traced function and the tree of the shapes of its results.
 
-        The arguments `values` may be on any mesh: only their shapes and types are read. `specs` are their shardings.
+        The mesh has Explicit axes, and may have Manual axes. The arguments `values` may be on any mesh, because only
+        their shapes and types are read. `specs` are their shardings.
         """
         avals = [_typed(jax.typeof(x), mesh, tuple(spec)) for x, spec in zip(values, specs, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):

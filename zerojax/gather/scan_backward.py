@@ -157,10 +157,10 @@ class Backward:
     def pipelined(
         self, shared: Sequence, state: StepState, iteration, *, fetch: bool = True, zero: Any = 0
     ) -> StepState:
-        """Run one step of the pipeline, which computes one iteration. `shared` are the gathered shared parameters.
+        """Run one step of the pipeline, which computes one iteration.
 
-        With `fetch`, the step gathers the layers of the next iteration. `zero` is a zero that XLA computes only after
-        the values behind which this gather must start.
+        `shared` are the gathered parameters that every iteration uses. With `fetch`, the step gathers the layers of the
+        next iteration. `zero` is a zero that XLA computes only after the values behind which this gather must start.
         """
         following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
         stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))

@@ -39,7 +39,7 @@ class Gathered:
     """The key of a value that one segment gathers for later segments.
 
     A variable of a sharded parameter names the shard, so the gathered value needs another name. `var` is the variable
-    of the parameter, or of a value that is computed from parameters alone. `segment` is the index of the segment.
+    of the parameter, or of a value that is computed from parameters alone. `segment` is the gathering segment's index.
     """
 
     var: Any
