@@ -27,7 +27,7 @@ def program_of(loss, *weights, x=X):
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
     _, tree = jax.tree.flatten(list(weights))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x]).program
+    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x])[0]
 
 
 def under(program, rule):

@@ -33,13 +33,9 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 
 
 class Site(NamedTuple):
-    """An equation, and which of its operands depend on parameters alone.
+    """An equation, its index in the function, and the variables that it reads.
 
-    Attributes:
-        index: The index of the equation in the function.
-        eqn: The equation.
-        reads: The variables that it reads.
-        touched: The variables among them that are parameters, slices of their shards, or computed from these alone.
+    `touched` has those of them that are parameters, slices of their shards, or computed from these alone.
     """
 
     index: int
@@ -252,9 +248,7 @@ RULES = (
 def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     """Return whether an equation reads parameters alone and may be repeated in each segment that needs it.
 
-    Args:
-        eqn: The equation.
-        of_params: For each operand, whether it is computed from parameters alone.
+    `of_params` says for each operand whether it is computed from parameters alone.
     """
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.config.precision import common_dtype
@@ -109,7 +110,7 @@ def combine(
         wide = x.astype(common_dtype(x.dtype, jnp.float32))
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
         # with weight 0 the mean itself may be 0/0
-        return comm.psum(jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
+        return comm.over_workers(lax.psum, jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
 
     def scalar_mean(path, x):
         if x.ndim > 1 or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -131,7 +132,7 @@ def combine(
 
     kinds = {
         Mean: mean,
-        Sum: lambda path, x: comm.psum(x.sum(0, dtype=None if x.dtype == bool else x.dtype)),
+        Sum: lambda path, x: comm.over_workers(lax.psum, x.sum(0, dtype=None if x.dtype == bool else x.dtype)),
         Rows: rows,
         Same: lambda path, x: x[-1],
     }

@@ -151,13 +151,15 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
         returned, grads, mutable, values = accumulate_microbatches(view, given, scale)
     total, weights, aux, _ = returned
     if weighted:
-        total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
+        sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
+        total, weight, below = comm.over_workers(lax.psum, sums)
         weights_valid = (weight > 0) & (below == 0)
         # An invalid weight becomes NaN, so that loss and gradients are NaN and nobody takes them for valid.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         factor = (1.0 if factor is None else factor) / weight / scale
     else:
-        total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
+        total = comm.over_workers(lax.psum, total.sum())
+        weight, weights_valid = view.microbatches, jnp.array(True)
         factor = 1 / (scale * view.microbatches) if view.accumulate == 1 else 1 / scale
     if view.reduces_across_once:
         grads, errors = view.reduce_across(grads, errors, factor)
@@ -170,7 +172,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
     else:
         aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
-    mutable, values = mean_mutable(mutable, comm), comm.pmax(values)
+    mutable, values = mean_mutable(mutable, comm), comm.over_workers(lax.pmax, values)
     return Gradients(total / weight, grads, aux, rows, mutable, weights_valid, squares, errors, values)
 
 
@@ -228,4 +230,4 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
     # In device view the sum is over all workers, and in hybrid sharding several workers hold the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
-    return jnp.where(replicated, local, comm.psum(jnp.where(replicated, 0, local / copies)))
+    return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))

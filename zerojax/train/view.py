@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.encoding import Encoding
@@ -189,7 +190,7 @@ class View:
         cotangent = scale.astype(returned.total.dtype)
         factor = None
         if self.loss.weighted:
-            weight = self.comm.pmean(returned.weight)
+            weight = self.comm.over_workers(lax.pmean, returned.weight)
             factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
             cotangent = cotangent / factor
         # The loss scale multiplies the cotangent and not the gradients, so that narrow types stay in range.
