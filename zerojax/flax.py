@@ -251,12 +251,8 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
     """Return the paths of the variables to which a loss assigns another value, and of those that it creates.
 
     Transforms such as `nnx.jit` and `nnx.remat` write back every variable of their arguments, as new arrays. So if an
-    array is a new object, the program of the loss decides whether its value is the old one, passed through.
-
-    Args:
-        call: Maps the variables before the loss to the variables after it. It is traced again only if necessary.
-        old: The variables before the loss.
-        new: The variables after the loss.
+    array is a new object, the program of the loss decides whether its value is the old one, passed through. `call` maps
+    the `old` variables to the `new` ones. It is traced again only if necessary.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}

@@ -28,12 +28,8 @@ def overwritten_leaves(
 ) -> frozenset[int]:
     """Return the indices of the overwritten leaves of a tree of parameters.
 
-    Args:
-        params: Arrays, `Padded` arrays or shapes, whose nodes are inspected; () if only paths are known.
-        paths: The path of each leaf, as predicates get it.
-        shapes: The shape and type of each leaf.
-        overwrite: A choice of further leaves.
-        known: Indices of leaves that are known to be overwritten.
+    `params` are arrays, `Padded` arrays or shapes, whose nodes are inspected; () if only paths are known. `overwrite`
+    chooses further leaves, and `known` has the indices of leaves that are known to be overwritten.
     """
     if isinstance(overwrite, LeafMask):
         overwrite.check(paths)

@@ -38,12 +38,7 @@ class UpdatedLeaves(NamedTuple):
 class FlatUpdate:
     """The wrapped transformation's update as a function of lists.
 
-    Attributes:
-        config: The wrapped transformation.
-        trained: Layout of the trained parameters.
-        leaves: Layouts of everything that the update reads and replaces.
-        state_def: Structure of the state.
-        applies: Whether it returns new parameters, in the types they are stored in, rather than updates.
+    If it `applies` the updates, it returns new parameters instead, in the types they are stored in.
     """
 
     config: Config

@@ -20,11 +20,7 @@ from zerojax.optim.transformation import TransformationError
 
 @dataclasses.dataclass(frozen=True)
 class PlannedUpdate:
-    """Analyses of the update that a training step runs. Each analysis runs once, when it is first needed.
-
-    Attributes:
-        flat: The update. It returns new parameters.
-    """
+    """Analyses of the `flat` update that a training step runs. Each analysis runs once, when it is first needed."""
 
     flat: FlatUpdate
 

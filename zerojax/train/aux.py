@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A node of aux that says how its leaves are combined.
-
-    Attributes:
-        tree: A tree of arrays.
-    """
+    """A node of aux around a tree of arrays. It says how they are combined."""
 
     tree: PyTree
 

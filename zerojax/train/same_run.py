@@ -24,20 +24,10 @@ from zerojax.version import version
 
 OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # each host has its own folder
 # Options of JAX, and variables of the environment, that change numbers or programs. Paths and host names may differ.
-OF_JAX = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_disable_jit",
-    "jax_disable_most_optimizations",
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_softmax_custom_jvp",
-    "jax_random_seed_offset",
-    "jax_use_shardy_partitioner",
+OF_JAX = tuple(
+    "jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_threefry_partitionable "
+    "jax_numpy_dtype_promotion jax_numpy_rank_promotion jax_disable_jit jax_disable_most_optimizations jax_debug_nans "
+    "jax_debug_infs jax_softmax_custom_jvp jax_random_seed_offset jax_use_shardy_partitioner".split()
 )
 OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # words in flags of XLA that may differ

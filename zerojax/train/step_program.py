@@ -58,13 +58,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """A training step as functions of a state, to be traced.
-
-    Attributes:
-        config: The configuration of the transformation.
-        options: The options of the step.
-        loss: The loss function.
-    """
+    """A training step as functions of a state, to be traced."""
 
     config: Config
     options: StepOptions
@@ -95,16 +89,10 @@ class StepProgram:
         return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
     def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
-        """Run the part of a step that needs no offloaded state.
+        """Run the part of a step that needs no offloaded state, and return `(state, metrics, inputs)`.
 
-        Args:
-            state: The state, with a list as `opt_state`: one array per leaf, and None for offloaded leaves.
-            batch: The global batch, placed.
-            *args: Further arguments of the loss.
-
-        Returns:
-            `(state, metrics, inputs)`. The state has neither parameters nor optimizer state. These are in `inputs`,
-            which is complete if nothing is offloaded.
+        The given state has a list as `opt_state`: one array per leaf, and None for offloaded leaves. The returned state
+        has neither parameters nor optimizer state. These are in `inputs`, which is complete if nothing is offloaded.
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)

@@ -93,10 +93,7 @@ def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool])
 class TreeForm:
     """The form of a caller's trees: gradients and updates have the structure and logical shapes of the parameters.
 
-    Attributes:
-        config: The transformation.
-        layout: The layout of the parameters.
-        forms: Which of the parameters are a `Padded`, as `padded_forms` returns it.
+    `forms` says which parameters are a `Padded`; `padded_forms` returns it.
     """
 
     config: Config
