@@ -131,7 +131,11 @@ def value_and_grad(
         if at is None:
             batch = {name: x for name, x in keywords.items() if has_rows(x)}
             keywords = {name: x for name, x in keywords.items() if name not in batch}
-            check_given(batch)
+            if not batch:
+                raise ValueError(
+                    "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are "
+                    "divided over the devices as an argument that contains only arrays."
+                )
         else:
             batch, arrays[at] = arrays[at], None
         with nnx.update_context(TAG):
@@ -236,15 +240,6 @@ def joined(nodes: Any, arrays: Any) -> Any:
 def batch_index(nodes: Sequence) -> int | None:
     """Return the index of the first argument without NNX objects, which is the batch; None if there is none."""
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
-
-
-def check_given(batch: Mapping) -> None:
-    """Raise a ValueError if no keyword argument has rows either."""
-    if not batch:
-        raise ValueError(
-            "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are divided "
-            "over the devices as an argument that contains only arrays."
-        )
 
 
 def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:

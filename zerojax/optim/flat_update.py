@@ -95,11 +95,6 @@ class FlatUpdate:
         return (new[0], *leaf.shape[1:]) if leaf.shape[:1] == param[:1] and new[1:] == param[1:] else None
 
 
-def update_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape in which an update sees a leaf: logical, or flat if it is stored flat."""
-    return leaf.storage_shape if leaf.kind == "flat" else leaf.shape
-
-
 def is_traced(x: Any) -> bool:
     """Return whether a further argument of an update is an array or stands for one. Other arguments are static."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)

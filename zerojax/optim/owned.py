@@ -34,11 +34,9 @@ LARGEST = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class OwnedUpdate:
-    """The cores of an update that owners compute.
+    """The cores of an update that owners compute, in groups.
 
-    Attributes:
-        groups: The cores.
-        left: Why owners compute no core of other parameters whose matrices are multiplied, by parameter.
+    `left` says, by parameter, why owners compute no core of other parameters whose matrices are multiplied.
     """
 
     groups: tuple[OwnedGroup, ...]

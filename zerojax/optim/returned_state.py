@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zerojax.config import Config
+from zerojax.layout.annotations import overwritten_leaves
 from zerojax.layout.chunked import is_chunked
-from zerojax.layout.overwritten import overwritten_leaves
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import shapes
 

@@ -58,10 +58,7 @@ class NewValue:
     """An update that replaces its parameter: `parameter + NewValue(value)` is `value`.
 
     `optax.apply_updates` adds an update to its parameter. For two float32 numbers there is not always a third that,
-    added to one, gives exactly the other.
-
-    Attributes:
-        value: The new value of the parameter; logical shape.
+    added to one, gives exactly the other. The value has logical shape.
     """
 
     value: Shaped[Array, "*logical"]
