@@ -25,8 +25,7 @@ from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
-from zerojax.optim.returned_state import as_planned, as_returned
-from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
+from zerojax.optim.state_forms import as_planned, as_returned, state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
 from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
