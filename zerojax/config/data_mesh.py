@@ -47,9 +47,9 @@ class DataMesh:
     ) -> DataMesh:
         """Return the preset of a ZeRO stage. `axes` divide the rows of the batch; `sizes` has every axis of the mesh.
 
-        The stage shards over `shard_axes` (empty: over all of `axes`). Everything is replicated over the others.
-        Parameters are sharded over `params_axes` (empty: as everything else). The other axes divide these shards
-        further, for gradients and optimizer state.
+        The stage shards over `shard_axes` (empty: over all of `axes`). Everything is replicated over the other axes.
+        Parameters are sharded over `params_axes` (empty: as everything else). The remaining axes divide these
+        shards further, for gradients and optimizer state.
         """
         inner = shard_axes or axes
         inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))

@@ -40,7 +40,7 @@ class StateFiles:
     ):
         """Name the files of some leaves of the state, given by index. Each process makes a folder for them in `path`.
 
-        As many as `in_flight` chunks are read ahead, and as many are written behind.
+        At most `in_flight` chunks are read ahead, and as many are written behind.
         """
         # Absolute, because the working directory may change.
         self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"

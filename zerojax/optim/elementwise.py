@@ -184,7 +184,8 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
 def stays_zero(eqn, values: list[Known]) -> bool:
     """Return whether an elementwise result is zero where gradients and parameters are zero."""
     name = eqn.primitive.name
-    if name == "mul":  # zero times state is not safe, because the state's padding might be infinite
+    if name == "mul":
+        # Zero times a scalar is zero. Zero times state is not safe, because the state's padding might be infinite.
         return any(v.zero for v in values) and all(v.zero or v.kind == SCALAR for v in values)
     if name == "div":
         return values[0].zero and not values[1].zero and values[1].kind == SCALAR

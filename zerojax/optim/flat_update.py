@@ -38,7 +38,7 @@ class UpdatedLeaves(NamedTuple):
 class FlatUpdate:
     """The wrapped transformation's update as a function of lists.
 
-    If it `applies` the updates, it returns new parameters instead, in the types they are stored in.
+    With `applies`, it returns new parameters instead of updates, in the types they are stored in.
     """
 
     config: Config

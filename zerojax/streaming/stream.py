@@ -161,9 +161,9 @@ class StreamedUpdate:
 
 @dataclasses.dataclass
 class GroupInFlight:
-    """A group whose update has begun, with its leaves of the state on the device; storage shape.
+    """A group whose update has begun: its parameters, and its leaves of the state on the device, in storage shape.
 
-    Some chunks of its parameters are already updated. They have the storage shape of their shards.
+    Some chunks of the parameters are already updated.
     """
 
     group: UpdateGroup

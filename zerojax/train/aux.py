@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A node of aux around a tree of arrays. It says how they are combined."""
+    """A node of aux around a tree of arrays, which says how the arrays are combined."""
 
     tree: PyTree
 

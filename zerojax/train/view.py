@@ -312,8 +312,8 @@ class View:
     ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
         """Reduce across hosts the gradients that `reduce` left, once per step. Return sums and rounding errors.
 
-        `errors` are those of the previous step's reduction, by the path of a parameter; empty without feedback. They
-        are kept in the units of gradients of the loss, into which `factor` turns `grads`.
+        `errors` has the errors of the previous step's reduction, by the path of a parameter; empty without feedback.
+        Errors are kept in the units of gradients of the loss, into which `factor` turns `grads`.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
