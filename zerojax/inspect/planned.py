@@ -11,7 +11,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.optim.returned_state import Annotated, as_planned
+from zerojax.optim.state_forms import Annotated, as_planned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A node of aux that says how its leaves are combined.
-
-    Attributes:
-        tree: A tree of arrays.
-    """
+    """A node of aux around a tree of arrays, which says how the arrays are combined."""
 
     tree: PyTree
 

@@ -66,13 +66,8 @@ def loss_and_grads(
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
     The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys among the
-    arguments are folded with the indices of device and microbatch.
-
-    Args:
-        view: The loss, and how it is differentiated.
-        given: The inputs of the loss over all devices.
-        scale: The loss scale: it multiplies the loss during the backward pass, and the gradients are divided by it.
-        errors: The errors that error feedback keeps: `Gradients.errors` of the previous step.
+    arguments are folded with the indices of device and microbatch. The loss scale multiplies the loss during the
+    backward pass, and the gradients are divided by it. `errors` are `Gradients.errors` of the previous step.
     """
     config, layout = view.config, view.layout
     check_batch(given.batch, config.data, view.accumulate)
@@ -106,17 +101,7 @@ def loss_and_grads(
         local,
         mesh=config.mesh,
         in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full, kept),
-        out_specs=Gradients(
-            loss=full,
-            grads=specs[1],
-            aux=full,
-            rows=rows,
-            mutable=full,
-            weights_valid=full,
-            squares=full,
-            errors=kept,
-            overwritten=full,
-        ),
+        out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows, errors=kept),
         axis_names=set(config.data.batch),
     )(given._replace(stored=list(given.stored)), scale, dict(errors))
     # XLA removes a product with one, but it lets `checkify` find a NaN that a device computed.

@@ -311,15 +311,10 @@ class View:
     def reduce_across(
         self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
     ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
-        """Reduce across hosts the gradients that `reduce` left, once per step.
+        """Reduce across hosts the gradients that `reduce` left, once per step. Return sums and rounding errors.
 
-        Args:
-            grads: One gradient per differentiable parameter.
-            errors: The errors of the previous step's reduction, by the path of a parameter; empty without feedback.
-            factor: The factor that turns `grads` into gradients of the loss. Errors are kept in these units.
-
-        Returns:
-            `(sums, errors)`, with the errors of this reduction.
+        `errors` has the errors of the previous step's reduction, by the path of a parameter; empty without feedback.
+        Errors are kept in the units of gradients of the loss, into which `factor` turns `grads`.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
