@@ -21,9 +21,8 @@ from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
-from zerojax.planning.estimate_table import Estimate, StageEstimate
 from zerojax.planning.shapes import abstract, with_rows
-from zerojax.planning.stage_bytes import HOST, estimate_stage, sent_bytes
+from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
 from zerojax.units import format_bytes
 
 # The estimated peak of a model with unlike layers is up to this share too high. So a candidate whose estimate exceeds
@@ -232,5 +231,5 @@ def step_seconds(row: StageEstimate, kernels: float, communication: float, space
     device = space.device(row.devices)
     passes = max(kernels, communication) if row.stage == 3 else kernels + communication
     update = 2 * row.resident / device.bandwidth
-    link = space.host_link or HOST_LINKS[space.gpu]
-    return passes + update + Estimate(0, 0, (row,)).offload_seconds(row.stage, link=link)
+    offloaded = (row.host + row.disk) / (space.host_link or HOST_LINKS[space.gpu])
+    return passes + update + offloaded

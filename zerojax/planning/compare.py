@@ -15,11 +15,10 @@ from zerojax.config import STAGES, Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape
-from zerojax.planning.comparison import Comparison, NonFinite
+from zerojax.planning.comparison import Comparison, NonFinite, Snapshot, differences, first_nonfinite, snapshot
 from zerojax.planning.nonfinite import origins
 from zerojax.planning.options import LossOptions
 from zerojax.planning.reference import Reference, keeping_gradients
-from zerojax.planning.snapshot import Snapshot, differences, first_nonfinite, snapshot
 from zerojax.train.arguments import packed
 from zerojax.train.batch import batch_shardings, check_batch
 from zerojax.train.state import ZeroState
