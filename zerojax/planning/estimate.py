@@ -248,14 +248,17 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
         TypeError: If the model is neither a tree of arrays or shapes nor a Flax module that `inputs` initialise.
     """
     name = model.__name__ if isinstance(model, type) else type(model).__name__
-    if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
+    if has_init(model):
         try:
+            if isinstance(model, type):
+                raise TypeError(f"{name} is a class")
             return jax.eval_shape(model.init, jax.random.key(0), *inputs)
         except Exception as error:
             raise TypeError(
                 f"estimate cannot initialise {name}: {error}\nGive an instance of the module and the inputs of its "
                 f"init: estimate(module, inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)). Or give the shapes of "
-                f"its parameters: jax.eval_shape(module.init, key, x)."
+                f"its parameters: jax.eval_shape(module.init, key, x). On the command line, give a function that "
+                f"returns an instance and the inputs: return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
             ) from error
     if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if it was imported
         model = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
@@ -273,3 +276,11 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
             f"For example jax.eval_shape(init, key)."
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+
+
+def has_init(model: Any) -> bool:
+    """Return whether an object has an `init` that takes a key, as a Linen module or its class has."""
+    linen = sys.modules.get("flax.linen")
+    if isinstance(model, type):
+        return linen is not None and issubclass(model, linen.Module)
+    return callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None))
