@@ -17,8 +17,7 @@ from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, abstract_mesh, installed
 from zerojax.planning import candidates
 from zerojax.planning import plan as planner
-from zerojax.planning.candidates import COST_RESOLUTION, PEAK_MARGIN, SearchSpace
-from zerojax.planning.fit import search
+from zerojax.planning.fit import COST_RESOLUTION, PEAK_MARGIN, SearchSpace, search
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
