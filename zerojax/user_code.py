@@ -95,14 +95,9 @@ def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Call a function in a file that returns a step, its state, a batch and further arguments.
+    """Call a function in a file, such as `"train.py"` or `"train.py:make_step"`, that returns a step and its arguments.
 
-    Args:
-        text: `"train.py"` or `"train.py:make_step"`. The default name is `MAKE_STEP`.
-        options: Becomes `sys.argv[1:]` while the file runs.
-
-    Raises:
-        ValueError: If there is no such file or name, or the function fails, exits, or returns something else.
+    While the file runs, `options` are `sys.argv[1:]`.
     """
     path, name = split_reference(text)
     before = sys.argv
@@ -121,16 +116,10 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
 
 
 def load_model(text: str) -> Any:
-    """Return a number of parameters, a model, or the shapes of the parameters that a function returns.
+    """Return a number, such as `"7.5e9"`, or the shapes or the model of a file, such as `"model.py:make_model"`.
 
     A function that returns parameters or an NNX module is traced, not run. A function that returns a Linen module and
-    the inputs of its `init` is run. A module, or a tree of arrays, is returned as it is.
-
-    Args:
-        text: `"7.5e9"` or `"model.py:make_model"`.
-
-    Raises:
-        ValueError: If the text is neither, or the model cannot be traced.
+    the inputs of its `init` is run, and `init` is traced. Another module, or a tree of arrays, is returned as it is.
     """
     with contextlib.suppress(ValueError):
         return float(text)

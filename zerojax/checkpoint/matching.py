@@ -32,11 +32,7 @@ class Match:
 
 
 def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
-    """Match saved leaves with the leaves of a state by name.
-
-    Raises:
-        ValueError: If the two differ and `partial` is false, naming the checkpoint (`where`), paths and both values.
-    """
+    """Match saved leaves with the leaves of a state by name. Unless `partial`, raise a `ValueError` if they differ."""
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}

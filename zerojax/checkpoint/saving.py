@@ -213,11 +213,7 @@ def is_small(one: StateLeaf) -> bool:
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
-    """Return the records of a state's leaves. Each large leaf gets a folder; small and empty leaves get none.
-
-    Raises:
-        CheckpointError: If no file can hold the type of a leaf.
-    """
+    """Return the records of a state's leaves. Each large leaf gets a folder; small and empty leaves get none."""
     taken: set[str] = set()
     saved = []
     for one in leaves.values():
