@@ -185,11 +185,7 @@ def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
 
 
 def as_array(path: tuple, x: Any) -> Any:
-    """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type.
-
-    Raises:
-        TypeError: If the leaf has neither `__array__` nor DLPack, or a type without numbers.
-    """
+    """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type."""
     if isinstance(x, jax.Array):
         return x
     try:

@@ -95,11 +95,7 @@ def shown(value: Any) -> str:
 
 
 def read_json(path: str | os.PathLike) -> Any:
-    """Read a file of JSON.
-
-    Raises:
-        ValueError: If the file is not JSON, an object in it has a key twice, or a number is not finite.
-    """
+    """Read a file of JSON. Refuse an object that has a key twice, and numbers that are not finite."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

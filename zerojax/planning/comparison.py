@@ -138,7 +138,7 @@ class Comparison:
         ]
         for stage in self.stages:
             mine = [leaf for leaf in self.leaves if leaf.stage == stage]
-            worst = [max_of([leaf.share for leaf in mine if leaf.quantity == q]) for q in present]
+            worst = [np.max([leaf.share for leaf in mine if leaf.quantity == q], initial=0.0) for q in present]
             verdict = "same" if all(leaf.ok for leaf in mine) else "DIFFERS"
             lines.append(f"{stage:<8d}{''.join(f'{x:12.2g}' for x in worst)}   {verdict}")
         if self.nonfinite is not None:
@@ -162,11 +162,6 @@ class Comparison:
         if len(groups) > MOST_SHOWN:
             lines.append(f"  and {len(groups) - MOST_SHOWN} more")
         return [*lines, *textwrap.wrap(HINTS[self.differing[0].quantity], WIDTH)]
-
-
-def max_of(values: list[float]) -> float:
-    """Return the largest value. NaN if any value is NaN, 0 if there are no values."""
-    return next((x for x in values if x != x), max(values, default=0.0))
 
 
 def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) -> Snapshot:

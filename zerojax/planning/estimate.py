@@ -242,11 +242,7 @@ def vector(count: float, devices: int) -> PyTree:
 
 
 def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
-    """Return the shapes of a model's parameters.
-
-    Raises:
-        TypeError: If the model is neither a tree of arrays or shapes nor a Flax module that `inputs` initialise.
-    """
+    """Return the shapes of a tree of parameters, or of the parameters of a Flax module that the inputs initialise."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if has_init(model):
         try:

@@ -288,10 +288,7 @@ def search(
     """Find the cheapest candidate that fits, on the first number of devices with such a candidate.
 
     Candidates replace the stage, mesh and offload of `config`, and dim 0 of `batch`. Of two losses of equal cost, the
-    first is preferred.
-
-    Raises:
-        ValueError: If nothing fits.
+    first is preferred. If nothing fits, raise a `ValueError`.
     """
     tried: list[Candidate] = []
     for count in counts:
