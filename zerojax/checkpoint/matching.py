@@ -107,9 +107,6 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
     Two different transformations may have the same leaves, so `match` does not notice. Their programs are compared only
     if the versions of JAX and optax are the same, because other versions may write the same update in other operations.
     Checkpoints of early versions of zerojax have no description, and are accepted. So is any difference if `partial`.
-
-    Raises:
-        ValueError: If the types in the two optimizer states differ, naming both.
     """
     saved = manifest.transformation
     if saved is None or describe is None or partial:

@@ -87,10 +87,6 @@ def compare_step(
     """Compare a training step, with its options, as `compare` does.
 
     The runs start from the parameters and the mutable state of `state`, which is not changed.
-
-    Raises:
-        TypeError: If the step is not from `train_step`, or the state not from `create`.
-        ValueError: As `compare`.
     """
     if not (isinstance(step, Step) and isinstance(state, ZeroState)):
         raise TypeError(
