@@ -140,9 +140,7 @@ def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ..
         return shard
     stacked = len(next(iter(tensors)))
     for at in itertools.product(*(range(one.start, one.stop) for one in inside[:stacked])):
-        name, section = tensors[at]
-        tensor = section.pattern.from_file(files.map(name), section.shape, section.start)
-        x = tensor[tuple(inside[stacked:])]  # mapped into memory: the file is read when `x` is copied
+        x = view(files, *tensors[at], tuple(inside[stacked:]))
         position = (i - span.start for i, span in zip(at, spans, strict=False))
         copy_by_blocks(shard[(*position, *(slice(n) for n in x.shape), ...)], x)
     return shard
@@ -158,6 +156,11 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
     for start in range(0, x.shape[dim], rows):
         block = (slice(None),) * dim + (slice(start, start + rows),)
         out[block] = x[block]
+
+
+def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
+    """Return a slice of a section, mapped into memory. The file is read when the slice is copied."""
+    return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 
 def master_shapes(state: ZeroState) -> PyTree:
