@@ -53,7 +53,7 @@ from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import roofline
-from zerojax.planning.read_plan import waits_by_cause
+from zerojax.planning.compiled_plan import waits_by_cause
 
 OURS = {
     "stage3": "global",
