@@ -1,4 +1,4 @@
-"""The GPT yardstick at stage 3, compiled for GPUs that are not there: memory, bytes and overlap, all exact.
+"""Compile the GPT yardstick at stage 3 for absent GPUs, and read off memory, bytes and overlap exactly.
 
     python benchmarks/aot_gpt.py                            both styles, 8 x H200, prefetch 0 and 1
     python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
@@ -6,21 +6,27 @@
     python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
 
-The ways: `stage3` and `device` are ours, in global and device view, and `-tight` the same where XLA's latency-hiding
-scheduler may take only a part of the GPU's memory for what it moves; `gspmd` gives `jax.jit` sharded parameters and
-nothing else, `replicated` full ones. `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each
-layer in its rematerialised body, as written by hand; with XLA's level O1, which overlaps collectives within a loop, or
-with loops that are double buffered and collectives combined.
+It needs the extra `aot`, and no GPU. The ways:
 
-Needs the extra `aot`, no GPU. `passes` are the bytes all-gathered over the bytes of the sharded
-parameters in the compute type; `hidden` is the share of all collective bytes with a matrix
-product in flight, `inside` and `across` that of what stays within a host and what does not. With an axis of the model's
-own (`tensor`) these are of ZeRO's collectives, and `beside` of the model's, which its next product waits for. `waiting`
-is the share of the step, simulated at peak rates, in which kernels wait for collectives, `for` what they wait for most,
-`all-in` temporary memory, arguments and results over the parameters.
+- `stage3` and `device` are zerojax in global and device view. With `-tight`, XLA's latency-hiding scheduler may use
+  only a part of the GPU's memory.
+- `gspmd` gives `jax.jit` sharded parameters and nothing else, `replicated` full ones.
+- `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each layer by hand in its rematerialised
+  body. `-O1` adds XLA's level O1, which overlaps collectives within a loop. `-double` adds double buffered loops and
+  combined collectives.
+- `hybrid` shards everything within hosts, `inside` only the parameters. They are compiled so that two collectives may
+  be in flight, one over NVLink and one over the network. Otherwise XLA's scheduler takes them one after the other.
+- `tensor` has a second mesh axis for the model.
 
-Shards within hosts (`hybrid`: all of them, `inside`: the parameters') are compiled so that two collectives may be in
-flight: one goes over NVLink, the other over the network, and XLA's scheduler takes them one after the other else.
+The figures:
+
+- `passes`: bytes all-gathered over the bytes of the sharded parameters in the compute type.
+- `hidden`: the share of all collective bytes with a matrix product in flight. `inside` and `across` are the same within
+  hosts and between them. With `tensor` these cover ZeRO's collectives, and `beside` the model's, for which its next
+  product waits.
+- `waiting`: the share of the step, simulated at peak rates, in which kernels wait for collectives. `for` is what they
+  wait for most.
+- `all-in`: temporary memory, arguments and results over the parameters.
 """
 
 import argparse
@@ -47,7 +53,7 @@ from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import roofline
-from zerojax.planning.read_plan import waits_by_cause
+from zerojax.planning.compiled_plan import waits_by_cause
 
 OURS = {
     "stage3": "global",

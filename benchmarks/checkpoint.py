@@ -1,14 +1,13 @@
-"""What a checkpoint costs: how long `save` blocks the loop, and how long everything takes, beside a plain `cp`.
+"""Measure what a checkpoint costs: how long `save` blocks the loop, and the whole time compared with a plain `cp`.
 
     python benchmarks/checkpoint.py                         a state of 1 GB on 8 simulated CPU devices
     python benchmarks/checkpoint.py --mb 200 --rounds 3
     python benchmarks/checkpoint.py --platform gpu          on this machine's GPUs
 
-Every round does each thing once, so that a slow moment of the machine affects all of them.
-`copy` is the floor for what blocks: the state copied to host memory, and no more. `cp` is the
-floor for all of it: the same bytes, in files already in the page cache, copied by `cp` and
-flushed by `sync`. Simulated devices are in host memory, where a save keeps the buffers alive
-instead of copying them.
+Every round does each thing once, so that a slow moment of the machine affects all of them. `copy` is the least time for
+which a save can block: it only copies the state to host memory. `cp` is the least time for a whole save: it copies the
+same bytes from files in the page cache, and `sync` flushes them. Simulated devices are in host memory. There, a save
+keeps the buffers alive instead of copying them.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Seconds to trace and to compile a step and a gradient, beside plain jit's with replicated parameters.
+"""Measure the seconds to trace and compile a step and a gradient, compared with plain jit and replicated parameters.
 
     python benchmarks/compile.py                     12, 48, 96 and 192 layers, with and without remat
     python benchmarks/compile.py --layers 12 --rounds 1 --ways plain stage3
 
-Each round does each way once, in turn, with JAX's caches cleared before; tracing includes lowering. "rows / trace" is
-the share of it in which zerojax follows the rows of the batch through the program.
-The model is the tiny yardstick, unrolled, on 8 simulated devices: what grows is the number of layers.
+Each round does each way once, in turn, after JAX's caches were cleared. Tracing includes lowering. "rows / trace" is
+the share of tracing in which zerojax follows the rows of the batch through the program. The model is the tiny
+yardstick, unrolled, on 8 simulated devices; only the number of layers grows.
 """
 
 import argparse

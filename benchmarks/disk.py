@@ -1,14 +1,14 @@
-"""How fast the disk store cycles over its chunks, compared with plain reads and writes of the same bytes.
+"""Measure how fast the disk store cycles over its chunks, compared with plain reads and writes of the same bytes.
 
     python benchmarks/disk.py                    2 GB in chunks of 32 MiB
     python benchmarks/disk.py --gb 8 --rounds 3 --directory /somewhere/on/the/disk
     python benchmarks/disk.py --out benchmarks/results/disk.json
 
-Every round does each once, one after the other, so that a slow moment of the machine is in all of them.
-`store` reads every chunk, changes a number of each array and writes it back, the reads ahead and the writes behind,
-checksums and the copy into the store's buffers included. `plain` reads each file of that size in one call and then
-writes each in one call, one after the other: no checksum, no update. Both overwrite files in place, past the page
-cache where the file system can. `raw read` and `raw write` are plain's halves.
+Every round does each way once, so that a slow moment of the machine affects all of them. `store` reads every chunk,
+changes one number of each array and writes the chunk back. Its reads run ahead and its writes behind, and its time
+includes checksums and the copy into the store's buffers. `plain` reads each file of that size in one call, then writes
+each in one call, without checksums or updates. Both overwrite files in place, and bypass the page cache where the file
+system can. `raw read` and `raw write` are the two halves of `plain`.
 """
 
 import argparse

@@ -1,31 +1,31 @@
-"""What zerojax does on GPUs, in ten minutes: one command, one JSON, one picture.
+"""Measure zerojax on GPUs in ten minutes: one command, one JSON file, one picture.
 
     python benchmarks/gpu.py                                    all parts, results/gpu.json and results/gpu.png
-    python benchmarks/gpu.py --parts speed plan --resume        some, added to what the file has
+    python benchmarks/gpu.py --parts speed plan --resume        some parts, added to what the file has
     python benchmarks/gpu.py --dry-run                          tiny models on two simulated CPU devices
 
-Where JAX finds no GPU, or with --dry-run, tiny models of the same kind run on simulated devices: that tries the
-script, and its figures mean nothing; file and picture say so. The parts, in the order in which they run while the
-budget lasts; what is left out is said:
+If JAX finds no GPU, or with --dry-run, tiny models run on simulated devices. That only tries the script: its figures
+mean nothing, and file and picture say so. The parts run in this order while the budget lasts, and the script says which
+parts it left out:
 
 check        each stage with every way of offloading against plain optax, on a tiny model; if one differs nothing
              is measured
 speed        GPTs of 125M, 350M and 1.3B parameters: stage 3, plain jit with optax, and on several GPUs jit's own
-             sharding and a model that gathers each layer by hand, round by round in one process, after their
+             sharding and a model that gathers each layer by hand; round by round in one process, after their
              losses over three steps were found equal
 plan         `zerojax.plan`'s peak and least time against the allocator's peak and the step's time
 offload      1.5B with optimizer state on the device, offloaded in several ways, and with parameters offloaded too
-torch        FSDP2 with its offload to the CPU and without (one GPU, where torch is installed)
+torch        FSDP2 with and without its offload to the CPU (one GPU, if torch is installed)
 activations  layers' inputs in host memory between the passes, against on the device
 checkpoint   how long a save blocks the loop (`checkpoint.py`)
-largest      the largest model that trains, with optimizer state offloaded and without
+largest      the largest model that trains, with and without offloaded optimizer state
 
-MFU is the model's FLOPs over the device's peak in bfloat16: 6 a parameter and token, and 12 x layers x width x length
-of attention; nothing is counted for what is computed again, nor taken off for the causal mask. Every configuration but
-those of `speed` has a process of its own, so memory begins empty. `peak` is the allocator's; as making the state may
-need more than a step, `compiled` has what the compiler says of the step's first program, which is the larger. `share`
-is the least time in which the link, measured by itself with both directions at once, could carry the update's bytes,
-over the time from complete gradients to the complete state.
+MFU is the model's FLOPs over the device's peak in bfloat16. The FLOPs are 6 per parameter and token, and 12 x layers x
+width x length for attention. Recomputation is not counted, and the causal mask is not subtracted. Every configuration
+except those of `speed` has its own process, so memory begins empty. `peak` is the allocator's. Making the state may
+need more than a step, so `compiled` says what the compiler gives for the step's first program, the larger one. `share`
+is the least time in which the link could carry the update's bytes, over the time from complete gradients to the
+complete state. The link is measured alone, with both directions at once.
 """
 
 import argparse

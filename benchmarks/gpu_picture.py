@@ -1,4 +1,4 @@
-"""The picture of `gpu.py`: speed, plan against measured, offload, and the largest model, side by side."""
+"""Draw the picture of `gpu.py`: speed, plan against measured, offload, and the largest model, side by side."""
 
 import textwrap
 

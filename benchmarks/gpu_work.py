@@ -1,9 +1,9 @@
-"""What `gpu.py` runs in processes of their own: the check of numbers, or one configuration of one part.
+"""Run one piece of `gpu.py` in a separate process: the check of numbers, or one configuration of one part.
 
     python gpu_work.py JSON OUT
 
-JSON has `work` and its arguments. What is known is written to OUT as soon as it is known, so that a process
-that is stopped or killed leaves what it had.
+JSON has `work` and its arguments. Each result is written to OUT as soon as it is known, so that a process that is
+stopped or killed leaves its earlier results.
 """
 
 import argparse

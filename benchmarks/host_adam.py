@@ -1,17 +1,17 @@
-"""ns a parameter for AdamW on the host: optax as jit compiles it, a streamed step's program, torch's fused kernel.
+"""Measure ns per parameter for AdamW on the host: optax under jit, a streamed step's program, and torch's fused kernel.
 
     python benchmarks/host_adam.py                       8 chunks of 8 million parameters
     python benchmarks/host_adam.py --chunks 4 --rounds 15 --processes 6
     pip install torch                                    for the comparison; it is left out otherwise
 
-Every round runs each variant once, one after the other, so that a slow moment of the machine
-is in all of them; ratios are taken round by round, and their median counts. They depend on
-the addresses a process gets, too: several processes give the median of theirs, the least and
-the most. `floor` moves the 28 bytes a parameter that any AdamW must (it reads the gradient,
-the parameter and two moments, and writes all but the first): numpy negates as much in place,
-on as many threads. `processor` is the processor time a parameter of all threads, which other
-load on the machine disturbs less: under load torch's threads wait for each other, so look at
-its time on one thread too.
+Every round runs each variant once, so that a slow moment of the machine affects all of them. Ratios are taken within a
+round, and their median counts. They also depend on the addresses that a process gets, so several processes give the
+median of their medians, the least and the most.
+
+`floor` moves the 28 bytes per parameter that any AdamW must move: it reads the gradient, the parameter and two moments,
+and writes all but the gradient. Numpy negates as many bytes in place, on as many threads. `processor` is the processor
+time per parameter, over all threads. Other load on the machine disturbs it less. Under load torch's threads wait for
+each other, so look at its time on one thread too.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Peak memory of reading pretrained weights into shards: published names and forms, 8 simulated devices.
+"""Measure the peak memory of reading published weights into shards, on 8 simulated devices.
 
     python benchmarks/import_weights.py                     a Llama of 2 GB in bfloat16
     python benchmarks/import_weights.py --layers 4 --rounds 1 --out results/import_weights.json
 
-Every layout is read in a process of its own. `added` is the most that was resident (VmHWM) while reading,
-less what was before; simulated devices are in host memory, so their shards are in it, as are pages of the
-files while they are mapped. Beside it the plain way: all tensors to host memory, then sharded.
+Every layout is read in a separate process. `added` is the most that was resident (VmHWM) while reading, minus what was
+resident before. Simulated devices are in host memory, so it includes their shards, and pages of the files while they
+are mapped. The plain way is measured too: all tensors to host memory, then sharded.
 """
 
 import argparse

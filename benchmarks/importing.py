@@ -1,4 +1,4 @@
-"""What `import zerojax` costs beyond `import jax, optax`.
+"""Measure what `import zerojax` costs beyond `import jax, optax`.
 
     python benchmarks/importing.py [ROUNDS]
 

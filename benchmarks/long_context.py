@@ -1,16 +1,19 @@
-"""The longest sequence that fits a Llama of 8 billion parameters, one row a device, compiled for absent GPUs.
+"""Find the longest sequence that fits a Llama of 8 billion parameters, one row per device, compiled for absent GPUs.
 
     python benchmarks/long_context.py                                 8 x H200: four ways, each searched
     python benchmarks/long_context.py --ways plain loss --lengths 65536       peaks at one length
 
-Stage 3, AdamW, bfloat16 compute and float32 master weights, layers scanned, each under `jax.checkpoint`. The ways:
-`plain`: logits and feed-forward layers of all positions at once; `loss`: the head and its cross entropy in tiles of
-1024 positions; `loss+mlp`: the feed-forward layers too, in tiles of 4096; `offload`: that, and each layer's input in
-host memory between the passes, of which `host GB` a device are needed. Needs the extra `aot`, no GPU. Attention
-is blockwise in all of them, by `lax.scan`: on a GPU cuDNN or a kernel does that, for an absent one there is none.
+It needs the extra `aot`, and no GPU. The model trains at stage 3 with AdamW, bfloat16 compute and float32 master
+weights. Layers are scanned, each under `jax.checkpoint`. Attention is blockwise, by `lax.scan`: on a GPU cuDNN or a
+kernel would do that, and absent GPUs have none. The ways:
 
-A length fits if the compiled step needs at most 95% of the GPU's memory. `a token` is what it needs more for each
-token, between the two longest lengths that were compiled.
+- `plain`: logits and feed-forward layers of all positions at once;
+- `loss`: the head and its cross entropy in tiles of 1024 positions;
+- `loss+mlp`: the feed-forward layers too, in tiles of 4096;
+- `offload`: the same, with each layer's input in host memory between the passes; `host GB` are needed per device.
+
+A length fits if the compiled step needs at most 95% of the GPU's memory. `a token` is the additional memory per token,
+between the two longest lengths that were compiled.
 """
 
 import argparse

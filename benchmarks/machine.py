@@ -1,4 +1,4 @@
-"""What every result says of where and when it was measured."""
+"""Describe where and when a result was measured."""
 
 import datetime
 import os

@@ -1,13 +1,13 @@
-"""The update of matrices on the GPT yardstick, compiled alone for GPUs that are not there.
+"""Compile the update of matrices on the GPT yardstick, alone, for absent GPUs.
 
     python benchmarks/matrix_updates.py                              8 layers, 8 x H200
     python benchmarks/matrix_updates.py --topology h200:8x8          64 GPUs
     python benchmarks/matrix_updates.py --scan --optimizers muon-all
 
-`muon` is optax's with its default, by which 2-D parameters are matrices, the embedding too; `muon-hidden` leaves the
-embedding to Adam, as its authors do; `muon-all` has all matrices of a block, attention's too, scanned or not.
-
-Needs the extra `aot`, no GPU. `sent` are bytes a device sends, `products` the least time of its matrix products.
+It needs the extra `aot`, and no GPU. `muon` is optax's default, which treats every 2-D parameter as a matrix, the
+embedding too. `muon-hidden` leaves the embedding to Adam, as Muon's authors do. `muon-all` treats all matrices of a
+block as such, attention's too, scanned or not. `sent` is the bytes that a device sends, `products` the least time of
+its matrix products.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The ways of `peers.py` in JAX: zerojax at stage 3, and plain `jax.jit` with replicated or with sharded parameters.
+"""Train in JAX for `peers.py`: zerojax at stage 3, and plain `jax.jit` with replicated or with sharded parameters.
 
-`gspmd` says where parameters and state are, and leaves everything else to the compiler; `gspmd-tuned` is the strongest
-simple rival, a model that gathers each layer by hand in its rematerialised body, on GPUs with XLA's level O1 and loops
-double buffered.
+`gspmd` places parameters and state, and leaves everything else to the compiler. `gspmd-tuned` is the strongest simple
+rival: a model that gathers each layer by hand in its rematerialised body. On GPUs it uses XLA's level O1 and double
+buffered loops.
 """
 
 import functools

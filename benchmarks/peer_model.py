@@ -1,7 +1,7 @@
-"""What every framework of `peers.py` is given: tokens, the optimizer's numbers, and the weights by its own names.
+"""Make the inputs of every framework in `peers.py`: tokens, the optimizer's numbers, and the weights by their names.
 
-Needs NumPy alone. The weights of record are those of the yardstick's unrolled Flax model, by path:
-`block_3/q/kernel`. `stacked` makes of them what its scanned one wants, `to_torch` what `peer_torch.GPT` wants.
+It needs only NumPy. The reference weights are those of the yardstick's unrolled Flax model, by path:
+`block_3/q/kernel`. `stacked` converts them for the scanned model, and `to_torch` for `peer_torch.GPT`.
 """
 
 import numpy as np

@@ -1,7 +1,8 @@
-"""The ways of `peers.py` in torch: the yardstick's GPT under DDP, FSDP2 and DeepSpeed's ZeRO-3.
+"""Train in torch for `peers.py`: the yardstick's GPT under DDP, FSDP2 and DeepSpeed's ZeRO-3.
 
-Eager torch: blocks are rematerialised (`checkpoint_wrapper`, not reentrant), AdamW is torch's fused one, FSDP2 shards
-per block and at the root, DDP's gradients are views of its buckets, DeepSpeed has its defaults but for clipping.
+Torch runs eagerly. Blocks are rematerialised (`checkpoint_wrapper`, not reentrant), and AdamW is torch's fused one.
+FSDP2 shards per block and at the root, DDP's gradients are views of its buckets, and DeepSpeed has its defaults except
+for clipping.
 """
 
 import numpy as np

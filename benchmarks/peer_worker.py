@@ -1,7 +1,7 @@
-"""A process of `peers.py`: one way of training, or one rank of it, that takes steps when it is told to.
+"""Run one process of `peers.py`: one way of training, or one rank of it, which takes steps on demand.
 
-Started with what to do as JSON, it answers each line of standard input with a line of JSON, and waits for the next,
-blocked. Whatever libraries print goes to standard error.
+Its argument is a JSON description of the work. It answers each line of standard input with a line of JSON, and blocks
+until the next. Output of libraries goes to standard error.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""One GPT, the same tokens, weights and AdamW, trained by zerojax and by its peers: step time and memory.
+"""Train one GPT with zerojax and with its peers, with the same tokens, weights and AdamW: step time and memory.
 
     python benchmarks/peers.py --out benchmarks/results/peers.json      4 workers, minutes
     python benchmarks/peers.py --size tiny --rounds 2                   to see it run
@@ -6,20 +6,21 @@
     python benchmarks/peers.py --size gpu --workers 8                   GPUs: NCCL, bfloat16. NEVER RUN so far.
 
 In JAX: `zerojax` at stage 3 in global view, `zerojax-device` in device view, `replicated` plain `jax.jit`, `gspmd` with
-parameters sharded by `in_shardings` alone, and `gspmd-tuned`, a model that gathers each layer by hand. In torch (the
-extra `peers`; each left out, by name, where it cannot start): `ddp`, `fsdp2`, `deepspeed` at ZeRO-3. Blocks are
-rematerialised in all of them. JAX unrolls the layers or scans over them, `--styles`; torch runs beside both.
+parameters sharded by `in_shardings` alone, and `gspmd-tuned`, a model that gathers each layer by hand. In torch (extra
+`peers`): `ddp`, `fsdp2`, and `deepspeed` at ZeRO-3. A way that cannot start is left out by name. All rematerialise
+blocks. JAX unrolls the layers or scans over them (`--styles`); torch is compared with both.
 
-First all train for some steps, from the same weights: their losses must agree, or nothing is timed. Then each takes
-some steps in turn, round by round, while all others wait; ratios are taken within a round, and their median counts. A
-way's *overhead* is its time over that of its own framework's replicated step: `replicated` of the same style, `ddp`.
-That is the figure to compare: on a CPU torch's workers are processes of one thread each that talk over sockets, JAX's
-are simulated devices of one process that share its threads, so times across frameworks compare more than the sharding.
-*CPU overhead* is the same of processor seconds: what work was added, less hurt by what else a machine does.
-zerojax's step computes the gradient's norm, too, as it does for every user; nobody else's does.
+First, all train for some steps from the same weights, and nothing is timed unless their losses agree. Then each takes
+some steps in turn, round by round, while the others wait. Ratios are taken within a round, and their median counts.
 
-A step's time is from the first worker's start to the last one's end. Memory is that of a worker: what was resident at
-most during the steps beyond what the imported framework takes, and for JAX what its compiled program needs.
+A way's *overhead* is its time over that of its own framework's replicated step: `replicated` of the same style, or
+`ddp`. Compare overheads and not times: on a CPU, torch's workers are processes of one thread that talk over sockets,
+and JAX's are simulated devices of one process that share its threads. *CPU overhead* is the same ratio of processor
+seconds. It measures added work, and other load on the machine disturbs it less. Only zerojax's step also computes the
+gradient's norm, as it does for every user.
+
+A step's time is from the first worker's start to the last one's end. Memory is that of a worker: the most that was
+resident during the steps beyond the imported framework, and for JAX what its compiled program needs.
 """
 
 import argparse

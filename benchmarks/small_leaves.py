@@ -1,12 +1,12 @@
-"""What small leaves cost in a checkpoint: files and seconds, packed and with a folder each.
+"""Measure what small leaves cost in a checkpoint: files and seconds, packed and with one folder each.
 
     python benchmarks/small_leaves.py                            AdamW over 500 leaves, on 8 simulated CPU devices
     python benchmarks/small_leaves.py --cases 100x4096 100x262144  other numbers of leaves, and their bytes
     python benchmarks/small_leaves.py --platform gpu             on this machine's GPUs
 
-AdamW has two moments for each leaf, so that a checkpoint has three times as many. Every round does each thing once,
-so that a slow moment of the machine affects all of them. `orbax alone` is its StandardCheckpointer as it comes: it
-packs leaves too (OCDBT), without digests and without `fsync`, and finishes in the background what it can.
+AdamW has two moments per leaf, so a checkpoint has three times as many leaves. Every round does each thing once, so
+that a slow moment of the machine affects all of them. `orbax alone` is orbax's StandardCheckpointer with its defaults.
+It packs leaves too (OCDBT), without digests and `fsync`, and finishes in the background what it can.
 """
 
 import argparse

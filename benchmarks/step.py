@@ -1,12 +1,12 @@
-"""Step time and tokens/s of stages 0 to 3, in both views, beside plain jit: replicated, and sharded by GSPMD.
+"""Measure step time and tokens/s of stages 0 to 3 in both views, and of plain jit, replicated or sharded by GSPMD.
 
     python benchmarks/step.py                  8 simulated CPU devices, scanned model
     python benchmarks/step.py --style unrolled --rounds 9
-    python benchmarks/step.py --size gpu       on the GPUs that are there
+    python benchmarks/step.py --size gpu       on this machine's GPUs
 
-Every round runs each way once, in turn, so that a slow moment of the machine falls on
-all of them. The ratio of two ways is taken round by round; its median is what counts.
-Simulated devices share the processor: the times compare the ways, they are no GPU's.
+Every round runs each way once, in turn, so that a slow moment of the machine affects all of them. The ratio of two ways
+is taken round by round, and its median counts. Simulated devices share the processor, so the times compare the ways,
+and say nothing about a GPU.
 """
 
 import argparse

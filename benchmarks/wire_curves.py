@@ -1,9 +1,10 @@
-"""Learning with quantised collectives, and without: the example's GPT, curves side by side.
+"""Train the example's GPT with and without quantised collectives, and compare the curves.
 
     python benchmarks/wire_curves.py                       800 steps each, docs/wire_curves.png and results/wire.json
 
-Stage 3 on 8 GPUs or simulated devices, the same data and first weights; with error feedback as on two hosts of half the
-devices each, parameters sharded within a host. What is compared is the held-out loss in bits per byte at the end.
+It runs stage 3 on 8 GPUs or simulated devices, with the same data and initial weights. With error feedback, two halves
+of the devices stand for two hosts, and parameters are sharded within a host. The result is the held-out loss in bits
+per byte at the end.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The GPT every figure is measured on: linen, tied embedding, rematerialised blocks, scanned or unrolled.
+"""The GPT on which every figure is measured: linen, tied embedding, rematerialised blocks, scanned or unrolled.
 
-Sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulated devices, `gpu` (1.3 billion parameters,
-bfloat16 compute) for GPUs, present or absent, and smaller ones of its kind.
+Sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulated devices, and `gpu` (1.3 billion parameters,
+bfloat16 compute) for GPUs, present or absent, with smaller sizes of the same kind.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A byte-level GPT in flax.linen: scanned blocks, each rematerialised, and one table for bytes in and bytes out."""
+"""A byte-level GPT in flax.linen, with scanned, rematerialised blocks and a tied embedding."""
 
 import functools
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from optax.contrib import MuonDimensionNumbers
 from zerojax import ZeroTransformation
 
 VOCABULARY = 256
-# Every block starts as the identity, which saves a short run its first hundred steps.
+# Every block starts as the identity. That saves a short run about a hundred steps.
 SILENT = nn.initializers.zeros
 KERNEL = nn.linear.default_kernel_init
 
 
 def over(axis: str | None, init: Callable, axes: tuple) -> Callable:
-    """An initialiser whose parameter is divided over the dims' mesh `axes` (tensor parallel); plain without `axis`."""
+    """Return an initialiser that shards its dims over mesh `axes` (tensor parallel). Without `axis`, return `init`."""
     return nn.with_partitioning(init, axes) if axis else init
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each on a normalised copy of the stream."""
+    """Attention, then a feed-forward layer, each on a normalised copy of the residual stream."""
 
     heads: int
     context: int = 0
@@ -38,7 +38,7 @@ class Block(nn.Module):
         of_heads = over(self.axis, KERNEL, (None, self.axis, None))
         project = functools.partial(nn.DenseGeneral, head, use_bias=False, kernel_init=of_heads)
         q, k, v = (project(name=name)(h) for name in ("query", "key", "value"))
-        # XLA for CPUs has no float16 product that is summed in float32, which this function asks for.
+        # This function asks for float16 products that are summed in float32. XLA for CPUs has none.
         exact = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         past = self.variable("cache", "past", jnp.zeros, (), jnp.int32).value if self.context else 0
         q, k, v = (a.astype(exact) for a in (rotate(q, past), rotate(k, past), v))
@@ -56,7 +56,7 @@ class Block(nn.Module):
         return x + nn.Dense(width, use_bias=False, kernel_init=down, name="down")(h), None
 
     def cached(self, new, name: str, past):
-        """The keys or values of `context` positions, `new` ones from position `past` on."""
+        """Write `new` keys or values into the cache at position `past`, and return all `context` positions."""
         shape = (new.shape[0], self.context, *new.shape[2:])
         cache = self.variable("cache", name, jnp.zeros, shape, new.dtype)
         cache.value = lax.dynamic_update_slice_in_dim(cache.value, new, past, axis=1)
@@ -64,10 +64,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits for the byte that follows each byte of `tokens`.
+    """Compute logits for the byte that follows each byte of `tokens`.
 
-    With a `context` its blocks keep the keys and values of so many positions in the collection "cache", and
-    `tokens` are those that follow what is in it. With an `axis` of the mesh heads and features are divided over it.
+    With `context`, the blocks keep the keys and values of that many positions in the collection "cache", and `tokens`
+    follow the cached ones. With `axis`, heads and features are divided over that axis of the mesh.
     """
 
     width: int
@@ -79,7 +79,7 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         embed = nn.Embed(VOCABULARY, self.width, embedding_init=nn.initializers.normal(0.02))
-        # `scan` compiles one block however deep the model is; `remat` keeps one block's activations at a time.
+        # `scan` compiles one block for any depth. `remat` keeps the activations of one block at a time.
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),
             variable_axes={"params": 0, "cache": 0},
@@ -92,9 +92,9 @@ class GPT(nn.Module):
 
 
 def muon_matrices(params: Any) -> Any:
-    """Which parameters are matrices for Muon, as `muon_weight_dimension_numbers` wants it; the others are Adam's.
+    """Say which parameters are matrices for Muon, for `muon_weight_dimension_numbers`. Adam trains the others.
 
-    Dim 0 of a block's parameters is the layer. Several heads are the columns of one matrix, or in `out` its rows.
+    Dim 0 of a block's parameters is the layer. The heads together are the columns of one matrix, or in `out` its rows.
     """
 
     def one(path, x):
@@ -109,7 +109,7 @@ def muon_matrices(params: Any) -> Any:
 
 
 def rotate(x: jax.Array, start: int | jax.Array = 0) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) for `x` of (batch, position, head, channel).
+    """Apply rotary position embedding (Su et al. 2021, arXiv 2104.09864) to `x` of (batch, position, head, channel).
 
     Positions count from `start`.
 
@@ -123,7 +123,7 @@ def rotate(x: jax.Array, start: int | jax.Array = 0) -> jax.Array:
 
 
 def next_byte_loss(model: GPT):
-    """Mean negative log-likelihood, in nats, of every byte of a window but its first.
+    """Return a loss: the mean negative log-likelihood, in nats, of every byte of a window except the first.
 
     The model computes in the type of its parameters, the loss in float32.
     """
@@ -136,10 +136,10 @@ def next_byte_loss(model: GPT):
 
 
 def generator(tx: ZeroTransformation, model: GPT, count: int, temperature: float = 0.8) -> Callable:
-    """A function `generate(params, prompts, key)` that draws the `count` bytes that follow each row of `prompts`.
+    """Return a function `generate(params, prompts, key)` that draws `count` bytes after each row of `prompts`.
 
-    At temperature 0 it takes the likeliest. The parameters, in storage, are gathered layer by layer for every byte: the
-    scan over bytes calls an eval step, and is not in one, which would gather what the scan uses before it.
+    At temperature 0 it takes the likeliest byte. Stored parameters are gathered layer by layer for every byte, because
+    the scan over bytes calls an eval step. A scan inside an eval step would gather all its parameters at its start.
     """
 
     def forward(params, tokens, cache, caching):

@@ -1,13 +1,13 @@
-"""Llama in flax.linen, its published weights read straight into shards, and the tokens that it continues with.
+"""Llama in flax.linen: read published weights straight into shards, and continue a text.
 
-    python examples/llama.py FOLDER                        config.json and safetensors, as they are downloaded
+    python examples/llama.py FOLDER                        a folder with the downloaded config.json and safetensors
     python examples/llama.py FOLDER --tokens 1 306 4658 --new 8 --stage 3 --dtype bfloat16
 
-`published` is all that ties the model to the names and the forms of the files. Export takes the same
-mapping, and transformers loads what it writes beside the same config.json.
+`published` alone connects the model to the names and shapes in the files. Export takes the same mapping. With the same
+config.json, transformers loads the exported files.
 
-For training on long sequences, `next_token_loss(Llama(config, loss_tiles=64, mlp_tiles=16))` computes logits, and
-what is inside of the feed-forward layers, tile by tile (docs/long_context.md).
+For training on long sequences, `next_token_loss(Llama(config, loss_tiles=64, mlp_tiles=16))` computes the logits and
+the feed-forward layers tile by tile (docs/long_context.md).
 """
 
 import argparse
@@ -32,7 +32,7 @@ from zerojax.checkpoint import import_params
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes, and position embedding; `scaling` is that of Llama 3.1: factor, low and high frequency, positions."""
+    """Sizes and position embedding. `scaling` is Llama 3.1's: factor, low and high frequency, positions."""
 
     vocabulary: int
     width: int
@@ -48,12 +48,12 @@ class Config:
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention to what came before; groups of heads of `q` share those of `k` and `v`."""
+    """Compute causal attention, in which groups of query heads share one head of keys and values."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 class FeedForward(nn.Module):
-    """A gated feed-forward layer; each position by itself."""
+    """A gated feed-forward layer. It treats each position alone."""
 
     config: Config
 
@@ -83,19 +83,19 @@ class Block(nn.Module):
         h, mlp = norm(name="mlp_norm")(x), FeedForward(c, name="mlp")
         if self.mlp_tiles == 1 or self.is_initializing():
             return x + mlp(h), None
-        pure: Any = FeedForward(c, parent=None).apply  # a module that is bound cannot be called in another loop
+        pure: Any = FeedForward(c, parent=None).apply  # a bound module cannot be called in another loop
         return x + tiled(pure, tiles=self.mlp_tiles)(mlp.variables, h), None
 
 
 class Llama(nn.Module):
-    """Logits for the token that follows each of `tokens`; with `targets`, how improbable these are, in nats.
+    """Compute logits for the token that follows each of `tokens`. With `targets`, compute their losses in nats instead.
 
     Attributes:
         config: Sizes.
-        loss_tiles: In how many tiles of the sequence the logits of `targets` are computed.
-        mlp_tiles: In how many tiles the feed-forward layers are.
+        loss_tiles: Number of tiles of the sequence in which the logits of `targets` are computed.
+        mlp_tiles: Number of tiles in which the feed-forward layers are computed.
         attention: `attention(q, k, v)`, each (row, position, head, channel).
-        policy: Of the layers' remat; it may offload "layer_input".
+        policy: Policy of the layers' remat. It may offload "layer_input".
     """
 
     config: Config
@@ -125,12 +125,12 @@ class Llama(nn.Module):
 
 
 def negative_log_likelihood(kernel: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """How improbable each target is, in nats, float32."""
+    """Return the negative log-likelihood of each target, in nats, as float32."""
     return optax.softmax_cross_entropy_with_integer_labels((x @ kernel).astype(jnp.float32), targets)
 
 
 def next_token_loss(model: Llama) -> Callable:
-    """Mean negative log-likelihood of every token of a window but its first; over those that `real` marks, if given."""
+    """Return a loss: the mean negative log-likelihood of all tokens but the first, or of those that `real` marks."""
 
     def loss(params, tokens, real=None):
         nll: Any = model.apply(params, tokens[:, :-1], tokens[:, 1:])
@@ -140,13 +140,13 @@ def next_token_loss(model: Llama) -> Callable:
 
 
 def rotate(x: jax.Array, config: Config) -> jax.Array:
-    """Rotary position embedding of `x` of (batch, position, head, channel); angles are float32."""
+    """Apply rotary position embedding to `x` of (batch, position, head, channel), with float32 angles."""
     half = x.shape[-1] // 2
     frequency = config.theta ** (-jnp.arange(half) / half)
     if config.scaling:
         factor, low, high, positions = config.scaling
         cycles = positions * frequency / (2 * math.pi)
-        kept = jnp.clip((cycles - low) / (high - low), 0, 1)  # of high frequencies all, of low ones none
+        kept = jnp.clip((cycles - low) / (high - low), 0, 1)  # 1 for high frequencies, 0 for low ones
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency
     a, b = x[..., :half], x[..., half:]
@@ -155,7 +155,7 @@ def rotate(x: jax.Array, config: Config) -> jax.Array:
 
 
 def published(config: Config) -> dict[str, Any]:
-    """The mapping from published names and forms to the parameters of `Llama`."""
+    """Return the mapping from published names and shapes to the parameters of `Llama`."""
     layer, leaf = "model.layers.{i}.", "params/layers/"
     dense = "out in -> in out"
     return {
@@ -176,7 +176,7 @@ def published(config: Config) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Config:
-    """The published config.json; what this model has not is refused."""
+    """Read the published config.json, and refuse features that this model does not have."""
     said = json.loads((folder / "config.json").read_text())
     rope = said.get("rope_parameters") or {
         "rope_theta": said.get("rope_theta", 1e4),
@@ -205,7 +205,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 
 def shapes_of(config: Config, dtype: Any = jnp.float32) -> Any:
-    """The parameters' shapes; nothing is initialised."""
+    """Return the shapes of the parameters, without initialising them."""
     shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
@@ -231,11 +231,11 @@ def main() -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with config.json and *.safetensors")
+    parser.add_argument("folder", type=Path, help="folder with config.json and *.safetensors")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="to continue (default: 1, the begin token)")
-    parser.add_argument("--new", type=positive, default=8, help="how many to add (default: %(default)s)")
+    parser.add_argument("--new", type=positive, default=8, help="number of tokens to add (default: %(default)s)")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
-    parser.add_argument("--devices", type=positive, help="how many (default: all GPUs, or 8 simulated)")
+    parser.add_argument("--devices", type=positive, help="number of devices (default: all GPUs, or 8 simulated)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(default: %(default)s)")
     args = parser.parse_args()
     if not (args.folder / "config.json").is_file():

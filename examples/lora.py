@@ -3,13 +3,13 @@
     python examples/lora.py                            stage 3, all GPUs or 8 simulated devices
     python examples/lora.py --stage 1 --rank 16        another stage, other adapters
 
-A base model first learns the source of Python's standard library. Then it is frozen and, through
-adapters, learns the prose of Python's language reference, as `help()` shows it. At the end are the
-bits per byte of held-out prose before and after, and the optimizer's bytes on each device while
-adapters were trained beside those while everything was.
+A base model first learns the source of Python's standard library. Then it is frozen, and adapters
+learn the prose of Python's language reference, as `help()` shows it. At the end the program prints
+the bits per byte of held-out prose, before and after. It also compares the optimizer's bytes per
+device, for training the adapters and for training everything.
 
-Hu et al. 2021, arXiv 2106.09685: beside the product with each frozen matrix W stands one with two
-thin ones, x W + x A B. B starts at zero, so that training starts from the base model.
+LoRA (Hu et al. 2021, arXiv 2106.09685) adds a product with two thin matrices to the product with each
+frozen matrix W: x W + x A B. B starts at zero, so that training starts from the base model.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def main() -> None:
 
 
 def with_adapters(call: Callable, rank: int) -> Callable:
-    """`call`, in which every dense layer also has the product with two thin matrices of its own.
+    """Run `call`, and add to every dense layer the product with its two thin matrices.
 
-    They are used where the layer is, inside scan and remat, so that stage 3 still gathers layer by layer.
+    The adapters are used where the layer is, inside scan and remat, so that stage 3 still gathers layer by layer.
     """
 
     def add(layer, inputs, options, context):
@@ -70,7 +70,7 @@ def with_adapters(call: Callable, rank: int) -> Callable:
         module = context.module
         if not isinstance(module, nn.Dense | nn.DenseGeneral) or context.method_name != "__call__":
             return y
-        x = inputs[0].reshape(*y.shape[:2], -1)  # (batch, position, channel): a layer may take heads and their channels
+        x = inputs[0].reshape(*y.shape[:2], -1)  # (batch, position, channel): some layers take separate heads
         a = module.param("lora_a", nn.initializers.lecun_normal(), (x.shape[-1], rank))
         b = module.param("lora_b", nn.initializers.zeros, (rank, math.prod(y.shape[2:])))
         return y + (x @ a @ b).reshape(y.shape)
@@ -83,19 +83,19 @@ def with_adapters(call: Callable, rank: int) -> Callable:
 
 
 def graft(base: Any, fresh: Any) -> Any:
-    """The parameters of `fresh`, those that `base` has taken from there; both stay divided as they are."""
+    """Replace the parameters of `fresh` that `base` has by those of `base`. All keep their shardings."""
     return unflatten_dict(flatten_dict(fresh) | flatten_dict(base))
 
 
 def prose() -> Corpus:
-    """Python's language reference; each paragraph once, however many topics of `help()` quote it, indented or not."""
+    """Return Python's language reference, with each paragraph once, even if several topics of `help()` quote it."""
     topics = pydoc_data.topics.topics.values()
     paragraphs = {" ".join(p.split()): p for topic in topics for p in topic.split("\n\n")}
     return part(pieces("\n\n".join(paragraphs.values()).encode()))
 
 
 def summarize(base: ZeroState, adapted: ZeroState, held_out: dict[int, float], steps: int, *, devices: int) -> None:
-    """Say what was learnt, and what it took."""
+    """Print the losses before and after, and the sizes of what was trained."""
     trained, count = (
         sum(leaf.size for leaf in layout.params) for layout in (adapted.plan.trained, adapted.plan.layout)
     )
@@ -111,13 +111,13 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
     parser.add_argument(
-        "--devices", type=positive, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)"
+        "--devices", type=positive, help=f"number of devices (default: all GPUs, or {SIMULATED_DEVICES} simulated)"
     )
-    parser.add_argument("--rank", type=positive, default=4, help="of the adapters (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=100, help="of fine-tuning (default: %(default)s)")
-    parser.add_argument("--base-steps", type=positive, default=200, help="before it (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=16, help="windows a step (default: %(default)s)")
-    parser.add_argument("--seq", type=positive, default=64, help="bytes a window (default: %(default)s)")
+    parser.add_argument("--rank", type=positive, default=4, help="rank of the adapters (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=100, help="steps of fine-tuning (default: %(default)s)")
+    parser.add_argument("--base-steps", type=positive, default=200, help="steps of pretraining (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=16, help="windows per step (default: %(default)s)")
+    parser.add_argument("--seq", type=positive, default=64, help="bytes per window (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-2, help="peak learning rate (default: %(default)s)")
     parser.set_defaults(accumulate=1, seed=0)

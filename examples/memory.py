@@ -1,4 +1,4 @@
-"""Bytes per device at a ZeRO stage: as sharded, and by the paper's formula."""
+"""Compute the bytes per device at a ZeRO stage, from the shards and by the paper's formula."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ PARTS = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer"}
 
 
 class Memory(NamedTuple):
-    """Bytes per device of each of `PARTS`; and of what is offloaded to host memory or disk."""
+    """Bytes per device of each of `PARTS`, and of offloaded data in host memory or on disk."""
 
     found: dict[str, int]
     paper: dict[str, float]
@@ -16,15 +16,15 @@ class Memory(NamedTuple):
 
 
 def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) -> Memory:
-    """Bytes per device, from the parameters' shapes alone."""
+    """Compute bytes per device from the shapes of the parameters alone."""
     plan, stage = tx.create(shapes).plan.along_others(tx.config.user_mesh.shape), tx.config.stage
     compute = plan.layout.compute
 
     state = list(zip(plan.state, plan.chunkings, strict=True))
 
     def gradient(leaf, compute_dtype) -> int:
-        # Sums are in the type of the master weights. At stage 1 gradients are full until they are reduce-scattered,
-        # and so are the sums of several microbatches.
+        # Sums have the type of the master weights. At stage 1, gradients and sums over microbatches are full until they
+        # are reduce-scattered.
         if stage == 1:
             return leaf.size * (compute_dtype if accumulate == 1 else leaf.dtype).itemsize
         return leaf.local_bytes
@@ -41,10 +41,10 @@ def stage_memory(tx: ZeroTransformation, shapes: Any, *, accumulate: int = 1) ->
 
 
 def paper_formula(count: int, stage: int, devices: int, *, width: int) -> dict[str, float]:
-    """Rajbhandari et al. 2020, sections 3 and 5, for Adam: 16 bytes a parameter, `width` of them to compute with.
+    """Apply the formula of Rajbhandari et al. 2020, sections 3 and 5, for Adam: 16 bytes per parameter.
 
-    In float32 these are 4, 4 and 8 bytes of parameter, gradient and moments. In mixed precision they are 2, 2 and
-    12, because master weights are optimizer state.
+    Parameter, gradient and optimizer state take 4, 4 and 8 bytes in float32. In mixed precision they take 2, 2 and 12,
+    because master weights are optimizer state. `width` is the bytes of a parameter in the compute type.
     """
     return {
         "params": width * count / (devices if stage >= 3 else 1),

@@ -1,4 +1,4 @@
-"""ZeRO over one axis of a mesh, and another way to divide the model over a second one.
+"""Train with ZeRO over one axis of a mesh, and divide the model over a second axis.
 
     python examples/parallel.py tensor               kernels over "model", positions between the blocks (Megatron)
     python examples/parallel.py sequence             positions over "sequence", in attention heads (Ulysses)
@@ -6,13 +6,13 @@
     python examples/parallel.py pipeline             layers over "stage", microbatches pass through them (GPipe)
     python examples/parallel.py tensor --stage 1     another ZeRO stage
 
-zerojax divides rows, and what its stage shards, over "data". The other axis is the model's: leaves that are
-sharded over it, as Flax's partition metadata says, stay so, and "data" goes on another dim of theirs. Positions are
-divided over "sequence" as the batch is placed, `batch_spec=`. Activations follow by `with_sharding_constraint`, layers
-of the pipeline in a `shard_map`. The loss is that of one device.
+zerojax divides the rows, and the parts that its stage shards, over "data". The other axis belongs to the model. Leaves
+that Flax's partition metadata shards over it stay sharded, and "data" divides another of their dims. `batch_spec=`
+divides positions over "sequence". The model divides its activations by `with_sharding_constraint`, and the pipeline's
+layers by a `shard_map`. The loss equals that of one device.
 
-Each way trains a byte-level model on Python's standard library, on 8 GPUs or 8 simulated devices, and prints the
-first and the last loss, and how a parameter and its moment in Adam are sharded.
+Each way trains a byte-level model on Python's standard library, on 8 GPUs or 8 simulated devices. It prints the first
+and the last loss, and how a parameter and its moment in Adam are sharded.
 """
 
 import argparse
@@ -35,14 +35,14 @@ DEVICES, VOCABULARY, EXPERTS = 8, 256, 4
 
 
 class Way(NamedTuple):
-    """A way to divide a model over an axis beside "data".
+    """A way to divide a model over a second axis of the mesh.
 
     Attributes:
-        axis: The axis of the mesh.
+        axis: The second axis.
         size: Devices along it.
         between: How activations between two blocks are divided: rows, positions.
         shown: A parameter that is sharded over both axes.
-        batch: How the batch is divided; None: rows over "data".
+        batch: How the batch is divided. None: rows over "data".
     """
 
     axis: str
@@ -55,7 +55,7 @@ class Way(NamedTuple):
 WAYS = {
     "tensor": Way("model", 2, ("data", "model"), "block_0/up/kernel"),
     "sequence": Way("sequence", 4, ("data", "sequence"), "block_0/up/kernel", P("data", "sequence")),
-    # the devices of all experts share the rows for what is no expert
+    # All devices along "expert" share the rows for every layer that is not an expert.
     "expert": Way("expert", 4, (("data", "expert"),), "block_0/mixture/up"),
     "pipeline": Way("stage", 4, ("data",), "blocks/up/kernel"),
 }
@@ -79,11 +79,11 @@ def main() -> None:
     for name, tree in (("parameter", state.params), ("moment", state.opt_state[0].mu)):
         leaf = at(tree, way.shown)
         shard = leaf.addressable_shards[0].data
-        print(f"{name} {way.shown} {leaf.shape}: {leaf.sharding.spec}, {shard.shape} a device")
+        print(f"{name} {way.shown} {leaf.shape}: {leaf.sharding.spec}, {shard.shape} per device")
 
 
 def loss_of(model: "Decoder") -> Callable:
-    """Mean negative log-likelihood of the next byte, and of a mixture how uneven its experts' loads are."""
+    """Return a loss: the negative log-likelihood of the next byte. A mixture adds the imbalance of its experts."""
 
     def loss(params, batch):
         tokens, targets = batch
@@ -95,14 +95,14 @@ def loss_of(model: "Decoder") -> Callable:
 
 
 class Decoder(nn.Module):
-    """Logits for the byte that follows each byte of `tokens`.
+    """Compute logits for the byte that follows each byte of `tokens`.
 
     Attributes:
         way: One of `WAYS`.
         width: Channels.
         layers: Blocks.
-        heads: Of attention.
-        mesh: Has the axes "data" and that of the way; None: a model for one device.
+        heads: Heads of attention.
+        mesh: Mesh with the axis "data" and the way's axis. None: a model for one device.
     """
 
     way: str
@@ -127,11 +127,11 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer or a mixture of experts, each on a normalised copy of the stream.
+    """Attention, then a feed-forward layer or a mixture of experts, each on a normalised copy of the residual stream.
 
-    Attention is divided by heads, wherever positions are divided outside of it: the compiler makes an all-to-all
-    of activations (Ulysses), or an all-gather before products with divided kernels and a reduce-scatter behind
-    them (Megatron).
+    If positions are divided outside of attention, attention is divided by heads. For that, the compiler makes an
+    all-to-all of activations (Ulysses), or an all-gather before products with divided kernels and a reduce-scatter
+    after them (Megatron).
     """
 
     way: str
@@ -157,10 +157,10 @@ class Block(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture of experts: each position goes to the two that its router finds best, where they have room.
+    """A mixture of experts: each position goes to its router's two best experts, if they have room.
 
-    Routing is by one-hot products (Lepikhin et al. 2020, arXiv 2006.16668, section 3.2), and an expert has room
-    for so many positions of each row: what is dropped does not depend on how rows are divided.
+    Routing uses one-hot products (Lepikhin et al. 2020, arXiv 2006.16668, section 3.2). An expert has room for a fixed
+    number of positions per row, so the dropped positions do not depend on how rows are divided.
     """
 
     experts: int
@@ -177,7 +177,7 @@ class Mixture(nn.Module):
         init = annotated(nn.initializers.lecun_normal(batch_axis=0), "expert", None, None)
         up = self.param("up", init, (self.experts, width, 4 * width))
         down = self.param("down", init, (self.experts, 4 * width, width))
-        # An all-to-all: rows were divided over "expert" too, now the experts are.
+        # An all-to-all: rows were divided over "expert" too, and now the experts are.
         inside = divided(jnp.einsum("rpec,rpd->ercd", sent, x), self.mesh, "expert", "data")
         inside = nn.gelu(jnp.einsum("ercd,edf->ercf", inside, up))
         inside = divided(jnp.einsum("ercf,efd->ercd", inside, down), self.mesh, "expert", "data")
@@ -185,10 +185,10 @@ class Mixture(nn.Module):
 
 
 def routed(shares: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where positions go, given each expert's share of each: (row, position, expert, slot), as 0 and 1 and weighted.
+    """Assign positions to slots of experts, given each expert's share of each position.
 
-    First choices are seated before second ones, and both in the order of positions. The third result is the first
-    choices alone, (row, position, expert).
+    First choices get slots before second choices, both in the order of positions. Returns the assignment of shape
+    (row, position, expert, slot), as 0 and 1 and weighted, and the first choices alone, (row, position, expert).
     """
     rows, positions, experts = shares.shape
     best, chosen = lax.top_k(shares, 2)
@@ -202,16 +202,16 @@ def routed(shares: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.
 
 
 def stacked(key: jax.Array, block: Block, layers: int, x: jax.Array) -> Any:
-    """Parameters of `layers` blocks, stacked on dim 0, which is divided over "stage"."""
+    """Initialise the parameters of `layers` blocks, stacked on dim 0, which is divided over "stage"."""
     params = jax.vmap(lambda key: block.init(key, x)["params"])(jax.random.split(key, layers))
     return jax.tree.map(lambda leaf: nn.Partitioned(leaf, ("stage",)), params)
 
 
 def pipelined(block: Block, params: Any, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Apply stacked blocks to `x`, divided over "stage": in each turn a stage hands a microbatch to the next one.
+    """Apply stacked blocks, divided over "stage", to `x`. In each turn, a stage passes a microbatch to the next stage.
 
-    There are as many microbatches as stages. A microbatch has rows of every device along "data", so no row moves
-    along that axis, which is left to the compiler.
+    There are as many microbatches as stages. A microbatch has rows of every device along "data", so no row moves along
+    that axis. The compiler handles it.
 
     References:
         Huang et al. 2018, arXiv 1811.06965 (GPipe).
@@ -231,7 +231,7 @@ def pipelined(block: Block, params: Any, x: jax.Array, mesh: Mesh | None) -> jax
             return lax.ppermute(held, "stage", [(s, s + 1) for s in range(stages - 1)]), held
 
         _, made = lax.scan(turn, jnp.zeros_like(waiting[0]), jnp.arange(2 * stages - 1))
-        # The first stages - 1 turns of the last stage are of microbatches that have not arrived.
+        # In its first stages - 1 turns, the last stage has no microbatch yet.
         return lax.psum(jnp.where(stage == stages - 1, made[stages - 1 :], 0), "stage")
 
     over_stages = jax.shard_map(
@@ -242,7 +242,7 @@ def pipelined(block: Block, params: Any, x: jax.Array, mesh: Mesh | None) -> jax
 
 
 def divided(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
-    """`x`, its dims divided over `axes`; dims that are not named are not divided.
+    """Divide the dims of `x` over `axes`. Dims that are not named are not divided.
 
     In device view `x` has the rows of one device, and "data" divides nothing.
     """
@@ -255,18 +255,18 @@ def divided(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
 
 
 def within(mesh: Mesh) -> Any:
-    """The mesh as a model sees it: in device view "data" is Manual."""
+    """Return the mesh that a model sees. In device view, "data" is Manual."""
     here = jax.sharding.get_abstract_mesh()
     return here if here.manual_axes else mesh
 
 
 def annotated(init: Callable, *axes: str | None) -> Callable:
-    """An initializer whose parameter is sharded over `axes`, dim by dim; of none, the parameter is plain."""
+    """Return an initializer that shards its parameter over `axes`, dim by dim. Without axes, the parameter is plain."""
     return nn.with_partitioning(init, axes) if any(axes) else init
 
 
 def mesh_for(way: str) -> Mesh:
-    """The mesh of a way: GPUs where there are 8, else simulated devices."""
+    """Make the mesh of a way, from 8 GPUs if there are 8, or else from simulated devices."""
     if jax.device_count() < DEVICES:
         raise SystemExit(f"This needs {DEVICES} devices; there are {jax.device_count()}. JAX_PLATFORMS=cpu simulates.")
     sizes, names = (DEVICES // WAYS[way].size, WAYS[way].size), ("data", WAYS[way].axis)
@@ -274,7 +274,7 @@ def mesh_for(way: str) -> Mesh:
 
 
 def at(tree: Any, path: str) -> Any:
-    """The leaf at a path, out of its box."""
+    """Return the leaf at a path, without its Flax box."""
     for key in path.split("/"):
         tree = tree[key]
     return nn.meta.unbox(tree)
@@ -285,8 +285,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("way", choices=WAYS, help="how the model is divided over the second axis")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="windows a step (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=32, help="bytes a window (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="windows per step (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=32, help="bytes per window (default: %(default)s)")
     parser.add_argument("--width", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, a table of memory, and two pictures."""
+"""Show a run: a progress bar, a table of memory, and two pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ COLORS = {"params": "#4477aa", "grads": "#ee9944", "opt_state": "#66aa77"}
 
 
 class TokensPerSecond(ProgressColumn):
-    """The speed of the last half minute or so."""
+    """The speed over about the last half minute."""
 
     def __init__(self, tokens_per_step: int):
         super().__init__()
@@ -38,7 +38,7 @@ class TokensPerSecond(ProgressColumn):
 
 
 def progress_bar(steps: int, *, tokens_per_step: int) -> tuple[Progress, TaskID]:
-    """A bar with steps, loss, tokens a second and time left."""
+    """A bar with steps, loss, tokens per second and remaining time."""
     progress = Progress(
         MofNCompleteColumn(),
         BarColumn(bar_width=16),
@@ -60,7 +60,7 @@ OFFLOADED = " What is offloaded is in host memory or on disk, of which the formu
 
 
 def show_memory(memory: Sequence[Memory], *, trained: int, devices: int, mixed: bool) -> None:
-    """Print bytes per device at every stage, measured beside expected."""
+    """Print bytes per device at every stage, measured and expected."""
     table = Table(
         title=f"Memory per device, devices: {devices} (measured | the paper's formula)",
         caption=f"kB of 1,000 bytes. Parameters and optimizer of stage {trained} were read off the live arrays, "
@@ -82,7 +82,7 @@ def show_memory(memory: Sequence[Memory], *, trained: int, devices: int, mixed: 
 
 
 def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
-    """Stack the measured bytes by part, one bar a stage, with a tick at the formula's total."""
+    """Stack the measured bytes by part, one bar per stage, with a tick at the formula's total."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     stages = range(len(memory))
     base = [0.0] * len(memory)
@@ -99,7 +99,7 @@ def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
 
 
 def draw_loss(train: dict[int, float], held_out: dict[int, float], path: Path) -> None:
-    """Draw bits per byte by step: every batch faintly, its running mean, and the held-out text."""
+    """Draw bits per byte by step: every batch (faint), the running mean, and the held-out text."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     steps, losses = list(train.keys()), list(train.values())
     axes.plot(steps, losses, color=COLORS["params"], alpha=0.25, linewidth=0.8)
@@ -112,7 +112,7 @@ def draw_loss(train: dict[int, float], held_out: dict[int, float], path: Path) -
 
 
 def running_mean(values: Sequence[float], keep: float = 0.95) -> list[float]:
-    """Smooth exponentially, corrected for starting from nothing."""
+    """Smooth exponentially, with a correction for the start at zero."""
     smooth, total = [], 0.0
     for i, value in enumerate(values, 1):
         total = keep * total + (1 - keep) * value

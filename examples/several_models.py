@@ -1,9 +1,9 @@
 """Several models in one program, each a short function: an average of weights, a teacher, a GAN, tied weights.
 
-    python examples/several_models.py             all four on stage 3, on all devices or 8 simulated ones
+    python examples/several_models.py             all four at stage 3, on all devices or 8 simulated ones
     python examples/several_models.py gan         one of them
 
-The models are two matrices each, so that what is said about sharding is all there is to read.
+Each model has only two matrices, so that little code is not about sharding.
 """
 
 import sys
@@ -32,7 +32,7 @@ def average(key: jax.Array) -> tuple[float, float]:
 
 
 def distill(key: jax.Array) -> tuple[float, float]:
-    """How far a student is from its teacher, before and after. The teacher's weights are sharded, and no more."""
+    """The distance of a student from its teacher, before and after. The teacher's weights are only sharded."""
     tx = zero(optax.adam(1e-2))
     teacher = tx.init_params(network(4, 3), key)
     teach = tx.eval_step(forward)
@@ -48,7 +48,7 @@ def distill(key: jax.Array) -> tuple[float, float]:
 
 
 def gan(key: jax.Array) -> tuple[float, float]:
-    """How far the mean of generated points is from that of real ones, before and after. One step has two states."""
+    """The distance between the means of generated and real points, before and after. One step has two states."""
     tx = zero(optax.adam(1e-2, b1=0.5))
     generate, judge = tx.eval_step(forward), tx.eval_step(forward)
 
@@ -74,12 +74,12 @@ def gan(key: jax.Array) -> tuple[float, float]:
     generator, critic = tx.create(tx.init_params(network(4, 2), key)), tx.create(tx.init_params(network(2, 1), key))
     before = distance(generator)
     for k in jax.random.split(key, STEPS):
-        generator, critic = jax.block_until_ready(step(generator, critic, k))  # simulated devices take one at a time
+        generator, critic = jax.block_until_ready(step(generator, critic, k))  # simulated devices run one at a time
     return before, distance(generator)
 
 
 def tied(key: jax.Array) -> tuple[float, float]:
-    """What a network loses that writes with the transpose of the matrix it reads with, before and after."""
+    """The loss of a network that decodes with the transpose of its encoder's matrix, before and after."""
     tx = zero(optax.adam(1e-2))
 
     def loss(params, x):

@@ -1,6 +1,6 @@
-"""Real text that every machine has: the source of Python's own standard library, as bytes.
+"""Load real text that every machine has: the source of Python's standard library, as bytes.
 
-Files are held out whole, so that the held-out loss is never about a file the model has seen.
+Whole files are held out, so that the model has seen no part of a held-out file.
 """
 
 import sysconfig
@@ -11,12 +11,12 @@ import numpy as np
 
 HOLD_OUT_EVERY = 16
 MAX_BYTES = 16 * 2**20
-# Tests and tables repeat themselves, and what pip installs differs between machines.
+# Tests and tables repeat themselves, and installed packages differ between machines.
 SKIPPED = {"encodings", "dist-packages", "pydoc_data", "site-packages", "test", "tests"}
 
 
 class Corpus(NamedTuple):
-    """Bytes to learn from, and bytes of other files to be judged on."""
+    """Bytes to train on, and bytes of other files to evaluate on."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -35,7 +35,7 @@ def part(documents: list[bytes]) -> Corpus:
 
 
 def standard_library() -> list[bytes]:
-    """Every source file of the standard library, in the order of their paths."""
+    """Read every source file of the standard library, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts))
     return [p.read_bytes() for p in paths]

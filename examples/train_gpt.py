@@ -5,19 +5,19 @@
     python examples/train_gpt.py --precision bf16          compute in bfloat16, master weights in float32
     python examples/train_gpt.py --batch 64 --accumulate 4 each device's rows in four microbatches
     python examples/train_gpt.py --tensor-parallel 2       heads and features over 2 of the devices, ZeRO over the rest
-    python examples/train_gpt.py --gather int8 --reduce int4  parameters and gradients travel quantised
-    python examples/train_gpt.py --offload host            optimizer state in host memory; or disk
-    python examples/train_gpt.py --data book.txt           text of your own
+    python examples/train_gpt.py --gather int8 --reduce int4  sends parameters and gradients quantised
+    python examples/train_gpt.py --offload host            optimizer state in host memory (or: disk)
+    python examples/train_gpt.py --data book.txt           your own text
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
     zerojax plan examples/train_gpt.py --topology h200:8 -- --width 4096 --layers 32 --batch 64
 
-The model learns the source of Python's standard library and is judged on files it has not
-seen, in bits per byte. At the end a table shows what each device holds at every stage, beside
-what the paper's formula says, two pictures appear in the folder `--out`, and the model writes
-a few lines itself; `python examples/generate.py` has it write more.
+The model learns the source of Python's standard library, and is evaluated on held-out files, in
+bits per byte. At the end a table compares the bytes per device at every stage with the paper's
+formula, two pictures are written to the folder `--out`, and the model generates a few lines.
+`python examples/generate.py` generates more.
 
-Checkpoints go to `--out` too. Stop it with Ctrl-C and start it again: it goes on where it was,
-also at another stage or on another number of devices. `--fresh` begins anew.
+Checkpoints are written to `--out` too. Stop the run with Ctrl-C, and the same command continues it,
+also at another stage or on another number of devices. `--fresh` starts again.
 """
 
 import argparse
@@ -98,37 +98,37 @@ def main() -> None:
 
 
 def make_step() -> tuple:
-    """What `zerojax plan` takes: the step, and the shapes of its state and its batch. Nothing is trained."""
+    """Return what `zerojax plan` needs: the step, and the shapes of its state and batch. Nothing is trained."""
     args = options()
     tx = transformation(
         args, mesh_of(args.devices, args.tensor_parallel), args.stage
-    )  # first: it sets how many devices are simulated
+    )  # first, because it sets the number of simulated devices
     model, init = model_of(args)
     batch = jax.ShapeDtypeStruct((args.batch, args.seq + 1), jnp.int32)
     return tx.train_step(next_byte_loss(model), accumulate=args.accumulate), tx.create(jax.eval_shape(init)), batch
 
 
 def model_of(args: argparse.Namespace) -> tuple[GPT, Callable]:
-    """The model, and what makes its parameters."""
+    """Return the model, and the function that makes its parameters."""
     model = GPT(args.width, args.layers, args.heads, axis="model" if args.tensor_parallel > 1 else None)
     return model, functools.partial(model.init, jax.random.key(args.seed), jnp.zeros((1, args.seq), jnp.int32))
 
 
 def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
-    """The optimizer, of optax alone."""
+    """Return the optimizer, which is plain optax."""
     rate = schedule(args.lr, args.steps)
-    if args.optimizer == "muon":  # updates of one size, whatever a matrix's shape: Adam's rate and decay fit
+    if args.optimizer == "muon":  # Updates have one size for all shapes, so that Adam's rate and decay fit.
         options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": muon_matrices}
         return optax.contrib.muon(rate, adam_b2=0.95, weight_decay=0.1, adam_weight_decay=0.1, **options)
     return optax.adamw(rate, b2=0.95, weight_decay=0.1)
 
 
 def transformation(args: argparse.Namespace, mesh: jax.sharding.Mesh, stage: Literal[0, 1, 2, 3]) -> ZeroTransformation:
-    """The optimizer at a stage; stage 0 has nothing to offload."""
+    """Return the sharded optimizer of a stage. Stage 0 has nothing to offload."""
     offload = None
     if args.offload and stage:
         offload = Offload(optimizer=args.offload, path=args.out / "state" if args.offload == "disk" else None)
-    gather = args.gather if stage == 3 else None  # what the table compares with has no more than its stage can carry
+    gather = args.gather if stage == 3 else None  # the table covers every stage, and only stage 3 gathers
     wire = Wire(gather, args.reduce) if gather or (args.reduce and stage) else None
     precision = PRECISIONS[args.precision]()
     return zero_shard(optimizer_of(args), stage=stage, mesh=mesh, precision=precision, offload=offload, wire=wire)
@@ -142,7 +142,7 @@ class Curve(NamedTuple):
 
 
 def resume(state: ZeroState, checkpoints: Checkpointer) -> tuple[ZeroState, Curve, int]:
-    """The state to go on from, the curve so far, and the steps done."""
+    """Return the state to continue from, the curve so far, and the number of steps done."""
     if checkpoints.latest() is None:
         return state, Curve({}, {}), 0
     try:
@@ -168,9 +168,9 @@ def train(
     start: int = 0,
     saves: Checkpointer | None = None,
 ) -> tuple[ZeroState, Curve]:
-    """Take steps, judging the model on held-out text before, after and a few times on the way.
+    """Take steps, and evaluate the model on held-out text before, after and a few times in between.
 
-    With `saves`, Ctrl-C or SIGTERM ends it after the step under way, which is saved.
+    With `saves`, Ctrl-C or SIGTERM ends training after the current step, which is saved.
     """
     step = tx.train_step(loss, accumulate=args.accumulate)
     held_out_loss = tx.eval_step(loss)
@@ -204,14 +204,14 @@ def train(
 
 
 def written(tx: ZeroTransformation, model: GPT, state: ZeroState, prompt: str, count: int, **options) -> str:
-    """The prompt, and `count` bytes that the model lets follow."""
+    """Return the prompt and `count` bytes that the model generates after it."""
     given = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)[None]
     drawn = generator(tx, model, count, **options)(state.params, given, jax.random.key(0))
     return prompt + bytes(np.asarray(drawn, np.uint8)).decode(errors="replace")
 
 
 def mesh_of(count: int | None, tensor_parallel: int = 1) -> jax.sharding.Mesh:
-    """The first `count` devices, some on an axis "model": GPUs where there are any, else simulated on the CPU."""
+    """Make a mesh of the first `count` devices, with an axis "model": GPUs if there are any, or simulated ones."""
     jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
     devices = jax.devices()[:count]
     if count is not None and len(devices) < count:
@@ -234,40 +234,38 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """Read the options of a run, and those that `parser` has already."""
+    """Read the options of a run, and the options that `parser` already has."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = parser or argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
     parser.add_argument(
-        "--devices", type=positive, help=f"how many (default: all GPUs, or {SIMULATED_DEVICES} simulated)"
+        "--devices", type=positive, help=f"number of devices (default: all GPUs, or {SIMULATED_DEVICES} simulated)"
     )
     parser.add_argument("--steps", type=positive, default=800, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch", type=positive, default=16, help="windows a step, over all devices (default: %(default)s)"
+        "--batch", type=positive, default=16, help="windows per step, over all devices (default: %(default)s)"
     )
+    parser.add_argument("--accumulate", type=positive, default=1, help="microbatches per step (default: %(default)s)")
     parser.add_argument(
-        "--accumulate", type=positive, default=1, help="microbatches a device and step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--precision", default="fp32", choices=PRECISIONS, help="the type to compute in (default: %(default)s)"
+        "--precision", default="fp32", choices=PRECISIONS, help="type to compute in (default: %(default)s)"
     )
     for name, of in (("--gather", "stage 3: parameters"), ("--reduce", "gradients")):
-        parser.add_argument(name, choices=FORMATS, help=f"format in which {of} travel (default: as they are)")
+        parser.add_argument(name, choices=FORMATS, help=f"format in which {of} are sent (default: exact)")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="(default: %(default)s)")
-    parser.add_argument("--offload", choices=("host", "disk"), help="where optimizer state waits (default: the device)")
+    parser.add_argument("--offload", choices=("host", "disk"), help="where optimizer state is (default: the device)")
     parser.add_argument(
         "--tensor-parallel",
         type=positive,
         default=1,
         metavar="DEVICES",
-        help="that share heads and features (default: %(default)s)",
+        help="devices that share heads and features (default: %(default)s)",
     )
-    parser.add_argument("--seq", type=positive, default=128, help="bytes a window (default: %(default)s)")
+    parser.add_argument("--seq", type=positive, default=128, help="bytes per window (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
     parser.add_argument("--layers", type=positive, default=4, help="(default: %(default)s)")
     parser.add_argument("--heads", type=positive, default=4, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters and data (default: %(default)s)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="text to learn (default: the standard library)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs"), help="folder for checkpoints and pictures (default: %(default)s)"
@@ -275,7 +273,7 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
     parser.add_argument(
         "--save-every", type=positive, default=100, metavar="STEPS", help="between checkpoints (default: %(default)s)"
     )
-    parser.add_argument("--fresh", action="store_true", help="remove the checkpoints in --out and begin anew")
+    parser.add_argument("--fresh", action="store_true", help="remove the checkpoints in --out and start again")
     args = parser.parse_args()
     if args.offload and not args.stage:
         parser.error("--offload needs --stage 1, 2 or 3: stage 0 divides nothing")

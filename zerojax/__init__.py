@@ -6,6 +6,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from zerojax import checkpoint, data, deepspeed, offload, plot
+    from zerojax.budget.remat import Remat, remat
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
     from zerojax.gather import block, tiled
@@ -30,6 +31,7 @@ if _TYPE_CHECKING:
 # Each name is imported when it is first used: the command line needs no JAX to show its help, training no
 # compiled programs, and neither needs checkpoints.
 _MODULES = {
+    "budget.remat": "Remat remat",
     "config": "DynamicScale Offload Precision Wire",
     "deepspeed": "from_deepspeed",
     "gather": "block tiled",
@@ -65,6 +67,7 @@ __all__ = [
     "Padded",
     "Plan",
     "Precision",
+    "Remat",
     "Report",
     "Rows",
     "Same",
@@ -88,6 +91,7 @@ __all__ = [
     "offload",
     "plan",
     "plot",
+    "remat",
     "report",
     "tiled",
     "value_and_grad_from_state",

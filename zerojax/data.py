@@ -86,7 +86,9 @@ class ShardedBatches:
         """
         while len(self._ahead) <= self._prefetch and self._error is None:
             try:
-                self._read()
+                placed = self._placement.place(next(self._source))
+                if placed is not None:
+                    self._ahead.append((placed, self._source_position()))
             except Exception as error:
                 self._error = error
         if not self._ahead and self._error is not None:
@@ -94,12 +96,6 @@ class ShardedBatches:
             raise error
         batch, self._position = self._ahead.popleft()
         return batch
-
-    def _read(self) -> None:
-        """Read one batch of the loader, and place it unless it is left out."""
-        batch = self._placement.place(next(self._source))
-        if batch is not None:
-            self._ahead.append((batch, self._source_position()))
 
     def get_state(self) -> Any:
         """Return the loader's state after the batch that was returned last, not after the batches placed ahead.
@@ -189,11 +185,7 @@ def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
 
 
 def as_array(path: tuple, x: Any) -> Any:
-    """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type.
-
-    Raises:
-        TypeError: If the leaf has neither `__array__` nor DLPack, or a type without numbers.
-    """
+    """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type."""
     if isinstance(x, jax.Array):
         return x
     try:

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax import compat, jaxprs
+from zerojax.budget.linen import remat
 from zerojax.train.arguments import has_rows
 from zerojax.train.aux import Same
 from zerojax.zero import ZeroTransformation
 
 TAG = "zerojax"
 
-__all__ = ["init_module", "shard_module", "value_and_grad"]
+__all__ = ["init_module", "remat", "shard_module", "value_and_grad"]
 
 
 def __dir__() -> list[str]:
@@ -131,7 +132,11 @@ def value_and_grad(
         if at is None:
             batch = {name: x for name, x in keywords.items() if has_rows(x)}
             keywords = {name: x for name, x in keywords.items() if name not in batch}
-            check_given(batch)
+            if not batch:
+                raise ValueError(
+                    "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are "
+                    "divided over the devices as an argument that contains only arrays."
+                )
         else:
             batch, arrays[at] = arrays[at], None
         with nnx.update_context(TAG):
@@ -238,25 +243,12 @@ def batch_index(nodes: Sequence) -> int | None:
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
 
 
-def check_given(batch: Mapping) -> None:
-    """Raise a ValueError if no keyword argument has rows either."""
-    if not batch:
-        raise ValueError(
-            "The loss was called without a batch: every argument has NNX objects in it. Pass the rows that are divided "
-            "over the devices as an argument that contains only arrays."
-        )
-
-
 def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:
     """Return the paths of the variables to which a loss assigns another value, and of those that it creates.
 
     Transforms such as `nnx.jit` and `nnx.remat` write back every variable of their arguments, as new arrays. So if an
-    array is a new object, the program of the loss decides whether its value is the old one, passed through.
-
-    Args:
-        call: Maps the variables before the loss to the variables after it. It is traced again only if necessary.
-        old: The variables before the loss.
-        new: The variables after the loss.
+    array is a new object, the program of the loss decides whether its value is the old one, passed through. `call` maps
+    the `old` variables to the `new` ones. It is traced again only if necessary.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}

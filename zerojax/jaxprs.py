@@ -3,7 +3,7 @@
 Every evaluation of a jaxpr in this library gives a rule to `evaluate`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -87,12 +87,8 @@ def as_jax_values(consts: Sequence) -> list:
 def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
     """Compute the result of an equation with NumPy, as an analysis needs the values of indices.
 
-    Args:
-        eqn: The equation.
-        values: The operands as NumPy arrays, None for an operand that is not known.
-
-    Returns:
-        None if an operand is not known, or if the equation is of a kind that indices are not computed with.
+    `values` has None for an operand that is not known. Return None if there is one, or if the equation is of a kind
+    that indices are not computed with.
     """
     compute = _ON_NUMPY.get(eqn.primitive.name)
     if compute is None or any(value is None for value in values):
@@ -143,6 +139,14 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
             if not compat.is_literal(atom):
                 uses.setdefault(atom, []).append((eqn, index))
     return uses, frozenset(variables_in(jaxpr.outvars))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, each followed by those of the jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in compat.inner_jaxprs(eqn):
+            yield from equations(inner)
 
 
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:

@@ -15,7 +15,7 @@ from zerojax.inspect.report import name_of
 from zerojax.inspect.timeline import Timeline, merge_short, simulate
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.padded import Padded, is_padded
-from zerojax.planning.estimate_table import PARTS, Estimate
+from zerojax.planning.estimate import PARTS, Estimate
 from zerojax.units import byte_unit, format_bytes
 
 if TYPE_CHECKING:

@@ -1,5 +1,8 @@
 """Bytes and seconds as text: three digits and a unit."""
 
+import math
+import re
+
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -21,3 +24,34 @@ def format_seconds(seconds: float) -> str:
     """Return a time as `4.05 ms`."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
     return f"{seconds / size:.3g} {unit}"
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kKMGT]?)(i?)B?\s*")
+
+
+def parse_bytes(argument: str, given: float | str) -> int:
+    """Return the bytes of `72e9`, `"72 GB"` or `"1 GiB"`.
+
+    Args:
+        argument: The argument's name, for errors.
+        given: A number of bytes, or a number with a unit: B, kB, MB, GB, TB (powers of 1,000), KiB, MiB, GiB, TiB
+            (powers of 1,024).
+
+    Raises:
+        TypeError: If it is neither a number nor text.
+        ValueError: If the text is no size, or the number is negative or not finite.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
+        raise TypeError(f'{argument} is a number of bytes or a size such as "1 GiB", not {given!r}.')
+    if isinstance(given, str):
+        found = _SIZE.fullmatch(given)
+        power = " kMGT".index(found[2].replace("K", "k") or " ") if found else 0
+        count = float(found[1]) * (1024 if found[3] else 1000) ** power if found else math.nan
+    else:
+        count = given
+    if not 0 <= count < math.inf:
+        raise ValueError(
+            f"{argument}={given!r} is no size. Give a number of bytes, or a number with a unit, such as "
+            f'"500 MB", "1 GiB" or "72 GB".'
+        )
+    return int(count)

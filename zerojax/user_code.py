@@ -17,15 +17,12 @@ import jax
 import optax
 
 from zerojax.config import Offload, Precision
+from zerojax.planning.estimate import has_init, model_shapes
 
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8
 MAKE_STEP = "make_step"
 PRESETS = ("fp32", "bf16", "fp16")  # of `Precision`
-
-
-class InitError(ValueError):
-    """A module whose `init` fails; the message says what to give."""
 
 
 def load_object(text: str) -> Any:
@@ -93,21 +90,14 @@ def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
     """Call a function of the user's. Any error becomes a `ValueError` that begins with `what` and `how`."""
     try:
         return make()
-    except InitError:
-        raise
     except Exception as error:
         raise ValueError(f"{what} {how}: {type(error).__name__}: {error}") from error
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Call a function in a file that returns a step, its state, a batch and further arguments.
+    """Call a function in a file, such as `"train.py"` or `"train.py:make_step"`, that returns a step and its arguments.
 
-    Args:
-        text: `"train.py"` or `"train.py:make_step"`. The default name is `MAKE_STEP`.
-        options: Becomes `sys.argv[1:]` while the file runs.
-
-    Raises:
-        ValueError: If there is no such file or name, or the function fails, exits, or returns something else.
+    While the file runs, `options` are `sys.argv[1:]`.
     """
     path, name = split_reference(text)
     before = sys.argv
@@ -126,76 +116,33 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
 
 
 def load_model(text: str) -> Any:
-    """Return a number of parameters, a model, or the shapes of the parameters that a function returns.
+    """Return a number, such as `"7.5e9"`, or the shapes or the model of a file, such as `"model.py:make_model"`.
 
     A function that returns parameters or an NNX module is traced, not run. A function that returns a Linen module and
-    the inputs of its `init` is run. A module, or a tree of arrays, is returned as it is.
-
-    Args:
-        text: `"7.5e9"` or `"model.py:make_model"`.
-
-    Raises:
-        ValueError: If the text is neither, or the model cannot be traced.
+    the inputs of its `init` is run, and `init` is traced. Another module, or a tree of arrays, is returned as it is.
     """
     with contextlib.suppress(ValueError):
         return float(text)
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is no number of parameters, such as 7.5e9, and no FILE.py:NAME.")
     found = load_object(text)
-    path, _ = split_reference(text)
-    with running(path):
-        if is_linen(found):
-            return init_shapes(found, text)
-        is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but a tree
-        nnx = sys.modules.get("flax.nnx")
-        if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
-            return found
-        return call(lambda: trace_params(found, text), text, "cannot be traced")
+    with running(split_reference(text)[0]):
+        return call(lambda: shapes_of(found), text, "cannot be traced")
 
 
-def trace_params(make: Callable[[], Any], text: str) -> Any:
-    """Return the shapes of the parameters that a function returns. If it returns no arrays, return its result."""
+def shapes_of(found: Any) -> Any:
+    """Return the shapes of a Linen module, with its inputs, or of a function's result. Return a tree unchanged."""
+    module, *inputs = found if isinstance(found, tuple) and found and not has_init(found) else (found,)
+    if has_init(module):
+        return model_shapes(module, inputs)
+    is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but a tree
+    nnx = sys.modules.get("flax.nnx")
+    if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
+        return found
     try:
-        return jax.eval_shape(make)
+        return jax.eval_shape(found)
     except TypeError:  # the function returns no tree of arrays
-        made = make()
-        return init_shapes(made, text) if is_linen(made) else made
-
-
-def is_linen(made: Any) -> bool:
-    """Return whether an object is a Linen module, or a tuple of a Linen module and the inputs of its `init`."""
-    return has_init(made) or bool(isinstance(made, tuple) and made and has_init(made[0]))
-
-
-def has_init(model: Any) -> bool:
-    """Return whether an object has an `init` that takes a key, as a Linen module or its class has."""
-    linen = sys.modules.get("flax.linen")
-    if isinstance(model, type):
-        return linen is not None and issubclass(model, linen.Module)
-    return callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None))
-
-
-def init_shapes(made: Any, text: str) -> Any:
-    """Return the shapes of the parameters of a module, or of a tuple of a module and the inputs of its `init`.
-
-    Raises:
-        InitError: If `init` fails, for example because it needs inputs, or because the module is a class.
-    """
-    given = made if isinstance(made, tuple) and not has_init(made) else (made,)
-    module: Any = given[0]
-    inputs = given[1:]
-    name = module.__name__ if isinstance(module, type) else type(module).__name__
-    try:
-        if isinstance(module, type):
-            raise TypeError(f"{name} is a class")
-        return jax.eval_shape(module.init, jax.random.key(0), *inputs)
-    except Exception as error:
-        number = f"with {len(inputs)} input{'s' * (len(inputs) != 1)}"
-        raise InitError(
-            f"{text}: {name} cannot be initialised {number}: {type(error).__name__}: {error}. The parameters of a Flax "
-            f"module depend on the inputs of its init. Give a function that returns an instance and the inputs, such "
-            f"as def make_model(): return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
-        ) from error
+        return shapes_of(found())
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:

@@ -1,14 +1,14 @@
-"""Start a program on several processes of this machine, and again with one fewer when one of them dies.
+"""Start a program on several processes of this machine, and restart it on fewer if a process is killed.
 
     python examples/launch/local.py --processes 2 --devices 4
     python examples/launch/local.py --processes 4 --devices 2 -- --stage 1 --steps 50
 
-What follows `--` is for the program, `train.py` beside this file unless `--program` names another. A process that was
-killed takes its devices with it, as a host does that fails: the others are ended, and the run starts again on one
-process fewer, from its last checkpoint. Any other end of a process with an error restarts it on as many.
+Arguments after `--` are passed to the program, which is `train.py` in this folder unless `--program` names another. A
+killed process stands for a host that fails: the other processes are ended, and the run restarts from its last
+checkpoint on one process fewer. If a process ends with any other error, the run restarts on as many processes.
 
-SIGTERM, SIGHUP and Ctrl-C are passed on, and nothing is started again. Whatever ends this launcher ends its processes:
-where it is killed itself, Linux' kernel kills them.
+SIGTERM, SIGHUP and Ctrl-C are passed on, and end the run. The processes end with this launcher: if it is killed, the
+Linux kernel kills them.
 """
 
 import argparse
@@ -98,8 +98,8 @@ def end(processes: list[subprocess.Popen], grace: float) -> None:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--devices", type=int, default=4, help="simulated, of each (default: %(default)s)")
-    parser.add_argument("--restarts", type=int, default=10, help="how often to try again (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=4, help="simulated devices per process (default: %(default)s)")
+    parser.add_argument("--restarts", type=int, default=10, help="number of restarts (default: %(default)s)")
     parser.add_argument("--grace", type=float, default=10, help="seconds for the others to end (default: %(default)s)")
     parser.add_argument("--program", type=Path, default=Path(__file__).parent / "train.py", help="(default: train.py)")
     parser.add_argument("rest", nargs="*", help="options of the program, after --")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Slurm: one process a host, which takes all its GPUs. JAX reads from Slurm who takes part.
+# Slurm: one process per host, which uses all of its GPUs. JAX asks Slurm which processes take part.
 #
 #     sbatch examples/launch/slurm.sh [options of train.py]
 #
-# SIGTERM, a minute before the time is over or another job takes the hosts, has the run save and end; it is put back
-# into the queue, and goes on where it was. A step that hangs ends its process with status 75, and all others with it.
+# SIGTERM comes a minute before the time is over or another job takes the hosts. The run then saves and ends, goes back
+# into the queue, and continues later. A step that hangs ends its process with status 75, and all others with it.
 #SBATCH --job-name=zerojax
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -17,7 +17,7 @@
 
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
-# --kill-on-bad-exit: a process that fails takes the others along, which would wait for it.
+# --kill-on-bad-exit: a process that fails ends the others, which would wait for it forever.
 srun --kill-on-bad-exit=1 python examples/launch/train.py --out "runs/${SLURM_JOB_ID:-launch}" "$@"
 status=$?
 if [ "$status" -ne 0 ] && [ -n "${SLURM_JOB_ID:-}" ]; then

@@ -1,14 +1,14 @@
-"""Train a small GPT on as many processes as a launcher starts, and go on after any of them died.
+"""Train a small GPT on any number of processes, and continue after one of them died.
 
     python examples/launch/local.py --processes 2 --devices 4      here, on simulated devices
-    sbatch examples/launch/slurm.sh                                Slurm: one process a host
+    sbatch examples/launch/slurm.sh                                Slurm: one process per host
     kubectl apply -f examples/launch/jobset.yaml                   Kubernetes, with JobSet
     mpirun -n 2 python examples/launch/train.py                    Open MPI
 
-JAX finds out from Slurm, Open MPI and Kubernetes who takes part; `local.py` says it in the environment. Every process
-runs this same program on the same data, of which each keeps its own rows. The run goes on from the last checkpoint,
-on whatever number of devices there is; the batch, its rows and their order stay the same. A step that hangs, since a
-process is gone, ends this process after `--timeout` seconds, so that the launcher starts the run again.
+JAX asks Slurm, Open MPI or Kubernetes which processes take part; `local.py` says so in the environment. Every process
+runs this program on the same data, and keeps its own rows. The run continues from the last checkpoint on any number of
+devices, with the same batches in the same order. If a step hangs because a process is gone, this process ends after
+`--timeout` seconds, so that the launcher restarts the run.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, on_preemption
 from zerojax.data import shard_batches
 
-AGAIN = 75  # the exit status that asks for another try; that of a step which hangs, too
+AGAIN = 75  # exit status that asks the launcher to restart; a step that hangs ends with it too
 
 
 def main() -> int:
@@ -85,12 +85,16 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="windows a step, of all processes (default: %(default)s)")
-    parser.add_argument("--seq", type=int, default=32, help="bytes a window (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="windows per step, over all processes (default: %(default)s)"
+    )
+    parser.add_argument("--seq", type=int, default=32, help="bytes per window (default: %(default)s)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="text to learn (default: the standard library)")
-    parser.add_argument("--out", type=Path, default=Path("runs/launch"), help="checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/launch"), help="folder for checkpoints (default: %(default)s)"
+    )
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS", help="(default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds of a step (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600, help="limit of a step, in seconds (default: %(default)s)")
     return parser.parse_args()
 
 

@@ -308,5 +308,5 @@ def test_an_estimate_refuses_what_it_cannot_lay_out():
         estimate(awkward_params(), devices=8, params_axis="gpu")
     with pytest.raises(ValueError, match="Unknown topology 'h200:x'"):
         estimate(awkward_params(), devices="h200:x")
-    with pytest.raises(TypeError, match="give the transformation that zero_shard wraps"):
+    with pytest.raises(TypeError, match="Give the transformation that zero_shard wraps"):
         estimate(awkward_params(), tx=zero())

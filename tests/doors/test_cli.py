@@ -133,7 +133,7 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (("nowhere.py:f",), "There is no file nowhere.py"),
         (("{models}:absent",), "does not define absent; it defines Wide, own, params, linen"),
         (("{models}:broken",), "cannot be traced: TypeError"),
-        (("{models}:dense",), "Give a function that returns an instance and the inputs"),
+        (("{models}:dense",), "give a function that returns an instance and the inputs"),
         (("{models}:bare",), "return Wide(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)"),
         (("{models}:Wide",), "Wide is a class"),
         (("{models}:leaving",), "models.py cannot be used: it exits with 3"),

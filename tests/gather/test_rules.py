@@ -27,7 +27,7 @@ def program_of(loss, *weights, x=X):
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
     _, tree = jax.tree.flatten(list(weights))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x]).program
+    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x])[0]
 
 
 def under(program, rule):
@@ -181,3 +181,13 @@ def test_without_a_rule_its_case_fails(name, monkeypatch):
     monkeypatch.setattr("zerojax.gather.rules.RULES", tuple(rule for rule in RULES if rule.name != name))
     with pytest.raises((AssertionError, ValueError)):
         CASES[name][0]()
+
+
+def test_an_equation_without_results_may_read_a_parameter():
+    """It is a use, such as a callback that prints a weight."""
+
+    def loss(w, x):
+        jax.debug.callback(lambda w: None, w)
+        return jnp.sum(x @ w)
+
+    assert under(program_of(loss, W), "use") == ["debug_callback", "dot_general"]

@@ -20,7 +20,7 @@ FLOORS = [
     {"dims"},
     {"comm"},
     {"offload"},
-    {"placement"},
+    {"placement", "budget"},
     {"gather"},
     {"optim"},
     {"streaming"},

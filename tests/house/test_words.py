@@ -18,12 +18,13 @@ VERBS = set(
     Abandon Accumulate Add All-gather Analyse Append Apply Average Begin Block Bring Build Call Cast Check Choose
     Close Combine Compare Compile Complete Compute Constrain Convert Copy Count Create Cut Decide Delay Describe
     Differentiate Digest Divide Do Draw Drop Encode End Enter Estimate Evaluate Exchange Explain Fetch Find Finish
-    Flatten Flush Fold Follow Forget Free Gather Give Go Group Hand Hash Import Index Initialise Interpret Iterate
-    Join Keep Lay Let List Load Lock Lower Make Map Mark Match Measure Merge Move Multiply Name Open Order Pack
-    Pad Parse Partition Pickle Pin Place Plan Prepare Print Process Publish Pull Put Raise Read Rebuild Receive Record
-    Reduce Reduce-scatter Refuse Register Remember Remove Rename Repeat Replace Replicate Resolve Restore Restrict
-    Return Rewrite Run Say Send Separate Set Shard Share Slice Slide Sort Split Stack Stall Start Stop Store Sum Take
-    Tell Tile Time Trace Train Transpose Undo Unlock Update Wait Warn Watch Wrap Write Yield
+    Flatten Flush Fold Follow Forbid Forget Free Gather Give Go Group Hand Hash Import Index Initialise Interpret
+    Iterate Join Keep Lay Let Lift List Load Lock Lower Make Map Mark Match Measure Merge Move Multiply Name Open Order
+    Pack Pad Parse Partition Pickle Pin Place Plan Prepare Print Process Publish Pull Put Raise Read Rebuild
+    Receive Record Reduce Reduce-scatter Refuse Register Rematerialise Remember Remove Rename Repeat Replace
+    Replicate Resolve Restore Restrict Return Rewrite Run Say Send Separate Set Shard Share Slice Slide Sort Split
+    Stack Stall Start Stop Store Sum Take Tell Tile Time Trace Train Transpose Undo Unlock Update Wait Warn Watch
+    Wrap Write Yield
     """.split()
 )
 # What to say instead: everything else; does not, must not; are sent; per worker; per parameter; instead; forever.

@@ -15,10 +15,8 @@ from zerojax.config import Config
 from zerojax.gpus import topology
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, abstract_mesh, installed
-from zerojax.planning import candidates
 from zerojax.planning import plan as planner
-from zerojax.planning.candidates import COST_RESOLUTION, PEAK_MARGIN, SearchSpace
-from zerojax.planning.fit import search
+from zerojax.planning.fit import COST_RESOLUTION, HOST_LINKS, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -130,7 +128,7 @@ def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
     saved = 2 * moments / device.bandwidth
     for stage in (1, 2, 3):
         offloaded = seconds[stage, "host"] - seconds[stage, "device"]
-        assert offloaded == pytest.approx(moments / candidates.HOST_LINKS["h200"] - saved)
+        assert offloaded == pytest.approx(moments / HOST_LINKS["h200"] - saved)
 
 
 def test_shards_stay_within_hosts_where_the_network_is_slow_and_memory_is_there():
@@ -177,7 +175,7 @@ def test_doubling_ends_when_nothing_is_gained_or_nothing_fits():
     assert rows(row_bytes=1000 * MB) == {8, 16, 32, 64}  # of eight rows on a device nothing fits
     gains = rows(row_bytes=1, row_seconds=1, fixed_seconds=0)
     assert gains == {8, 16}
-    assert max(rows(row_bytes=1, row_seconds=0)) == 8 * candidates.MOST_ROWS
+    assert max(rows(row_bytes=1, row_seconds=0)) == 8 * MOST_ROWS
 
 
 def test_the_fewest_devices_are_found():

@@ -24,8 +24,8 @@ from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import peak_bytes
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
+from zerojax.planning.compiled_plan import STATE_PARTS, StepFacts, read_plan
 from zerojax.planning.largest_batch import largest_that_fits, next_round
-from zerojax.planning.read_plan import STATE_PARTS, StepFacts, read_plan
 
 ROOT = pathlib.Path(__file__).parents[2]
 WIDTH, DEPTH = 256, 3

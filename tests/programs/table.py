@@ -57,7 +57,7 @@ def rendered(rows):
     for kind in dict.fromkeys(program.kind for program in TABLE.values()):
         lines += ["", f"**{kind}**", "", HEADER, *(rows[n] for n, program in TABLE.items() if program.kind == kind)]
     reasons = [f"- `{name}`: {program.shared}." for name, program in TABLE.items() if program.shared]
-    lines += ["", "Plain jit exchanges activations in these, too, and as much is allowed:", "", *reasons]
+    lines += ["", "Plain jit exchanges activations in these programs too, so as much is allowed:", "", *reasons]
     excepted = [
         f"- `{name}`, {limit}, at most {allowed.most} times: {allowed.why}."
         for name, program in TABLE.items()

@@ -90,11 +90,7 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     """Begin to write arrays into an empty folder, and return a function that waits for this process's shards.
 
     The present values are written: they are copied to host memory before this returns. (On CPU, their buffers are kept
-    alive, so that later donations cannot reuse them.)
-
-    Args:
-        directory: The same folder on all processes.
-        arrays: The arrays by the name of their folder. None of them is empty.
+    alive, so that later donations cannot reuse them.) `arrays` has arrays with elements, by the name of their folder.
     """
     if not arrays:
         return lambda: None

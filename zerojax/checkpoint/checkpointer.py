@@ -269,10 +269,6 @@ class Checkpointer:
             self._lock.release()
             self._lock = None
 
-    def _after_fork(self) -> None:
-        """Forget the saves in a forked child, and replace the mutex, which another thread of the parent may hold."""
-        self._mutex, self._last_save, self._failed = threading.RLock(), None, []
-
     def __enter__(self) -> Checkpointer:
         """Return the object itself."""
         return self
@@ -316,10 +312,10 @@ class FailedStream:
 
 
 def after_fork() -> None:
-    """Forget all saves in a forked child: their threads exist only in the parent."""
+    """Forget all saves in a forked child: their threads exist only in the parent, and one may hold a mutex there."""
     OPEN.clear()
     for one in list(KNOWN):
-        one._after_fork()
+        one._mutex, one._last_save, one._failed = threading.RLock(), None, []
 
 
 def close_open() -> None:

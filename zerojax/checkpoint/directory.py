@@ -68,10 +68,7 @@ def clean(directory: Path) -> dict[str, str]:
     """Remove the folders of killed saves, and put back a checkpoint whose replacement was killed.
 
     The caller has the lock. A folder that another writer may be using stays nevertheless, because the lock file may
-    have been deleted, or be invisible to another host.
-
-    Returns:
-        `{name: outcome}` for each folder that a killed save left.
+    have been deleted, or be invisible to another host. Return the outcome for each folder, by name.
     """
     outcomes = {}
     for entry in sorted(directory.iterdir()):

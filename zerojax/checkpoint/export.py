@@ -75,10 +75,9 @@ def export(
             does not fit. The error lists everything that does not fit.
     """
     check_dtype(dtype)
-    leaves = leaves_of_state(state) if isinstance(state, ZeroState) else leaves_of_params(state)
     sources = [
         Source(path, tuple(leaf.shape), x.dtype, id(x), functools.partial(gather_to_host, x, leaf))
-        for path, x, leaf in leaves
+        for path, x, leaf in params_of(state)
     ]
     return write_sources(sources, path, mapping, dtype, tied, file_bytes)
 
@@ -151,16 +150,13 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
     return arrays.read_slice(folder, saved, (*index, *(slice(0, n) for n in shape)))
 
 
-def leaves_of_state(state: ZeroState) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Yield keys, stored array and layout of each parameter, or of its master weights."""
-    for one in state_leaves(state).values():
-        if one.path[0] == "params":
-            yield one.path[1:], one.array, one.leaf
-
-
-def leaves_of_params(params: PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Yield the same as `leaves_of_state`, for a tree of arrays or `Padded`."""
-    for path, x in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]:
+def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
+    """Yield keys, stored array and layout of each parameter of a tree, or of each master weight of a state."""
+    if isinstance(tree, ZeroState):
+        leaves = state_leaves(tree).values()
+        yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
+        return
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)[0]:
         stored, kind, dim = (x.storage, "sharded", x.dim) if is_padded(x) else (x, "replicated", None)
         yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 

@@ -49,11 +49,7 @@ def made_by(processes: int) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> Manifest | list[Damage]:
-    """Return the manifest of a checkpoint, or what is wrong with it.
-
-    Raises:
-        ValueError: If a later version of zerojax wrote it.
-    """
+    """Return a checkpoint's manifest, or its damage. Raise a `ValueError` if a later version of zerojax wrote it."""
     name = MANIFEST
     try:
         text = read_limited(directory, name, MANIFEST_BYTES)
@@ -109,10 +105,8 @@ def plain_file(directory: Path, name: str) -> Path:
     """Return the path of a file of a checkpoint, after checking that it is a plain file in the checkpoint's folder.
 
     A checkpoint may come from anyone. A path that leaves the folder, a device and a pipe are refused. So is a link
-    within the folder: with many links to one file, a small checkpoint could make large arrays.
-
-    Raises:
-        OSError: If the file does not exist, or is refused.
+    within the folder: with many links to one file, a small checkpoint could make large arrays. Every refusal is an
+    `OSError`, as for a file that does not exist.
     """
     path, root = (os.path.realpath(one) for one in (directory / name, directory))
     if not path.startswith(f"{root}{os.sep}"):

@@ -187,11 +187,7 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
 
 
 def together(name: str, sections: list[Section], count: int) -> list[Section]:
-    """Return the sections of one tensor, each with its start.
-
-    Raises:
-        ValueError: If there are not `count` sections, or they do not fit together.
-    """
+    """Return the sections of one tensor, each with its start. Raise a `ValueError` if they do not fit together."""
     if len(sections) != count:
         raise ValueError(f"{name!r} is for {count} parameters, and there are {len(sections)}")
     ways = {(one.pattern.left, one.pattern.divided) for one in sections}

@@ -32,11 +32,7 @@ class Match:
 
 
 def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
-    """Match saved leaves with the leaves of a state by name.
-
-    Raises:
-        ValueError: If the two differ and `partial` is false, naming the checkpoint (`where`), paths and both values.
-    """
+    """Match saved leaves with the leaves of a state by name. Unless `partial`, raise a `ValueError` if they differ."""
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
@@ -111,9 +107,6 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
     Two different transformations may have the same leaves, so `match` does not notice. Their programs are compared only
     if the versions of JAX and optax are the same, because other versions may write the same update in other operations.
     Checkpoints of early versions of zerojax have no description, and are accepted. So is any difference if `partial`.
-
-    Raises:
-        ValueError: If the types in the two optimizer states differ, naming both.
     """
     saved = manifest.transformation
     if saved is None or describe is None or partial:

@@ -141,11 +141,7 @@ class Files(contextlib.ExitStack):
         self._directory, self._files = directory, {}
 
     def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
-        """Read the storage of a leaf. `soundness.py` has checked that the pieces cover it.
-
-        Raises:
-            CheckpointError: If a piece cannot be read, or differs from what was written.
-        """
+        """Read the storage of a leaf, and verify it. `soundness.py` has checked that the pieces cover it."""
         storage = np.empty(storage_shape(pieces), dtype)
         for piece in pieces:
             where, size = f"{leaf} in {self._directory / piece.file}", math.prod(piece.shape) * dtype.itemsize

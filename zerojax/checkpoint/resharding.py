@@ -35,12 +35,8 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
     """Decide how to read a saved leaf, and which conversion remains, if any.
 
     Sharded and replicated storage differ only in padding, which reading adds and trims. A leaf is converted on the
-    devices if its type changes, or if exactly one of the two layouts is flat.
-
-    Args:
-        saved: The leaf as it was saved.
-        leaf: The wanted layout and type.
-        array: An array, or shape, with the wanted storage shape and sharding.
+    devices if its type changes, or if exactly one of the two layouts is flat. `array` is an array, or a shape, with the
+    wanted storage shape and sharding.
     """
     shape = tuple(array.shape)
     if saved.key is not None:

@@ -22,23 +22,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+# The name of each type in a file.
+NAMES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+NAMES |= {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+NAMES |= {f"float{bits}": f"F{bits}" for bits in (16, 32, 64)}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"  # the header's key for metadata; all other keys are names of tensors
@@ -163,11 +150,7 @@ class Files:
         return self._headers[self.tied.get(name, name)]
 
     def map(self, name: str) -> np.ndarray:
-        """Map a tensor into memory while it, or a view of it, is referenced. Only elements that are used are read.
-
-        Raises:
-            ValueError: If the file has become shorter since its header was read.
-        """
+        """Map a tensor into memory while it, or a view of it, is referenced. Only elements that are used are read."""
         one = self.header(name)
         dtype = jnp.dtype(DTYPES[one.dtype])
         if not one.bytes:

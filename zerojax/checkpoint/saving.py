@@ -44,13 +44,7 @@ UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
 
 
 class Save:
-    """A save that is under way or done.
-
-    Attributes:
-        step: The step that is saved.
-        error: Why the save failed; None if it succeeded or is still under way.
-        thread: The thread that writes, digests and commits.
-    """
+    """A save that is under way or done. `error` says why it failed, and is None otherwise."""
 
     def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
         """Prepare a save of `step` into `root`, for the processes of a `Checkpointer` and its `keep`."""
@@ -213,11 +207,7 @@ def is_small(one: StateLeaf) -> bool:
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
-    """Return the records of a state's leaves. Each large leaf gets a folder; small and empty leaves get none.
-
-    Raises:
-        CheckpointError: If no file can hold the type of a leaf.
-    """
+    """Return the records of a state's leaves. Each large leaf gets a folder; small and empty leaves get none."""
     taken: set[str] = set()
     saved = []
     for one in leaves.values():

@@ -45,11 +45,7 @@ class StateLeaf:
 
 
 def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
-    """Return the logical leaves of a state by name, in a fixed order of its fields.
-
-    Raises:
-        TypeError: If a leaf is no array, naming it.
-    """
+    """Return the logical leaves of a state by name, in a fixed order of its fields."""
     require_arrays(state)
     plan = state.plan
     opt_state, masters = split_masters(state)
@@ -80,12 +76,10 @@ def require_arrays(state: ZeroState) -> None:
 
 
 def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
-    """Return the state that has these leaves. This undoes `state_leaves`.
+    """Return the state with the layout of `like` that has these leaves. This undoes `state_leaves`.
 
-    Args:
-        like: Gives the structure and the layout of the state; live arrays, or shapes.
-        arrays: An array in storage shape for each leaf of `like`, by name. Where a parameter has master weights, its
-            array has them, and the narrow parameter is made from it.
+    `arrays` has an array in storage shape for each leaf of `like`, by name. For a parameter with master weights, it has
+    the master weights, and the narrow parameter is made from them.
     """
     layout, (inner, masters) = like.plan.layout, split_masters(like)
 

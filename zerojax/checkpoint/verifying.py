@@ -87,11 +87,7 @@ def existing_step(root: Path, step: int | None) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Return the manifest of a checkpoint after verifying its files. Each process reads its share of them.
-
-    Raises:
-        DamagedError: If files differ from what was written, naming the first.
-    """
+    """Return the manifest of a checkpoint, or raise a `DamagedError`. Each process verifies its share of the files."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)
     index, count = (0, 1) if processes is None else (processes.index, processes.count)
@@ -114,10 +110,9 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 
 @contextlib.contextmanager
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
-    """Enter a context that reads a verified checkpoint, which another run may remove or replace meanwhile.
+    """Enter a context that reads a verified checkpoint. Raise a `ReplacedError` if another run has replaced it.
 
-    Raises:
-        ReplacedError: If that happened. Without this check, zarr would read a file that vanished as zeros.
+    Without this check, zarr would read a file that vanished as zeros.
     """
     try:
         yield

@@ -83,16 +83,8 @@ class Collectives(abc.ABC):
         """Return the shape of a shard."""
 
     @abc.abstractmethod
-    def psum(self, tree: PyTree) -> PyTree:
-        """Return the sum over the workers' losses."""
-
-    @abc.abstractmethod
-    def pmean(self, tree: PyTree) -> PyTree:
-        """Return the mean over the workers' losses."""
-
-    @abc.abstractmethod
-    def pmax(self, tree: PyTree) -> PyTree:
-        """Return the elementwise maximum over the workers' losses."""
+    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
+        """Reduce a tree over the workers' losses. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
 
     @abc.abstractmethod
     def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
@@ -271,17 +263,9 @@ class ManualCollectives(Collectives):
 
         return [one(*pair) for pair in zip(shards, leaves, strict=True)]
 
-    def psum(self, tree: PyTree) -> PyTree:
-        """Return the sum over all data-parallel workers."""
-        return lax.psum(tree, self.axes)
-
-    def pmean(self, tree: PyTree) -> PyTree:
-        """Return the mean over all data-parallel workers."""
-        return lax.pmean(tree, self.axes)
-
-    def pmax(self, tree: PyTree) -> PyTree:
-        """Return the elementwise maximum over all data-parallel workers."""
-        return lax.pmax(tree, self.axes)
+    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
+        """Reduce a tree over all data-parallel workers; see `Collectives`."""
+        return reduce(tree, self.axes)
 
     def _by_bucket(
         self,

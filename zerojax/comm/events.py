@@ -6,8 +6,6 @@ process publishes its calls through JAX's coordination service. If a call does n
 processes. No device takes part. A process that ends says why before, so that the others can say why they end, too.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import dataclasses
@@ -107,11 +105,9 @@ class Events:
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh | None = None) -> Iterator[Call]:
-        """Count a call, and watch the `result` that the caller sets.
+        """Count a call, and watch the `result` that the caller sets. Every process gives the same name.
 
-        Args:
-            name: The name of the call, the same on every process.
-            mesh: The mesh on which the call computes. If a process has no devices there, the call is not counted.
+        If a process has no devices of the mesh on which the call computes, the call is not counted.
         """
         counts = jax.process_count() > 1 if mesh is None else is_of_all(mesh)
         call = self.begin(name, watched=True) if counts else Call(-1, name)
@@ -283,12 +279,9 @@ class Events:
 
 
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
-    """Tell the other processes that this process ends.
+    """Tell the other processes that this process ends, and why. A status of 0 means that there is no error.
 
-    Args:
-        status: The exit status. 0: there is no error.
-        text: Why the process ends.
-        leaves: Whether the process ends at once, so that the others must not wait for it in JAX's shutdown.
+    `leaves` says whether the process ends at once, so that the others must not wait for it in JAX's shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
     coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)

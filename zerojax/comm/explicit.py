@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["spec"])
 @dataclasses.dataclass(frozen=True)
 class Typed:
-    """A leaf on the Auto mesh, with the sharding that its type names on the caller's mesh.
-
-    Attributes:
-        value: An array.
-        spec: The sharding.
-    """
+    """A leaf on the Auto mesh, with the sharding that its type names on the caller's mesh."""
 
     value: Any
     spec: PartitionSpec

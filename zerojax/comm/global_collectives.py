@@ -42,8 +42,7 @@ class GlobalCollectives(Collectives):
     - reduced within each group of devices that holds all shards: one partial sum per group, `(groups, *storage)`;
     - reduced: `(*storage)`.
 
-    Attributes:
-        mesh: A mesh with Auto axes.
+    The mesh has Auto axes.
     """
 
     mesh: Mesh = dataclasses.field(kw_only=True)
@@ -192,16 +191,8 @@ class GlobalCollectives(Collectives):
             return barriers.zero_after([])
         return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
-    def psum(self, tree: PyTree) -> PyTree:
-        """Return the tree unchanged: a value computed from all rows is already a global sum."""
-        return tree
-
-    def pmean(self, tree: PyTree) -> PyTree:
-        """Return the tree unchanged: a value computed from all rows is already a global mean."""
-        return tree
-
-    def pmax(self, tree: PyTree) -> PyTree:
-        """Return the tree unchanged: a value computed from all rows is already a global maximum."""
+    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
+        """Return the tree unchanged: a value computed from all rows is already a global sum, mean or maximum."""
         return tree
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:

@@ -9,8 +9,6 @@ A loss in device view may contain checks of the user. `mapped` takes their error
 first one that fails on any device behind it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -36,10 +36,7 @@ EXCHANGE = "zerojax_all_to_all["  # in the name of an operation that takes matri
 class Owners:
     """The devices of some mesh axes, as owners.
 
-    Attributes:
-        mesh: The mesh.
-        axes: The axes along which owners differ.
-        within: The axes along which the devices of one owner differ. They come after `axes`.
+    Owners differ along `axes`, and the devices of one owner along `within`. In the mesh, `within` come after `axes`.
     """
 
     mesh: Mesh

@@ -11,8 +11,6 @@ move. It has to be the dim that holds the rows of the batch, which `zerojax.dims
 compiler reduces all other sums: those over other dims, and those over dims that are not known.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
@@ -53,11 +51,7 @@ _JOINTLY = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class PartialSum:
-    """A value that is the sum of one array per worker.
-
-    Attributes:
-        rows: `(workers, *shape)`, divided on dim 0.
-    """
+    """A value that is the sum of one array per worker. `rows` is `(workers, *shape)`, divided on dim 0."""
 
     rows: jax.Array
 
@@ -71,8 +65,7 @@ class PartialSum:
 class Divided:
     """Where the operands of an equation that sums over rows hold these rows, which are divided over the workers.
 
-    Attributes:
-        places: The place of the rows in each operand. None: every worker has the operand in full.
+    The place of an operand is None if every worker has the operand in full.
     """
 
     places: tuple[Place | None, ...]

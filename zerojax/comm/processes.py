@@ -4,8 +4,6 @@ No device takes part, so a thread can do it while the main thread trains. A proc
 for has died.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json
@@ -27,13 +25,7 @@ SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
 class Processes:
-    """All processes of the run.
-
-    Attributes:
-        index: The number of this process. Process 0 does work that is done once.
-        count: The number of processes.
-        timeout: How long to wait for the others, in seconds.
-    """
+    """All processes of the run, and the index of this process. It waits for the others for `timeout` seconds."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
         """Prepare messages about one purpose, or about a counted call."""

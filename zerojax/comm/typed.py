@@ -11,7 +11,7 @@ tracing on the Auto mesh gives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,12 +40,9 @@ def typed_mesh(mesh: Mesh) -> AbstractMesh:
 
 @dataclasses.dataclass(frozen=True)
 class TypedFunction:
-    """A function of arrays that was traced on a mesh with Explicit axes.
+    """The closed jaxpr of a function of arrays that was traced on a mesh with Explicit axes.
 
-    Attributes:
-        mesh: The mesh of the trace.
-        closed: The function's closed jaxpr.
-        axes: The mesh axes that divide the rows of the batch.
+    `axes` are the mesh axes that divide the rows of the batch.
     """
 
     mesh: AbstractMesh
@@ -56,17 +53,10 @@ class TypedFunction:
     def trace(
         cls, fn: Callable, mesh: AbstractMesh, values: Sequence[Array], specs: Sequence[PartitionSpec], axes: Sequence
     ) -> tuple[TypedFunction, Any]:
-        """Trace a function on a mesh with Explicit axes.
+        """Trace a function on a mesh, and return the traced function and the tree of the shapes of its results.
 
-        Args:
-            fn: A function of arrays.
-            mesh: The mesh. It may have Manual axes.
-            values: The arguments, on any mesh: only their shapes and types are read.
-            specs: The sharding of each argument.
-            axes: The mesh axes that divide the rows of the batch.
-
-        Returns:
-            The traced function, and the tree of the shapes that it returns.
+        The mesh has Explicit axes, and may have Manual axes. The arguments `values` may be on any mesh, because only
+        their shapes and types are read. `specs` are their shardings.
         """
         avals = [_typed(jax.typeof(x), mesh, tuple(spec)) for x, spec in zip(values, specs, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):
@@ -81,7 +71,7 @@ class TypedFunction:
     def __call__(self, *values: Array) -> list[Array]:
         """Evaluate the function on the mesh of the context: its axes are Auto, or Manual as in the trace."""
         jaxpr, consts = compat.opened(self.closed)
-        constrains = any(map(_names_sharding, _equations(jaxpr)))
+        constrains = any(map(_names_sharding, jaxprs.equations(jaxpr)))
         evaluation = _Evaluation(self.mesh, self.axes, constrains, {})
         return evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
@@ -130,12 +120,8 @@ class _Evaluation:
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
         """Constrain a value to be sharded as its type says, over those axes that are Auto on the mesh of the context.
 
-        Args:
-            x: The value. None: it is dropped.
-            aval: Its type.
-            others: The entries of a sharding constraint, which names axes that are Auto on the caller's mesh too. None:
-                there is no such constraint.
-            replicates: Whether a type that names no axis becomes a constraint, too.
+        `others` are the entries of a sharding constraint, which may name axes that are Auto on the caller's mesh, too.
+        With `replicates`, a type that names no axis becomes a constraint, too. A dropped value is None.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if x is None or not mesh.auto_axes or mesh.size == 1:
@@ -227,10 +213,7 @@ _RULES = {
 class _DerivativeRule:
     """The derivative of an equation of a function with its own derivatives, traced on the caller's mesh.
 
-    Attributes:
-        evaluation: The evaluation that the equation belongs to.
-        eqn: The equation. Its first operands are the values that the function closes over.
-        consts: These values.
+    `consts` has the first operands of the equation: the values that the function closes over.
     """
 
     evaluation: _Evaluation
@@ -367,11 +350,3 @@ def _names_sharding(eqn: Any) -> bool:
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
     return any(isinstance(sharding, NamedSharding) and bool(axes_of(_divided(sharding.spec))) for sharding in named)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Return the equations of a jaxpr and of the jaxprs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in compat.inner_jaxprs(eqn):
-            yield from _equations(inner)

@@ -15,12 +15,7 @@ from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """A `PartitionSpec` for all leaves of a batch, or a tree of specs, as a hashable record.
-
-    Attributes:
-        specs: The leaves of the tree, in order.
-        structure: The structure of the tree.
-    """
+    """A `PartitionSpec` for all leaves of a batch, or a tree of specs, as a hashable record of leaves and structure."""
 
     specs: tuple[PartitionSpec, ...]
     structure: Any

@@ -31,15 +31,7 @@ BUCKET_BYTES = 128 << 20
 
 @dataclasses.dataclass(frozen=True)
 class MeshRecord:
-    """The parts of a mesh that can be pickled.
-
-    Attributes:
-        shape: The devices along each axis.
-        axis_names: The names of the axes.
-        axis_types: Whether each axis is Auto or Explicit.
-        platform: The platform of the devices, such as `"gpu"`.
-        device_ids: The ids of the devices, in the mesh's order.
-    """
+    """The parts of a mesh that can be pickled. `device_ids` are in the order of the mesh."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]

@@ -45,15 +45,11 @@ class DataMesh:
         shard_axes: tuple[str, ...] = (),
         params_axes: tuple[str, ...] = (),
     ) -> DataMesh:
-        """Return the preset of a ZeRO stage.
+        """Return the preset of a ZeRO stage. `axes` divide the rows of the batch; `sizes` has every axis of the mesh.
 
-        Args:
-            sizes: Name and size of every axis of the mesh.
-            axes: Axes that divide the rows of the batch.
-            stage: ZeRO stage, 0 to 3.
-            shard_axes: The axes over which the stage shards; empty: all. Everything is replicated over the others.
-            params_axes: The axes over which parameters are sharded; empty: all. The other axes divide these shards
-                further, for gradients and optimizer state.
+        The stage shards over `shard_axes` (empty: over all of `axes`). Everything is replicated over the other axes.
+        Parameters are sharded over `params_axes` (empty: as everything else). The remaining axes divide these
+        shards further, for gradients and optimizer state.
         """
         inner = shard_axes or axes
         inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))

@@ -12,12 +12,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LeafMask:
-    """A mask of leaves as a predicate.
+    """A mask of leaves, given to an option of `zero_shard`, as a predicate.
 
-    Attributes:
-        known: The paths of all leaves of the mask.
-        meant: The paths of the leaves that are True.
-        option: The option of `zero_shard` that was given the mask.
+    `known` has the paths of all leaves of the mask, and `meant` the paths of the leaves that are True.
     """
 
     known: frozenset[str]

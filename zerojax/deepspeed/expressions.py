@@ -42,12 +42,7 @@ def call(function: str, *args: Any, **kwargs: Any) -> Code:
 
 
 def user_expression(text: str) -> Code:
-    """Check that the user's text is one Python expression, and return it in the form that `ast` prints.
-
-    Raises:
-        TypeError: If `text` is not a string.
-        ValueError: If `text` is not a single Python expression.
-    """
+    """Check that the user's text is one Python expression, and return it in the form that `ast` prints."""
     if not isinstance(text, str):
         raise TypeError(
             f'optimizer= is Python as a string, such as "optax.adamw(3e-4)", not a {type(text).__name__}. Give '
@@ -72,11 +67,7 @@ def defined(source: str) -> dict[str, Any]:
 
 
 def _evaluate(tree: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return the value of a tree of names, calls, literals and arithmetic.
-
-    Raises:
-        ValueError: If the tree has an unknown name, or a node of another kind, such as a lambda.
-    """
+    """Return the value of a tree of names, calls, literals and arithmetic. Refuse any other node, such as a lambda."""
     value = lambda node: _evaluate(node, names)
     match tree:
         case ast.Constant(value=constant):

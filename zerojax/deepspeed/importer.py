@@ -111,11 +111,7 @@ def from_deepspeed(
 
 
 def key_of(path: str) -> Key:
-    """Return what becomes of the key at a path.
-
-    Raises:
-        ValueError: If DeepSpeed has no such key, naming the nearest.
-    """
+    """Return what becomes of the key at a path. Raise a `ValueError` if DeepSpeed has no such key."""
     check_key(path)
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
@@ -127,11 +123,7 @@ def key_of(path: str) -> Key:
 
 
 def _checked(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each key by path, in the type that its rule gives it.
-
-    Raises:
-        ValueError: If a key is unknown, `"auto"` or refused, or does not take its value.
-    """
+    """Return the value of each key by path, in the type that its rule gives it."""
     check_tree(config)
     values = dict(_flattened(config))
     for path, value in auto.items():
@@ -155,11 +147,7 @@ def _checked(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, An
 
 
 def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value with its path. The object of an open key stays whole.
-
-    Raises:
-        ValueError: If a key has a dot or another odd character, or a part of the file is no object.
-    """
+    """Yield each value with its path. The object of an open key stays whole."""
     for part, value in tree.items():
         path = f"{prefix}{part}"
         check_key(path)
@@ -176,11 +164,7 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
-    """Return the arguments that the keys contribute, by function.
-
-    Raises:
-        ValueError: If two keys contribute different values to one argument.
-    """
+    """Return the arguments that the keys contribute, by function."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     givers: dict[str, str] = {}
     for path, value in values.items():
@@ -199,11 +183,7 @@ def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
 
 
 def _options(given: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of `zero_shard` from those of each function.
-
-    Raises:
-        ValueError: If arguments do not go together.
-    """
+    """Return the arguments of `zero_shard`, given the arguments of each function."""
     options = {"stage": 0, **given["zero_shard"]}
     if {"params_axis", "shard_axis"} <= options.keys():
         raise ValueError("zero_hpz_partition_size and mics_shard_size divide parameters in two ways. Give one.")

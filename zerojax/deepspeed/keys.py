@@ -19,30 +19,23 @@ from zerojax.deepspeed.schema import ANY, BLOCK, TEXT, TRUTH, TRUTH_OR_NULL, Rul
 class Key:
     """What becomes of one key.
 
-    Attributes:
-        fate: `"mapped"` to something here. `"not needed"`: training is the same without the key. `"not there"`: the key
-            has no counterpart, and is ignored. `"refused"`: training would differ, so asking for it is an error.
-        how: What the key is mapped to, or why it is not mapped.
-        rule: Which values the key takes.
-        gives: Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. None contributes none.
-        open: Whether the key's object is kept whole, so that its entries are not read.
+    A `"mapped"` key has a counterpart here. `"not needed"`: training is the same without the key. `"not there"`: the
+    key has no counterpart, and is ignored. `"refused"`: training would differ, so asking for it is an error.
     """
 
     fate: Literal["mapped", "not needed", "not there", "refused"]
-    how: str
-    rule: Rule = ANY
+    how: str  # the counterpart, or why there is none
+    rule: Rule = ANY  # which values the key takes
+    # Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. None contributes none.
     gives: Callable[[Any], Mapping[str, Any]] = lambda value: {}
-    open: bool = False
+    open: bool = False  # whether the key's object is kept whole, so that its entries are not read
 
 
 def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how: str = "") -> Key:
-    """Map a key to one argument.
+    """Map a key to one argument, such as `"Wire.gather"`.
 
-    Args:
-        name: The argument, such as `"Wire.gather"`.
-        rule: Which values the key takes.
-        values: The argument for each value of the key; any other value contributes nothing. None: the value itself.
-        how: What the page says; by default the name and the only value, such as `Wire(gather="int8")`.
+    `values` has the argument for each value of the key, and other values contribute nothing. None: the value itself.
+    The default of `how` is the name and the only value, such as `Wire(gather="int8")`.
     """
     gives = lambda value: {name: value if values is None else values.get(value)}
     only = repr(*values.values()).replace("'", '"') if values and len(values) == 1 else ""

@@ -58,11 +58,7 @@ SCHEDULES: Mapping[str, tuple[str, Mapping[str, tuple[Rule, Any, str | None]]]] 
 
 
 def optimizer_code(values: Mapping[str, Any]) -> Code:
-    """Return the file's optimizer, with its schedule, as Python.
-
-    Raises:
-        ValueError: If the file has no optimizer, or an optimizer, a schedule or an argument has no counterpart.
-    """
+    """Return the file's optimizer, with its schedule, as Python. Refuse whatever has no counterpart."""
     kind = values.get("optimizer.type")
     if kind is None:
         raise ValueError(f"The configuration names no optimizer, so the script must have made it. {GIVE}")

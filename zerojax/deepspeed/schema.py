@@ -19,26 +19,15 @@ KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which values a key takes.
+    """Which values a key takes."""
 
-    Attributes:
-        what: The values, in words.
-        takes: Whether the key takes a value.
-        convert: Converts a value to the type that is used.
-        null: Whether null means that the key is not given.
-    """
-
-    what: str
-    takes: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value
-    null: bool = False
+    what: str  # the values, in words
+    takes: Callable[[Any], bool]  # whether the key takes a value
+    convert: Callable[[Any], Any] = lambda value: value  # to the type that is used
+    null: bool = False  # whether null means that the key is not given
 
     def check(self, path: str, value: Any) -> Any:
-        """Return the value in the type that is used.
-
-        Raises:
-            ValueError: If the key does not take the value, naming both.
-        """
+        """Return the value in the type that is used. Raise a `ValueError` if the key does not take the value."""
         if value is None and self.null:
             return None
         if not self.takes(value):
@@ -106,11 +95,7 @@ def shown(value: Any) -> str:
 
 
 def read_json(path: str | os.PathLike) -> Any:
-    """Read a file of JSON.
-
-    Raises:
-        ValueError: If the file is not JSON, an object in it has a key twice, or a number is not finite.
-    """
+    """Read a file of JSON. Refuse an object that has a key twice, and numbers that are not finite."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

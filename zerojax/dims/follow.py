@@ -4,8 +4,6 @@ The engine and `comm.partial_sums` follow the rows of a batch with one `Follower
 dim of a stack of matrices with the same rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

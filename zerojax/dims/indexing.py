@@ -1,7 +1,5 @@
 """The table of rules, third part: slices, gathers and scatters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

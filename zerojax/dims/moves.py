@@ -4,15 +4,15 @@ A rule gets the equation, the states of its operands, and the context. It return
 with one state per result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
 from zerojax.jaxprs import ELEMENTWISE
 
-PlaceRule = Callable[[Any, Sequence[State], Context], "State | list[State]"]
+PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
 
 # Each element of the result is at the place of the operands' elements that it is computed from. These four kinds join
 # the arithmetic: random numbers from counters, names, notes for the compiler, and `pvary`.
@@ -62,15 +62,13 @@ def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `reshape`, also with the dims in another order; see `reshaped`."""
     state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
     if order is not None:
-        order = list(map(int, order))
-        state, old = moved(state, [order.index(dim) for dim in range(len(order))]), [old[dim] for dim in order]
+        state, old = moved(state, np.argsort(order).tolist()), [old[dim] for dim in order]
     return reshaped(state, old, eqn.outvars[0].aval.shape, context.count)
 
 
 def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Follow `transpose`."""
-    order = list(map(int, eqn.params["permutation"]))
-    return moved(states[0], [order.index(dim) for dim in range(len(order))])
+    return moved(states[0], np.argsort(eqn.params["permutation"]).tolist())
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
@@ -212,18 +210,14 @@ IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     """Return the state of an operand with the places that it must have for the result to have its own.
 
-    Args:
-        eqn: An equation of `IMPLIES`.
-        state: The state of its result.
-        atom: The operand.
-        given: The state of the operand, which has no place.
+    `eqn` is an equation of `IMPLIES`, `state` is the state of its result, and `given` is that of the operand `atom`,
+    which has no place.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
     if name == "broadcast_in_dim":
         to = [int(dim) for dim in eqn.params["broadcast_dimensions"]]
     elif name == "transpose":
-        order = list(map(int, eqn.params["permutation"]))
-        to = [order.index(dim) for dim in range(len(order))]
+        to = np.argsort(eqn.params["permutation"]).tolist()
     elif name in ("squeeze", "reduce_sum"):
         to = without(eqn.params["axes" if name == "reduce_sum" else "dimensions"], len(old))
     else:

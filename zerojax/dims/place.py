@@ -74,12 +74,7 @@ UNKNOWN: State = None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a rule may ask for.
-
-    Attributes:
-        count: The number of entries that are followed.
-        made: The equation that computes a variable, for those computed so far.
-    """
+    """What a rule may ask for: the number of entries that are followed, and the equation that made a variable."""
 
     count: int
     made: Mapping[Any, Any]
@@ -119,12 +114,10 @@ def joined(a: State, b: State) -> State:
 
 
 def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:
-    """Say where each dim goes.
+    """Return the state of a result, given the state of its operand.
 
-    Args:
-        state: The state of the operand.
-        to: For each dim of the operand, the dim of the result; None: it is summed or squeezed away.
-        added: Dims of the result along which it is uniform.
+    `to` has, for each dim of the operand, the dim of the result, or None if it is summed or squeezed away. The result
+    is uniform along the `added` dims.
     """
     if state is None or (not state.places and not state.uniform and not added):
         return state

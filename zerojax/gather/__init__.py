@@ -21,8 +21,7 @@ Inside a segment:
 
 Loops:
     loop            the operands of a scan over layers, and the gathers of one iteration
-    scan            a scan over layers, as a segment
-    scan_forward    its forward pass
+    scan            a scan over layers, as a segment, and its forward pass
     scan_backward   its backward pass: a pipeline of four stages
     nested          a loop over microbatches, each iteration of which runs a program
 

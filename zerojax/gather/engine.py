@@ -5,12 +5,12 @@ and returns the program as a differentiable function (`run.as_function`).
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, Follower, State, at
 from zerojax.gather.planner import BLOCK_NAME, planned
@@ -85,22 +85,6 @@ def gather_on_use(
     return wrapped
 
 
-class TracedLoss(NamedTuple):
-    """A loss as a program.
-
-    Attributes:
-        program: The program. Its arguments are the parameters, then `arrays`, then `consts`.
-        arrays: The arrays among the further arguments of the loss.
-        consts: Arrays that the loss closes over.
-        structure: The tree structure of its results.
-    """
-
-    program: Program
-    arrays: list
-    consts: list
-    structure: Any
-
-
 def trace_loss(
     fn: Callable,
     tree: Any,
@@ -109,27 +93,28 @@ def trace_loss(
     args: Sequence,
     of_rows: Collection[int] = (),
     follower: Follower | None = None,
-) -> TracedLoss:
+) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
     The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` follows
     the rows of the batch from the arguments `of_rows` through the program.
+
+    Returns:
+        The program, the arrays among `args`, the arrays that the loss closes over, and the structure of its results.
+        The arguments of the program are the parameters, followed by both lists of arrays.
     """
     arrays, put_back = split_arrays(args)
     given = [NOWHERE] * len(full) + row_states(args, of_rows, follower)
-
-    def on_leaves(full, arrays):
-        return fn(tree.unflatten(full), *put_back(arrays))
-
+    on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
     program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves], given, follower)
-    return TracedLoss(program, arrays, consts, jax.tree.structure(shape))
+    return program, arrays, consts, jax.tree.structure(shape)
 
 
 def check_types(jaxpr: Any) -> None:
     """Raise a TypeError if the loss makes a value of a type that the user defines with `jax.experimental.hijax`."""
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.equations(jaxpr):
         for var in eqn.outvars:
             if not hasattr(var.aval, "dtype") and not compat.is_ref(var) and compat.is_high(var):
                 raise TypeError(
@@ -137,8 +122,6 @@ def check_types(jaxpr: Any) -> None:
                     "the sizes of its arrays, and a value of a type of jax.experimental.hijax has no size. "
                     "Compute with arrays there, or use stage 2."
                 )
-        for inner in compat.inner_jaxprs(eqn):
-            check_types(inner)
 
 
 def block(fn: Callable) -> Callable:

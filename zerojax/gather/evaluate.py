@@ -24,12 +24,7 @@ LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A gathered parameter in the type to which its uses cast it.
-
-    Attributes:
-        value: The array, already cast.
-        dtype: The type that the jaxpr expects.
-    """
+    """A gathered parameter in the type to which its uses cast it, where the jaxpr expects `dtype`."""
 
     value: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})

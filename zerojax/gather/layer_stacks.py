@@ -227,6 +227,7 @@ def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
     Each has one value per row of the loop's stacks, in the order of the rows. A reversed loop reads the last row first.
     """
     made = {var: inner for inner in body.eqns for var in inner.outvars}
+    is_one = lambda atom: compat.is_literal(atom) and np.shape(atom.val) == () and atom.val == 1
     step, counters = np.arange(loop.length), {}
     for k in range(loop.consts, len(body.invars)):
         var, start = body.invars[k], eqn.invars[k]
@@ -235,13 +236,9 @@ def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
                 counters[var] = known[start]
         elif compat.is_literal(start) and np.shape(start.val) == () and np.dtype(var.aval.dtype).kind in "iu":
             adds = made.get(body.outvars[k - loop.consts])
-            if adds is not None and adds.primitive.name == "add" and adds.invars[0] is var and _is_one(adds.invars[1]):
+            if adds is not None and adds.primitive.name == "add" and adds.invars[0] is var and is_one(adds.invars[1]):
                 counters[var] = np.asarray(start.val) + (step[::-1] if loop.reverse else step)
     return counters
-
-
-def _is_one(atom) -> bool:
-    return compat.is_literal(atom) and np.shape(atom.val) == () and atom.val == 1
 
 
 def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:

@@ -112,11 +112,7 @@ class Loop:
 class LayerGathers:
     """The gathers of every iteration of one pass.
 
-    Attributes:
-        loop: The loop.
-        options: How to gather.
-        shards: For each stack, its shard.
-        used: Indices of the stacks that this pass gathers.
+    `shards` has the shard of each stack of the loop. `used` has the indices of the stacks that this pass gathers.
     """
 
     loop: Loop

@@ -15,7 +15,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.dims import UNKNOWN
-from zerojax.gather.residuals import NestedResiduals, Static
+from zerojax.gather.residuals import Static
 from zerojax.gather.run import as_function
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Program, Segment
@@ -71,8 +71,8 @@ class NestedSegment(Segment):
         """Return no variables: the backward pass reads none again."""
         return []
 
-    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, NestedResiduals | None]:
-        """Run the forward pass; see `Segment`."""
+    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, tuple[Callable, Static] | None]:
+        """Run the forward pass; see `Segment`. The residuals are JAX's backward function, and which values it takes."""
         _, others = self.take_inputs(gathers, ahead=False)
         # A shard in host memory is copied to the device before the loop: the loop sums its gradient there.
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
@@ -89,17 +89,18 @@ class NestedSegment(Segment):
             return [results[i] for i in outputs], results
 
         _, pull, results = jax.vjp(run, [env[v] for v in inputs], has_aux=True)
-        return results, NestedResiduals(pull, Static((outputs, inputs)))
+        return results, (pull, Static((outputs, inputs)))
 
-    def backward(self, residuals: NestedResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+    def backward(self, residuals: tuple[Callable, Static], gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
-        outputs, inputs = residuals.active.value
+        pull, active = residuals
+        outputs, inputs = active.value
         cotangents = self.cotangents(outputs, grads)
         if cotangents is None:
             return
         _, (cotangents, due) = gathers.take(cotangents, grads.due, rows=[UNKNOWN] * len(cotangents), ahead=False)
         grads.settle(due)
-        (to_inputs,) = residuals.pull(cotangents)
+        (to_inputs,) = pull(cotangents)
         grads.add_others(inputs, gathers.finish(to_inputs))
 
     def _loop(self, program: Callable, env: Mapping) -> list:

@@ -113,10 +113,9 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """Plan the body of a loop over microbatches, or return None if the loop's parameters are better gathered before it.
+    """Plan the body of a loop over microbatches, and return its program and its constants.
 
-    Returns:
-        The program of the body, and its constants.
+    Return None if the loop's parameters are better gathered before the loop.
     """
     constants = set(jaxprs.variables_in(eqn.invars[: loop.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)

@@ -1,11 +1,10 @@
 """Records that go from a segment's forward pass to its backward pass, and the stand-in for a parameter.
 
-`segments`, `scan_forward` and `nested` make residuals, and `run` keeps them between the passes. They are pytrees,
-because JAX carries them as the residuals of the whole program.
+Segments make residuals, and `run` keeps them between the passes. They are pytrees, because JAX carries them as the
+residuals of the whole program.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,20 +34,6 @@ class StandIn:
 
     value: Any
     zeros: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NestedResiduals:
-    """Residuals of a loop that runs a program of its own in each iteration.
-
-    Attributes:
-        pull: Maps cotangents of the active results to cotangents of the active inputs.
-        active: The indices of the results, and the variables of the inputs, that have cotangents.
-    """
-
-    pull: Callable
-    active: Static
 
 
 @jax.tree_util.register_dataclass

@@ -33,13 +33,9 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 
 
 class Site(NamedTuple):
-    """An equation, and which of its operands depend on parameters alone.
+    """An equation, its index in the function, and the variables that it reads.
 
-    Attributes:
-        index: The index of the equation in the function.
-        eqn: The equation.
-        reads: The variables that it reads.
-        touched: The variables among them that are parameters, slices of their shards, or computed from these alone.
+    `touched` has those of them that are parameters, slices of their shards, or computed from these alone.
     """
 
     index: int
@@ -135,7 +131,10 @@ class Decisions:
 
     def is_masked(self, site: Site) -> bool:
         """Return whether a weight is combined elementwise with another value (a mask), for a single reader."""
-        eqn, (var, *_) = site.eqn, site.eqn.outvars
+        eqn = site.eqn
+        if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.ndim < 2:
+            return False
+        (var,) = eqn.outvars
         readers = self._uses.get(var, ())
         may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in _CONTROL
 
@@ -145,8 +144,7 @@ class Decisions:
             made = self.repeated.get(atom)
             return atom in self.params or (made is not None and made.primitive.name != "broadcast_in_dim")
 
-        is_elementwise = eqn.primitive.name in WEIGHT_ARITHMETIC and var.aval.ndim > 1
-        return may_move and is_elementwise and any(map(is_weight, eqn.invars))
+        return may_move and any(map(is_weight, eqn.invars))
 
     def repeat(self, site: Site, _) -> None:
         """Compute the equation in every segment that reads its result."""
@@ -250,9 +248,7 @@ RULES = (
 def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     """Return whether an equation reads parameters alone and may be repeated in each segment that needs it.
 
-    Args:
-        eqn: The equation.
-        of_params: For each operand, whether it is computed from parameters alone.
+    `of_params` says for each operand whether it is computed from parameters alone.
     """
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):

@@ -20,15 +20,9 @@ from zerojax.offload.host import to_device
 
 
 def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
-    """Return the program as a function with a backward pass.
+    """Return the program as a function `run(*arguments, *zeros)` with a backward pass.
 
-    Args:
-        program: The program.
-        options: How to gather.
-        zeros: The zeros of stand-ins, by the index of the argument that they stand in for.
-
-    Returns:
-        `run(*arguments, *zeros)`, which returns the program's results.
+    `zeros` has the zeros of stand-ins, by the index of the argument that they stand in for.
     """
     count = len(program.invars)
 
@@ -76,6 +70,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
     last_read |= dict.fromkeys(jaxprs.variables_in(program.outs), len(program.segments))
     ends = _ends(program)
+    is_offloaded = lambda x: compat.in_host_memory(jax.typeof(x))
     for index, segment in enumerate(program.segments):
         moving = live.intersection(segment.sources)
         live.update(segment.live_results(moving))
@@ -88,7 +83,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
             results, new = _tied(results, [segment.results.index(v) for v in ends[index]], new, lambda _: True)
         if residuals and residuals[-1] is not None:
             # Otherwise XLA delays the copy of offloaded residuals to the host, and their memory is not freed.
-            results, residuals[-1] = _tied(results, range(len(results)), residuals[-1], _is_offloaded)
+            results, residuals[-1] = _tied(results, range(len(results)), residuals[-1], is_offloaded)
         env.update(zip(segment.results, results, strict=True))
         reached = segment.results if segment.params else [*gathers.frontier, *segment.after(gathers.frontier)]
         gathers.frontier = [v for v in reached if last_read.get(v, 0) > index]
@@ -112,10 +107,6 @@ def _ends(program: Program) -> list[list]:
         ends.append([v for v in segment.results if v not in needed])
         needed.update(segment.others if segment.params else segment.behind(needed))
     return ends[::-1]
-
-
-def _is_offloaded(x: jax.Array) -> bool:
-    return compat.in_host_memory(jax.typeof(x))
 
 
 def _tied(

@@ -1,25 +1,111 @@
-"""A scan over layers: stacked parameters stay sharded until the iteration that uses them.
+"""A scan over layers, and its forward pass: stacked parameters stay sharded until the iteration that uses them.
 
 The rule "loop over layers" makes this segment. Each pass carries the gathered parameters of one iteration while it
 gathers those of the next iteration, so that the gather hides behind the iteration. Plain autodiff would keep that
-carry, which means every layer, as residuals. So the two passes are loops of our own (`scan_forward`, `scan_backward`),
-and each iteration writes its residuals in place into stacks. The backward loop reduce-scatters the gradients of one
+carry, which means every layer, as residuals. So the two passes are loops of our own, and each iteration writes its
+results and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the gradients of one
 iteration while it computes the next one.
 
-The first and last iterations gather or reduce less than the others. They are peeled, so that no layer is moved twice.
-The alternative, a clamped index, would gather one layer twice in each pass.
+The last iteration has nothing to gather. It is peeled: it runs after the loop, where the next segment's gathers start
+with it. The alternative, a clamped index, would gather one layer twice in each pass. The first iteration is peeled,
+too. Its own layers are gathered outside of the loop, and XLA hides a collective only behind work in the same
+computation.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
-from zerojax.gather import scan_backward, scan_forward
-from zerojax.gather.loop import Loop
-from zerojax.gather.residuals import BlockResiduals
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import compat
+from zerojax.dims import NOWHERE, UNKNOWN, State
+from zerojax.gather import scan_backward
+from zerojax.gather.loop import LayerGathers, Loop
+from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment, bytes_of
 from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.vjp import Passes, RowStates, traced_passes
+
+
+class ForwardState(NamedTuple):
+    """The values that one iteration of the forward loop hands to the next iteration.
+
+    Attributes:
+        carry: The scan's own carry.
+        gathered: Gathered layers of the next iteration; empty without prefetch.
+        stacks: The rows that the iterations have written; see `Forward.rows`.
+    """
+
+    carry: list
+    gathered: list
+    stacks: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One scan segment's forward pass.
+
+    Attributes:
+        loop: The loop.
+        passes: The passes of the loop's body; None if there is no backward pass.
+        layers: The gathers of the iterations.
+        shared: Gathered parameters that every iteration uses.
+        consts: Constants of the loop.
+        slices: Stacks of which each iteration reads a row.
+        ahead: Whether each iteration gathers for the next iteration.
+    """
+
+    loop: Loop
+    passes: Passes | None
+    layers: LayerGathers
+    shared: Sequence
+    consts: Sequence
+    slices: Sequence
+    ahead: bool
+
+    def iterate(self, state: ForwardState, iteration, *, fetch: bool, peeled: bool) -> ForwardState:
+        """Run one iteration, and with `fetch` gather the layers of the next one."""
+        carry, gathered, stacks = state
+        if not self.ahead:
+            gathered, carry = self.layers.gather(iteration, carry)
+        following = gathered
+        if fetch:
+            # The loop itself keeps a gather in its iteration. In a peeled iteration only a barrier does.
+            following, behind = self.layers.gather(iteration + 1, carry if peeled else [])
+            carry = behind if peeled else carry
+        carry, rows = self.rows(iteration, carry, gathered)
+        stacks = jax.tree.map(lambda stack, row: self.loop.write(stack, row, iteration), stacks, rows)
+        return ForwardState(carry, following if self.ahead else [], stacks)
+
+    def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
+        """Compute one iteration.
+
+        Returns:
+            `(carry, rows)`. The iteration writes the rows: results, saved residuals, the carry that it started with,
+            and the gathered layers if they are kept.
+        """
+        loop, passes = self.loop, self.passes
+        others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
+        if passes is None:
+            results = loop.run([*self.shared, *gathered], others)
+            return results[: loop.carry], (results[loop.carry :], [], [], [])
+        results, saved = passes.run([*self.shared, *gathered], others)
+        carried = [c if i + loop.consts in passes.needed_others else None for i, c in enumerate(carry)]
+        kept = [] if self.layers.options.reshard_after_forward else gathered
+        kept = [x if i + len(self.shared) in passes.needed else None for i, x in enumerate(kept)]
+        return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
+
+    def start(self, carry: list, gathered: list) -> ForwardState:
+        """Return the state before the first iteration."""
+        closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
+        stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
+        stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
+        return ForwardState(carry, gathered if self.ahead else [], stacks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +150,67 @@ class ScanSegment(Segment):
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
-        return scan_forward.forward(self, self.loop, gathers, moving)
+        loop, env, options, length = self.loop, gathers.env, gathers.options, self.loop.length
+        ahead = options.prefetch > 0 and bool(loop.stacked)
+        entry, others = self.take_inputs(gathers, ahead=not loop.stacked)
+        consts, carry, slices = loop.values(others)
+        layers = LayerGathers(loop, options, [p.sliced(env) for p in loop.stacked], range(len(loop.stacked)))
+        shared, gathered = entry[: len(loop.shared)], entry[len(loop.shared) :]
+        passes = self._passes(entry, [*consts, *carry], slices, moving, gathers) if moving else None
+        run = Forward(loop, passes, layers, shared, consts, slices, ahead)
+
+        def body(state, iteration):
+            return run.iterate(state, iteration, fetch=ahead, peeled=False), None
+
+        state = run.start(carry, gathered)
+        first = int(ahead and length > 2)
+        if first:
+            state = run.iterate(state, 0, fetch=True, peeled=True)
+        inside = length - ahead - first
+        if inside > 0:
+            state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.eqn.unroll, inside))
+        if ahead:
+            if length > 1:
+                (carry,) = gathers.start(state.carry, rows=self._body_rows(gathers)[loop.consts :][: loop.carry])
+                state = state._replace(carry=carry)
+            state = run.iterate(state, length - 1, fetch=False, peeled=True)
+        ys, saved, carried, kept = state.stacks
+        results = [[*state.carry, *ys][i] for i in loop.results]
+        if passes is None:
+            return results, None
+        given = [*consts, *[None] * loop.carry, *slices]
+        given = [x if i in passes.needed_others else None for i, x in enumerate(given)]
+        operands = [env[v] for v in self.operands]
+        stays = None if options.reshard_after_forward else (shared, kept)
+        return results, BlockResiduals((saved, carried), given, operands, stays, Static(passes))
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
         scan_backward.backward(self, self.loop, residuals, gathers, grads)
+
+    def _body_rows(self, gathers: GatherScheduler) -> list[State]:
+        """Return where the arguments of the body that are no parameters hold the rows of the batch."""
+        if (follower := gathers.options.comm.follower) is None:
+            return [UNKNOWN] * len(self.loop.others)
+        (eqn,) = self.jaxpr.eqns
+        given = dict(zip(self.jaxpr.invars[len(self.params) :], gathers.rows_of(self.others), strict=True))
+        states = [NOWHERE if compat.is_literal(atom) else given.get(atom, NOWHERE) for atom in eqn.invars]
+        inside = follower.into_loop(self.loop.eqn, states)
+        return [state for state, is_param in zip(inside, self.loop.is_param, strict=True) if not is_param]
+
+    def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
+        """Return the passes of the body. Every carry counts as active: it may depend on any active input."""
+        loop = self.loop
+        active = [index is not None and self.others[index] in moving for index in loop.others]
+        active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
+        trained = [p.root in moving for p in loop.params]
+        rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
+        states = RowStates(self._body_rows(gathers), (), gathers.options.comm.follower)
+        return traced_passes(loop.run, entry, [*others, *rows], trained=trained, active=active, rows=states)
+
+
+def _empty(row, length: int) -> jax.Array:
+    """Return a stack for the iterations to write, in the memory kind of the rows."""
+    if compat.in_host_memory(row):
+        return compat.host_buffer((length, *row.shape), row.dtype)
+    return jnp.zeros((length, *row.shape), row.dtype)

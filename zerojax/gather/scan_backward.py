@@ -159,12 +159,8 @@ class Backward:
     ) -> StepState:
         """Run one step of the pipeline, which computes one iteration.
 
-        Args:
-            shared: Gathered parameters that every iteration uses.
-            state: The state before the step.
-            iteration: The iteration that the step computes.
-            fetch: Whether to gather the layers of the next iteration.
-            zero: A zero that XLA computes only after the values behind which the gather must start.
+        `shared` are the gathered parameters that every iteration uses. With `fetch`, the step gathers the layers of the
+        next iteration. `zero` is a zero that XLA computes only after the values behind which this gather must start.
         """
         following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
         stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))
@@ -236,10 +232,7 @@ class Backward:
         return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
 
     def _reduced_within(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
-        """Reduce-scatter one iteration's gradients.
-
-        Returns `(stacks, scattered)`, with the gradients in the stacks if they are final.
-        """
+        """Reduce-scatter one iteration's gradients: return `(stacks, scattered)`. Final gradients are in the stacks."""
         if not grads:
             return list(stacks), []
         shards = self.layers.options.reduce_scatter(grads, self._layers)

@@ -38,11 +38,8 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 class Gathered:
     """The key of a value that one segment gathers for later segments.
 
-    A variable of a sharded parameter names the shard, so the gathered value needs another name.
-
-    Attributes:
-        var: The variable of the parameter, or of a value that is computed from parameters alone.
-        segment: The index of the segment that gathers it.
+    A variable of a sharded parameter names the shard, so the gathered value needs another name. `var` is the variable
+    of the parameter, or of a value that is computed from parameters alone. `segment` is the gathering segment's index.
     """
 
     var: Any
@@ -120,7 +117,7 @@ class Segment(abc.ABC):
     @functools.cached_property
     def computes(self) -> bool:
         """Return whether the segment has work that hides communication: a matrix product or a kernel."""
-        return _has_product(self.jaxpr)
+        return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.equations(self.jaxpr))
 
     def run(self, params: Sequence, others: Sequence) -> list:
         """Compute the results from parameters in the types in which they were gathered."""
@@ -327,10 +324,3 @@ def bytes_of(params: Iterable[ShardedParam]) -> int:
     """Return the bytes of gathered parameters, in the types in which they are gathered. Each gather counts once."""
     leaves = {param.key: param.leaf for param in params}.values()
     return sum(leaf.bytes for leaf in leaves)
-
-
-def _has_product(jaxpr) -> bool:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _PRODUCTS or any(map(_has_product, compat.inner_jaxprs(eqn))):
-            return True
-    return False

@@ -29,6 +29,9 @@ from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 
+# Equations that compute each element of a parameter from that element.
+_BY_ELEMENT = WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"}
+
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
@@ -40,12 +43,7 @@ def differentiable(dtype) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BoundJaxpr:
-    """A jaxpr without constants, together with its first arguments.
-
-    Attributes:
-        jaxpr: The jaxpr.
-        consts: Its first arguments.
-    """
+    """A jaxpr without constants, together with `consts`, the values of its first arguments."""
 
     jaxpr: Any
     consts: Sequence
@@ -289,8 +287,7 @@ def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
 def _classified(jaxpr, consts, params: int, results: int):
     """Sort the residuals, which follow the first `results` outputs of `jaxpr`; see the module.
 
-    Returns:
-        The fields `(forward, sources, derive, derive_reads)` of `Passes`.
+    Return the fields `(forward, sources, derive, derive_reads)` of `Passes`.
     """
     constvars = compat.constvars_of(jaxpr)
     arguments: dict[Any, Source] = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
@@ -328,17 +325,16 @@ def _classified(jaxpr, consts, params: int, results: int):
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
-    """Return the residuals to compute again although they depend on more than parameters.
+    """Return the residuals to compute again although they depend on more than parameters, and what each reads.
 
     Such a residual is computed element by element from a parameter of its size. The other values that it reads are
     kept anyway, or take less memory than the residual.
-
-    Returns:
-        For each such residual, the values that it is computed from.
     """
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     of_params = set(jaxpr.invars[:params])
-    for eqn in filter(_is_cheap, jaxpr.eqns):
+    for eqn in jaxpr.eqns:
+        if eqn.effects or eqn.primitive.name not in _BY_ELEMENT:
+            continue
         (out,) = eqn.outvars
         if any(v in of_params and v.aval.size == out.aval.size for v in jaxprs.variables_in(eqn.invars)):
             of_params.add(out)
@@ -363,8 +359,3 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
         if more < jaxprs.nbytes(atom):
             recomputed[atom] = reads
     return recomputed
-
-
-def _is_cheap(eqn) -> bool:
-    """Return whether an equation computes each element of a parameter from that element."""
-    return eqn.primitive.name in WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"} and not eqn.effects

@@ -77,7 +77,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = trace_loss(fn, tree, leaves, full, args).program
+    program, *_ = trace_loss(fn, tree, leaves, full, args)
     lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
     passing = [s for s in program.segments if s.params and s not in lasting]
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
@@ -85,7 +85,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     stacks = {param.root for segment in passing for param in segment.stacks}
     nested = [s for s in program.segments if isinstance(s, NestedSegment)]
     repeats = Counter({param.root: s.loop.length for s in nested for param in s.params})
-    whole = wholes(program)
+    whole = [list(_of_segment(program, segment)) for segment in program.segments]
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
@@ -111,12 +111,8 @@ def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
     return max(max(segment.gathered_bytes, default=0) - beyond_a_layer, 0)
 
 
-def wholes(program: Program) -> list[list[Whole]]:
-    """Return, for each segment of a program, the parameters that it gathers whole."""
-    return [list(_of_segment(program, segment)) for segment in program.segments]
-
-
 def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
+    """Yield the parameters that a segment of a program gathers whole."""
     if isinstance(segment, NestedSegment):
         for inner in segment.program.segments:
             yield from _of_segment(segment.program, inner)

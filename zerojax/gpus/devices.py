@@ -16,11 +16,9 @@ USABLE = 0.95
 
 
 class Links(NamedTuple):
-    """Peak bytes per second that one GPU sends in one direction.
+    """Peak bytes per second that one GPU sends in one direction: to the GPUs of its host, and to other hosts.
 
-    Attributes:
-        link: To the GPUs of its host.
-        network: To other hosts, through its share of the host's network adapters.
+    It reaches other hosts through its share of the host's network adapters.
     """
 
     link: float

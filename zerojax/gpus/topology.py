@@ -21,13 +21,7 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Absent GPUs: the same number in each host.
-
-    Attributes:
-        kind: One of `KINDS`.
-        hosts: The number of hosts.
-        per_host: The number of GPUs per host.
-    """
+    """Absent GPUs of one of `KINDS`: the same number in each host."""
 
     kind: str
     hosts: int

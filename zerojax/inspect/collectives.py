@@ -122,14 +122,7 @@ class Collective:
 
 
 class Volume(NamedTuple):
-    """Totals of collectives in one run of a program.
-
-    Attributes:
-        elements: Elements of the full tensors.
-        bytes: Bytes of the full tensors.
-        sent: Bytes that one device sends over a ring.
-        sent_elements: Elements that one device sends over a ring.
-    """
+    """Sizes of the full tensors of collectives in one run, and bytes and elements that one device sends over a ring."""
 
     elements: int
     bytes: int

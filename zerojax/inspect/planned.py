@@ -1,7 +1,5 @@
 """The plan of each leaf of a live tree: from a `ZeroState`, or from a transformation and parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +11,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.optim.returned_state import Annotated, as_planned
+from zerojax.optim.state_forms import Annotated, as_planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +71,7 @@ def is_node(x: Any) -> bool:
 def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, list[Leaf]] | None = None) -> Planned:
     """Index the leaves of a plan by their paths in a tree.
 
-    Args:
-        plan: The plan.
-        prefixes: The paths of `"params"` and `"opt_state"` in the tree.
-        more: The leaves of other parts, by the path of the part.
+    `prefixes` has the paths of `"params"` and `"opt_state"`, and `more` the leaves of other parts, by the part's path.
     """
     of_part = {"params": plan.layout.params, "opt_state": plan.state}
     parts = {at: of_part[part] for part, at in prefixes.items()} | dict(more or {})

@@ -45,13 +45,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, of which one iteration is simulated.
+    """A loop, of which one iteration is simulated, from `begin` to `end` in seconds.
 
-    Attributes:
-        begin: When the iteration begins, in seconds.
-        end: When the iteration ends, in seconds.
-        trip_count: The number of iterations. None: the program does not fix it.
-        depth: The number of loops around this loop.
+    `trip_count` is None if the program does not fix it. `depth` is the number of loops around this loop.
     """
 
     begin: float
@@ -117,14 +113,9 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
 
 def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """Merge spans that are too short to draw with the spans that follow.
+    """Merge spans of one lane that are too short to draw with the spans that follow.
 
-    Args:
-        spans: The spans of one lane, in order.
-        shortest: The shortest time to draw, in seconds.
-
-    Returns:
-        Spans of at least this time. A merged span has the kind that takes most of its time.
+    Return spans of at least `shortest` seconds. A merged span has the kind that takes most of its time.
     """
     merged, group = [], list[Span]()
     for span in [*spans, None]:

@@ -20,12 +20,9 @@ def current_path() -> str:
 
 
 def serialize_fields(cls: type, fields: tuple[str, ...], rebuild: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Register a record, whose state dict has some of its fields.
+    """Register a record whose state dict has some of its fields: arrays, or trees of arrays.
 
-    Args:
-        cls: The class of the record.
-        fields: The fields that hold arrays, or trees of arrays.
-        rebuild: `rebuild(target, restored fields)` returns a record like the one that Flax restores into.
+    `rebuild(target, restored fields)` returns a record like the one that Flax restores into.
     """
 
     def to_state_dict(x: Any) -> dict[str, Any]:

@@ -12,10 +12,9 @@ import numpy as np
 import optax
 
 from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path_of
+from zerojax.layout.annotations import REASON, other_axes, overwritten_leaves, partition_metadata
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.leaf import Leaf, shard_extent
-from zerojax.layout.other_axes import other_axes, partition_metadata
-from zerojax.layout.overwritten import REASON, overwritten_leaves
 from zerojax.layout.padded import is_padded
 from zerojax.layout.undivided import keep_whole
 

@@ -38,12 +38,9 @@ class StateFiles:
     def __init__(
         self, path: str | os.PathLike, leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]], *, in_flight: int
     ):
-        """Name the files of some leaves of the state.
+        """Name the files of some leaves of the state, given by index. Each process makes a folder for them in `path`.
 
-        Args:
-            path: The folder in which each process makes a folder.
-            leaves: Layout, chunking and sharding of each leaf, by its index in the state.
-            in_flight: The number of chunks that are read ahead, and that are written behind.
+        At most `in_flight` chunks are read ahead, and as many are written behind.
         """
         # Absolute, because the working directory may change.
         self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
@@ -130,14 +127,7 @@ class StateFiles:
 
 @dataclasses.dataclass(frozen=True)
 class LeafFiles:
-    """The files of one leaf of the state.
-
-    Attributes:
-        files: The files of the state.
-        k: Index of the leaf in the state.
-        chunks: The number of chunks of the leaf.
-        part: The part of the state that the leaf belongs to, for errors.
-    """
+    """The files of leaf `k` of the state. `chunks` is the number of chunks of the leaf."""
 
     part: ClassVar[str] = "opt_state"
 

@@ -13,6 +13,6 @@ state
 6. `summary`, `planned_update`, `plan`: all of these analyses, once, for a plan; and the plan itself.
 7. `evaluate`, `update`: run the first group in the program of a step. `zerojax.streaming` runs all other groups.
 
-The remaining files convert and check what users hold: `checks`, `returned_state`, `logical_state`, `state_memory`,
-`outer_chain`, `description`, `weight_ema`.
+The remaining files convert and check what users hold: `checks`, `state_forms`, `logical_state`, `outer_chain`,
+`description`, `weight_ema`.
 """

@@ -40,11 +40,9 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Describe:
-    """Describes a transformation when it is first asked: tracing takes time, and only a checkpoint needs it.
+    """Describes a transformation of the trained parameters, which are given in logical shapes.
 
-    Attributes:
-        tx: The transformation.
-        params: The trained parameters, in logical shapes.
+    The description is made when it is first asked for: tracing takes time, and only a checkpoint needs it.
     """
 
     tx: optax.GradientTransformation

@@ -24,16 +24,10 @@ from zerojax.optim.transformation import TransformationError, guarded
 
 ELEMENTWISE_OR_BARRIER = jaxprs.ELEMENTWISE | {"optimization_barrier"}
 ZERO_AT_ZERO = frozenset(
-    """
-    abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square
-    stop_gradient tan tanh reduce_precision
-    """.split()
+    "abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square "
+    "stop_gradient tan tanh reduce_precision".split()
 )
-INLINED = frozenset(
-    """
-    pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat checkpoint
-    """.split()
-)
+INLINED = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat checkpoint".split())
 SHAPE_ONLY = frozenset(("shape", "broadcast_dimensions", "sharding", "out_sharding", "axes"))
 SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
 
@@ -59,10 +53,7 @@ class Known:
 
 
 def elementwise_leaves(
-    tx: optax.GradientTransformation,
-    params: Any,
-    parts: tuple[Leaf, ...],
-    param_of: tuple[int | None, ...],
+    tx: optax.GradientTransformation, params: Any, parts: tuple[Leaf, ...], param_of: tuple[int | None, ...]
 ) -> frozenset[int]:
     """Return the indices of the flat `parts` that `tx` updates element by element; none if it refuses flat leaves.
 
@@ -193,9 +184,8 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
 def stays_zero(eqn, values: list[Known]) -> bool:
     """Return whether an elementwise result is zero where gradients and parameters are zero."""
     name = eqn.primitive.name
-    if (
-        name == "mul"
-    ):  # zero times a scalar; zero times state is not safe, because the state's padding might be infinite
+    if name == "mul":
+        # Zero times a scalar is zero. Zero times state is not safe, because the state's padding might be infinite.
         return any(v.zero for v in values) and all(v.zero or v.kind == SCALAR for v in values)
     if name == "div":
         return values[0].zero and not values[1].zero and values[1].kind == SCALAR

@@ -38,12 +38,7 @@ class UpdatedLeaves(NamedTuple):
 class FlatUpdate:
     """The wrapped transformation's update as a function of lists.
 
-    Attributes:
-        config: The wrapped transformation.
-        trained: Layout of the trained parameters.
-        leaves: Layouts of everything that the update reads and replaces.
-        state_def: Structure of the state.
-        applies: Whether it returns new parameters, in the types they are stored in, rather than updates.
+    With `applies`, it returns new parameters instead of updates, in the types they are stored in.
     """
 
     config: Config
@@ -98,11 +93,6 @@ class FlatUpdate:
         if leaf.shape == param:
             return new
         return (new[0], *leaf.shape[1:]) if leaf.shape[:1] == param[:1] and new[1:] == param[1:] else None
-
-
-def update_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape in which an update sees a leaf: logical, or flat if it is stored flat."""
-    return leaf.storage_shape if leaf.kind == "flat" else leaf.shape
 
 
 def is_traced(x: Any) -> bool:

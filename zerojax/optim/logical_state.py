@@ -24,7 +24,7 @@ from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.master_weights import MasterState
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
-from zerojax.optim.returned_state import Annotated, as_planned, seen_in
+from zerojax.optim.state_forms import Annotated, as_planned, seen_in
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import unshard_after_update
 from zerojax.placement.chunking import joined

@@ -27,7 +27,7 @@ Unit = int | tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedState:
-    """The offloaded part of the state, from shapes alone; the attributes are as for `FlatUpdate`."""
+    """The offloaded part of the state, from shapes alone."""
 
     config: Config
     trained: Layout

@@ -34,11 +34,9 @@ LARGEST = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class OwnedUpdate:
-    """The cores of an update that owners compute.
+    """The cores of an update that owners compute, in groups.
 
-    Attributes:
-        groups: The cores.
-        left: Why owners compute no core of other parameters whose matrices are multiplied, by parameter.
+    `left` says, by parameter, why owners compute no core of other parameters whose matrices are multiplied.
     """
 
     groups: tuple[OwnedGroup, ...]
@@ -54,13 +52,9 @@ def owned_update(
 ) -> OwnedUpdate:
     """Find the cores that owners compute: the cheaper cores with `matrix_updates="auto"`, and otherwise all cores.
 
-    Args:
-        config: The wrapped transformation.
-        leaves: Layouts of everything that the update reads and replaces.
-        traced: The update of logical arrays.
-        trace: Traces the update with other shapes of some parameters.
-        streamed: Parameters whose state is offloaded. Owners compute as many of them at a time as there are devices,
-            and no more than one chunk has room for.
+    `traced` is the update of logical arrays, and `trace` traces it with other shapes of some parameters. The state of
+    `streamed` parameters is offloaded: owners compute as many of them at a time as there are devices, and no more than
+    one chunk has room for.
     """
     cores, left = CoreFinder(traced, *leaves).find()
     stacks = {i: core.arrays[0][1].shape[0] for i, core in cores.items() if _is_stack(core, traced)}

@@ -102,14 +102,10 @@ def partition(
     trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
     owned: Sequence[OwnedGroup],
 ) -> Partition:
-    """Partition an update into groups.
+    """Partition an update of logical arrays into groups.
 
-    Args:
-        traced: The update of logical arrays.
-        offloaded: The leaves of the state that are offloaded, and the parameters that may be chunked.
-        groups: Indices of the results that are computed together, for each group but the first.
-        trace: Traces the update with other shapes of some parameters.
-        owned: The cores that owners compute, in whichever group they lie.
+    `groups` has the indices of the results that are computed together, for each group but the first. `trace` traces the
+    update with other shapes of some parameters. `owned` has the cores that owners compute, of all groups.
     """
     units, chunkings = offloaded.units, offloaded.chunkable
     shared_scalars = Dependencies.of(traced, units, offloaded.params_on_disk).shared_scalars

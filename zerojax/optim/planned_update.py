@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.layout.chunked import Chunking
-from zerojax.optim.flat_update import FlatUpdate, update_shape
+from zerojax.optim.flat_update import FlatUpdate
 from zerojax.optim.offloaded import OffloadedState
 from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.partition import Dependencies, Partition, groups_of, merged, partition
@@ -20,11 +20,7 @@ from zerojax.optim.transformation import TransformationError
 
 @dataclasses.dataclass(frozen=True)
 class PlannedUpdate:
-    """Analyses of the update that a training step runs. Each analysis runs once, when it is first needed.
-
-    Attributes:
-        flat: The update. It returns new parameters.
-    """
+    """Analyses of the `flat` update that a training step runs. Each analysis runs once, when it is first needed."""
 
     flat: FlatUpdate
 
@@ -40,7 +36,8 @@ class PlannedUpdate:
 
     def trace(self, changed: dict[int, tuple[int, ...]]) -> TracedUpdate:
         """Trace the update with other shapes of some parameters."""
-        shapes = lambda leaves: [jax.ShapeDtypeStruct(update_shape(leaf), leaf.dtype) for leaf in leaves]
+        seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape
+        shapes = lambda leaves: [jax.ShapeDtypeStruct(seen(leaf), leaf.dtype) for leaf in leaves]
         grads, state = shapes(self.flat.leaves.grads), shapes(self.flat.leaves.state)
         return self.flat.tracer(grads, state, grads, {"value": jax.ShapeDtypeStruct((), jnp.float32)})(changed)
 

@@ -181,15 +181,10 @@ class Updated(NamedTuple):
 def resident_update(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> Updated:
-    """Compute the first group of the update: everything that needs no offloaded state.
+    """Compute the first group of the update: everything that needs no offloaded state. `value` is the loss.
 
-    Args:
-        config: The wrapped transformation.
-        plan: How everything is sharded.
-        grads: One gradient per trained parameter; storage shape of its shards.
-        state: One array per leaf of the state; None for offloaded leaves.
-        params: The trained parameters, laid out as their gradients.
-        value: The loss.
+    Gradients are in storage shape of their shards, and parameters are laid out as their gradients. `state` has None for
+    offloaded leaves.
     """
     if all(x is not None for x in state):
         tree = jax.tree.unflatten(plan.state_def, state)

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class WeightEmaState(NamedTuple):
-    """The state of `weight_ema`.
-
-    Attributes:
-        average: The average of the parameters; their shapes, float32 or wider.
-    """
+    """The state of `weight_ema`: the average of the parameters, in their shapes, in float32 or wider."""
 
     average: PyTree
 

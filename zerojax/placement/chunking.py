@@ -53,11 +53,7 @@ def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
     """Return a function that computes `local(*arrays, start)` on each device's shard."""
     spec = leaf.local_spec
     return mapped(
-        local,
-        mesh=mesh,
-        in_specs=(*[spec] * arrays, PartitionSpec()),
-        out_specs=spec,
-        axis_names=set(leaf.axes),
+        local, mesh=mesh, in_specs=(*[spec] * arrays, PartitionSpec()), out_specs=spec, axis_names=set(leaf.axes)
     )
 
 

@@ -22,12 +22,7 @@ NAMED = 3
 
 
 class Misplaced(NamedTuple):
-    """The placement of an array that is not the planned one, in words.
-
-    Attributes:
-        planned: The planned placement over the data axes.
-        found: The placement of the array.
-    """
+    """The planned placement of an array over the data axes, and the placement that was found, in words."""
 
     planned: str
     found: str

@@ -130,11 +130,7 @@ def pin_to_plan(
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     specs = [leaves[i].local_spec for i in pinned]
     same = mapped(
-        lambda arrays: arrays,
-        mesh=config.mesh,
-        in_specs=(specs,),
-        out_specs=specs,
-        axis_names=set(config.data.batch),
+        lambda arrays: arrays, mesh=config.mesh, in_specs=(specs,), out_specs=specs, axis_names=set(config.data.batch)
     )
     values = dict(zip(pinned, same([stored[i] for i in pinned]), strict=True))
     return [values.get(i, x) for i, x in enumerate(stored)]

@@ -19,7 +19,7 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.measure import Choice
-from zerojax.planning.read_plan import STATE_PARTS, StepFacts
+from zerojax.planning.compiled_plan import STATE_PARTS, StepFacts
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.train.state import ZeroState

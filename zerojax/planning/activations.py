@@ -102,11 +102,7 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Return shapes of one device's rows of one microbatch, in the types that the loss sees.
-
-    Raises:
-        ValueError: If devices and microbatches do not divide the batch.
-    """
+    """Return shapes of one device's rows of one microbatch, in the types that the loss sees."""
     check_batch(batch, config.data, accumulate)
     shards, precision = config.data.workers * accumulate, config.precision
 

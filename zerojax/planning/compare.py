@@ -15,11 +15,10 @@ from zerojax.config import STAGES, Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape
-from zerojax.planning.comparison import Comparison, NonFinite
+from zerojax.planning.comparison import Comparison, NonFinite, Snapshot, differences, first_nonfinite, snapshot
 from zerojax.planning.nonfinite import origins
 from zerojax.planning.options import LossOptions
 from zerojax.planning.reference import Reference, keeping_gradients
-from zerojax.planning.snapshot import Snapshot, differences, first_nonfinite, snapshot
 from zerojax.train.arguments import packed
 from zerojax.train.batch import batch_shardings, check_batch
 from zerojax.train.state import ZeroState
@@ -88,10 +87,6 @@ def compare_step(
     """Compare a training step, with its options, as `compare` does.
 
     The runs start from the parameters and the mutable state of `state`, which is not changed.
-
-    Raises:
-        TypeError: If the step is not from `train_step`, or the state not from `create`.
-        ValueError: As `compare`.
     """
     if not (isinstance(step, Step) and isinstance(state, ZeroState)):
         raise TypeError(

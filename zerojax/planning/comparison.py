@@ -1,15 +1,24 @@
-"""The result of `compare`: how each leaf of each step differs from one device, and where a NaN begins."""
+"""The results of steps, how they differ from one device leaf by leaf, and the result of `compare`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.layout.tree import is_numeric
 from zerojax.planning.nonfinite import Origin
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 MOST_SHOWN, WIDTH = 12, 100
+MARGIN = 8  # rounding may move a leaf this many times as far as on one device, because sums have another order
+CANCELLED = 1e-7  # rounding error of terms that cancel, relative to the largest leaf
 HINTS = {
     "value": "The loss of all rows is not the mean over devices and microbatches: rows meet in it (batch statistics, "
     "in-batch negatives), rows count differently (weighted=True), or it draws random numbers, which differ there. "
@@ -20,6 +29,9 @@ HINTS = {
     "mutable": "The mutable state is averaged over the devices, or passed from one microbatch to the next.",
     "aux": "aux is averaged over devices and microbatches: wrap sums in zerojax.Sum and rows in zerojax.Rows.",
 }
+
+Key = tuple[str, str]
+Snapshot = dict[Key, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +138,7 @@ class Comparison:
         ]
         for stage in self.stages:
             mine = [leaf for leaf in self.leaves if leaf.stage == stage]
-            worst = [max_of([leaf.share for leaf in mine if leaf.quantity == q]) for q in present]
+            worst = [np.max([leaf.share for leaf in mine if leaf.quantity == q], initial=0.0) for q in present]
             verdict = "same" if all(leaf.ok for leaf in mine) else "DIFFERS"
             lines.append(f"{stage:<8d}{''.join(f'{x:12.2g}' for x in worst)}   {verdict}")
         if self.nonfinite is not None:
@@ -152,6 +164,60 @@ class Comparison:
         return [*lines, *textwrap.wrap(HINTS[self.differing[0].quantity], WIDTH)]
 
 
-def max_of(values: list[float]) -> float:
-    """Return the largest value. NaN if any value is NaN, 0 if there are no values."""
-    return next((x for x in values if x != x), max(values, default=0.0))
+def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) -> Snapshot:
+    """Return the results of one step, by quantity and leaf."""
+    trees = {"value": metrics.get("loss"), "gradient": grads, "parameters": params, "mutable": mutable}
+    trees["aux"] = metrics.get("aux")
+    return {
+        (quantity, jax.tree_util.keystr(path)): np.asarray(jax.device_get(x))
+        for quantity, tree in trees.items()
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if is_numeric(jnp.result_type(x))
+    }
+
+
+def differences(
+    stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
+) -> Iterator[Difference]:
+    """Yield the difference of each leaf of one step from the reference."""
+    sizes = {key: largest(x) for key, x in expected.items()}
+    of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
+    for key, y in expected.items():
+        quantity, path = key
+        x = found[key]
+        if x.shape != y.shape:
+            shapes = f"shape {list(x.shape)}, on one device {list(y.shape)}"
+            yield Difference(stage, step, quantity, path, np.inf, tolerance, shapes)
+            continue
+        allowed = max(tolerance * sizes[key], MARGIN * noise[key], CANCELLED * of_all[quantity])
+        off, size = off_by(x, y.astype(x.dtype)), sizes[key] or 1.0
+        yield Difference(stage, step, quantity, path, off / size, allowed / size)
+
+
+def off_by(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the largest difference. NaN if an element is not finite and its counterpart differs."""
+    with np.errstate(invalid="ignore"):
+        same = (x == y) | ((x != x) & (y != y))
+        off = np.abs(np.where(same, 0, wide(x) - wide(y)))
+    return float(np.max(np.where(np.isfinite(off), off, np.nan), initial=0.0))
+
+
+def largest(x: np.ndarray) -> float:
+    """Return the largest finite magnitude, or 0 if there is none."""
+    size = np.abs(wide(x))
+    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    """Return the array in double precision, which is precise enough to subtract every type."""
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
+    """Return the first loss, gradient or parameter that is not finite, but was finite in `before`."""
+    for key, x in found.items():
+        given = before.get(key) if key[0] == "parameters" else None
+        watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)
+        if watched and not np.isfinite(wide(x)).all() and (given is None or np.isfinite(wide(given)).all()):
+            return key
+    return None

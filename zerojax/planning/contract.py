@@ -57,44 +57,26 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """The most that a stage may take.
+    """The most that a stage may take."""
 
-    Attributes:
-        temporary: Bytes of temporary memory.
-        gathered: Elements of parameters gathered, as full tensors.
-        reduced: Elements of gradients reduced, as full tensors.
-        replicated: The part of `reduced` in gradients that stay replicated, which are all-reduced.
-        gradients: Elements of all gradients, each counted once. Plain jit reduces these.
-        sizes: Elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack.
-        is_even: Whether the devices divide the rows of each microbatch, and of each microbatch that the loss makes
-            itself. Otherwise a sum over rows cannot be divided.
-        flops: FLOPs of a device's matrix products.
-        plain: The program of plain jit.
-        times: How often the program computes plain jit's gradient.
-        update: Whether the optimizer's update may move any number of bytes.
-        program: The parameters that stage 3 gathers for the loss.
-    """
-
-    temporary: int
-    gathered: int
-    reduced: int
-    replicated: int
-    gradients: int
-    sizes: frozenset[int]
+    temporary: int  # bytes of temporary memory
+    gathered: int  # elements of parameters gathered, as full tensors
+    reduced: int  # elements of gradients reduced, as full tensors
+    replicated: int  # the part of `reduced` in gradients that stay replicated, which are all-reduced
+    gradients: int  # elements of all gradients, each counted once; plain jit reduces these
+    sizes: frozenset[int]  # elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack
+    # Whether the devices divide the rows of each microbatch, and of each microbatch that the loss makes itself.
+    # Otherwise a sum over rows cannot be divided.
     is_even: bool
-    flops: int
-    plain: Module
-    times: int
-    update: bool
-    program: WorkingSet
+    flops: int  # of a device's matrix products
+    plain: Module  # the program of plain jit
+    times: int  # how often the program computes plain jit's gradient
+    update: bool  # whether the optimizer's update may move any number of bytes
+    program: WorkingSet  # the parameters that stage 3 gathers for the loss
 
 
 def contract_of(checked: Checked) -> Contract:
-    """Compile the loss's gradient by plain jit, and add what the stage may take in addition.
-
-    Raises:
-        ValueError: If the loss names mesh axes, because plain jit has no axes.
-    """
+    """Compile the loss's gradient by plain jit, and add the memory and communication that the stage may need."""
     config, layout, rows = checked.config, checked.layout, checked.microbatch
     try:
         plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)

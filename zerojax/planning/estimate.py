@@ -28,15 +28,94 @@ from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
-from zerojax.planning.estimate_table import Estimate
 from zerojax.planning.options import EstimateOptions, split_options
 from zerojax.planning.shapes import is_array
-from zerojax.planning.stage_bytes import HOST, estimate_stage
+from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
 from zerojax.train.loss import Loss
+from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+PARTS = ("params", "grads", "master", "opt_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """One row per stage and number of devices.
+
+    Attributes:
+        parameters: Elements of all parameters.
+        trained: Elements of trained parameters.
+        rows: The rows, in the order of the call.
+    """
+
+    parameters: int
+    trained: int
+    rows: tuple[StageEstimate, ...]
+
+    def __getitem__(self, stage: int) -> StageEstimate:
+        """Return the row of a stage, on the first number of devices.
+
+        Raises:
+            KeyError: If the estimate does not have this stage.
+        """
+        return {row.stage: row for row in reversed(self.rows)}[stage]
+
+    def break_even_tokens(self, stage: int, *, link: float, flops: float, recomputed: bool = True) -> float:
+        """Return tokens per device and step at which compute takes as long as communication.
+
+        A token costs `6 x parameters` FLOPs, or `8 x` if the forward pass is recomputed. Communication takes
+        `sent / link`. With fewer tokens, the link bounds the step even if the two overlap fully.
+
+        Args:
+            stage: ZeRO stage.
+            link: Bytes per second that a device sends.
+            flops: FLOP/s that a device reaches in practice.
+            recomputed: Whether activations are recomputed in the backward pass.
+        """
+        return self[stage].sent / link * flops / ((8 if recomputed else 6) * self.parameters)
+
+    def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
+        """Return the least time, in seconds, of a step's offloaded update, streamed through the device.
+
+        Offloaded state comes in and goes out once, both at the same time: `bytes / link`. Bytes on disk are read and
+        written: `(read + written) / disk`, parameters and gradients included. The slower of the two decides.
+
+        Args:
+            stage: ZeRO stage.
+            link: Bytes per second each way between host and device, per device.
+            disk: Bytes per second of the disk, per device, reading and writing together.
+        """
+        row = self[stage]
+        seconds = (row.host + row.disk) / link
+        return max(seconds, (row.read + row.written) / disk) if disk else seconds
+
+    def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
+        """Return the bandwidth at which the disk no longer bounds a step, in bytes per second and device.
+
+        Args:
+            stage: ZeRO stage.
+            seconds: The time of the step without its disk: the larger of compute and link.
+        """
+        return (self[stage].read + self[stage].written) / seconds
+
+    def __str__(self) -> str:
+        """Return a table with stages in rows and parts in columns."""
+        offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
+        peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
+        hosts = ["across"] if any(row.across is not None for row in self.rows) else []
+        errors = ["errors"] if any(row.errors for row in self.rows) else []
+        # An optimizer state on disk is read once and written once: its column says that already.
+        traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
+        columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
+        lines = [f"{self.parameters:,} parameters; bytes per device"]
+        lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
+        for row in self.rows:
+            cells = "".join(f"{format_bytes(getattr(row, name)):>12s}" for name in columns)
+            lines.append(f"{row.stage:5d}  {row.devices:7d}{cells}")
+        return "\n".join(lines)
 
 
 @auto_context()
@@ -174,20 +253,19 @@ def vector(count: float, devices: int) -> PyTree:
 
 
 def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
-    """Return the shapes of a model's parameters.
-
-    Raises:
-        TypeError: If the model is neither a tree of arrays or shapes nor a Flax module that `inputs` initialise.
-    """
+    """Return the shapes of a tree of parameters, or of the parameters of a Flax module that the inputs initialise."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
-    if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
+    if has_init(model):
         try:
+            if isinstance(model, type):
+                raise TypeError(f"{name} is a class")
             return jax.eval_shape(model.init, jax.random.key(0), *inputs)
         except Exception as error:
             raise TypeError(
                 f"estimate cannot initialise {name}: {error}\nGive an instance of the module and the inputs of its "
                 f"init: estimate(module, inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)). Or give the shapes of "
-                f"its parameters: jax.eval_shape(module.init, key, x)."
+                f"its parameters: jax.eval_shape(module.init, key, x). On the command line, give a function that "
+                f"returns an instance and the inputs: return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
             ) from error
     if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if it was imported
         model = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
@@ -205,3 +283,11 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
             f"For example jax.eval_shape(init, key)."
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+
+
+def has_init(model: Any) -> bool:
+    """Return whether an object has an `init` that takes a key, as a Linen module or its class has."""
+    linen = sys.modules.get("flax.linen")
+    if isinstance(model, type):
+        return linen is not None and issubclass(model, linen.Module)
+    return callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None))

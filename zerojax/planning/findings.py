@@ -112,17 +112,14 @@ def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
     over = moved.completed - contract.replicated
     if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
         return []
-    sizes: Counter[str] = Counter()
-    for piece in moved.completing:
-        if piece.kind == "all-reduce":
-            sizes[piece.line] += piece.bytes
+    most = _most((piece.line, piece.bytes) for piece in moved.completing if piece.kind == "all-reduce")
     if any(ROWS_UNKNOWN in piece.op_name for piece in moved.completing):
         why = "zerojax could not follow the rows of the batch to the product, and left the sum to the compiler"
     else:
         why = "The compiler summed over the rows before zerojax could divide the sum"
     return [
         f"{over:,d} elements of gradients are all-reduced by the compiler at their product, although each device keeps "
-        f"a shard: twice the bytes of a reduce-scatter. Most: {_listed(sizes)}. {why}. {IN_GLOBAL_VIEW}."
+        f"a shard: twice the bytes of a reduce-scatter. Most: {most}. {why}. {IN_GLOBAL_VIEW}."
     ]
 
 
@@ -130,13 +127,11 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
     """Find bytes that the compiler moves for an update that should move nothing."""
     if contract.update or moved.of_update <= _slack(contract):
         return []
-    sizes: Counter[str] = Counter()
-    for piece, size in moved.pieces:
-        if piece.is_of_update:
-            sizes[f"{piece.kind} of {piece.op_name.rpartition('/')[2]}"] += size
+    operation = lambda piece: f"{piece.kind} of {piece.op_name.rpartition('/')[2]}"
+    most = _most((operation(piece), size) for piece, size in moved.pieces if piece.is_of_update)
     return [
         f"{moved.of_update / MIB:,.1f} MiB are moved for the optimizer's update, which is computed shard by shard: "
-        f"{_listed(sizes)}. An operation of the update joins elements of several devices. "
+        f"{most}. An operation of the update joins elements of several devices. "
         "print(state.plan) lists the replicated leaves."
     ]
 
@@ -196,14 +191,15 @@ def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
 
 def causes_of(which: Iterable[Piece]) -> str:
     """Return the leaves and lines that cause collectives, most bytes first."""
-    sizes: Counter[str] = Counter()
-    for piece in which:
-        sizes[piece.cause] += piece.bytes
-    return _listed(sizes)
+    return _most((piece.cause, piece.bytes) for piece in which)
 
 
-def _listed(sizes: Counter[str]) -> str:
-    return "; ".join(f"{name} ({size / MIB:,.1f} MiB)" for name, size in sizes.most_common(MOST_CAUSES))
+def _most(sizes: Iterable[tuple[str, int]]) -> str:
+    """Add up bytes by name, and list the names with the most bytes."""
+    total: Counter[str] = Counter()
+    for name, size in sizes:
+        total[name] += size
+    return "; ".join(f"{name} ({size / MIB:,.1f} MiB)" for name, size in total.most_common(MOST_CAUSES))
 
 
 def _slack(contract: Contract) -> float:

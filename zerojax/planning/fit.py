@@ -1,17 +1,93 @@
-"""Find the cheapest way to train that fits: estimate candidates, order them by cost, and compile until one fits."""
+"""Find the cheapest way to train that fits: estimate candidates, order them by cost, and compile until one fits.
+
+The estimated time of a step is a sum of lower bounds: the kernels of the plain gradient on one device's rows,
+communication, the update's memory traffic, and the transfers of offloaded state. Kernels include recomputation. Stage 3
+communicates during the passes, so the slower of the two counts. The other stages communicate after the backward pass.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zerojax.config import Config
+import numpy as np
+
+from zerojax.config import Config, Offload, check_count
+from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.topology import Topology, abstract_mesh
+from zerojax.layout.tree import Layout
+from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
-from zerojax.planning.candidates import COST_RESOLUTION, Candidate, SearchSpace, candidates, rejection
 from zerojax.planning.compiled_plan import Plan
+from zerojax.planning.shapes import abstract, with_rows
+from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
 from zerojax.units import format_bytes, format_seconds
+
+# The estimated peak of a model with unlike layers is up to this share too high. So a candidate whose estimate exceeds
+# the memory by less than this share is compiled.
+PEAK_MARGIN = 0.25
+# Costs that differ by less than this share count as equal, because the estimates are not more precise.
+COST_RESOLUTION = 0.02
+MOST_ROWS = 1024  # per device
+# Bytes per second each way between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
+HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to train, and its estimated memory and time.
+
+    Attributes:
+        devices: Number of GPUs.
+        stage: ZeRO stage.
+        loss: Name of the loss function.
+        offload: The offload, or None.
+        rows: Rows of the global batch.
+        peak: Most bytes on a device. It is a lower bound if no batch fits.
+        offloaded: Bytes in host memory and on disk, per device.
+        seconds: Least time per row of the global batch. Infinite where `peak` is a lower bound.
+        verdict: Why the candidate was chosen or not. Empty before the search.
+        shard_axis: As for `zero_shard`. Empty means all axes.
+        params_axis: As for `zero_shard`. Empty means all axes.
+    """
+
+    devices: int
+    stage: int
+    loss: str
+    offload: Offload | None
+    rows: int
+    peak: int
+    offloaded: int
+    seconds: float = math.inf
+    verdict: str = ""
+    shard_axis: tuple[str, ...] = ()
+    params_axis: tuple[str, ...] = ()
+
+    @property
+    def sharding(self) -> str:
+        """Return the option that keeps shards within a host, or `"all devices"`."""
+        options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
+        return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
+
+    @property
+    def placement(self) -> str:
+        """Return where the optimizer state is kept, and `params` if parameters are offloaded."""
+        if self.offload is None:
+            return "device"
+        return " + ".join([str(self.offload.optimizer), *(["params"] if self.offload.params else [])])
+
+    @property
+    def variant(self) -> tuple:
+        """Return all choices except the batch."""
+        return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
+
+    def __str__(self) -> str:
+        """Return the choice in one line."""
+        sharding = f", {self.sharding}" if self.shard_axis or self.params_axis else ""
+        return f"stage {self.stage}{sharding}, loss {self.loss!r}, state on the {self.placement}, {self.rows:,} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +129,152 @@ class Fit:
         return "\n".join(lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class SearchSpace:
+    """The options to choose from, and the GPUs that the choice must fit.
+
+    The fields are options of `plan.fit`. If the number of hosts is given, shards within a host are candidates, too.
+    Otherwise shards are over all devices, or over the axes of the configuration.
+    """
+
+    gpu: str
+    stages: Sequence[int]
+    offloads: Sequence[Offload | None]
+    rows: Sequence[int] | None
+    memory: float | None = None
+    link: float | None = None
+    network: float | None = None
+    host_link: float | None = None
+    hosts: int | None = None
+
+    def __post_init__(self):
+        """Raise an error for bad rows, memory or host link. `Device` checks the other links."""
+        for count in self.rows or ():
+            check_count("rows", count, "rows of the global batch", least=1)
+        for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):
+            if given is not None and not given > 0:
+                raise ValueError(f"{name}= is in bytes{unit} of one GPU and must be above 0, not {given}.")
+
+    def device(self, count: int) -> Device:
+        """Return one of `count` GPUs."""
+        return Device.of(Topology.parse(self.topology(count)), link=self.link, network=self.network)
+
+    def topology(self, count: int) -> str:
+        """Return the text of the topology, such as `"h200:8x8"`."""
+        return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
+
+    def axes(self, config: Config) -> tuple[str, ...]:
+        """Return the data axes. If hosts are given, they are hosts and GPUs per host."""
+        return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
+
+    def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
+        """Return the axes that a stage may shard over, as fields of a configuration: all, or within a host."""
+        if self.hosts is None:
+            return [{}]
+        axes = self.axes(config)
+        over = lambda **chosen: {"axis": axes, "shard_axis": (), "params_axis": ()} | chosen
+        found = [over()]
+        if 1 < self.hosts < count and stage > 0:
+            found.append(over(shard_axis=axes[-1:]))
+            if stage == 3 and (offload is None or offload.params is None):
+                found.append(over(params_axis=axes[-1:]))
+        return found
+
+    def usable(self, count: int) -> float:
+        """Return the bytes of one of `count` GPUs that may be used."""
+        return USABLE * self.device(count).memory if self.memory is None else self.memory
+
+    @property
+    def combinations(self) -> list[tuple[int, Offload | None]]:
+        """Return the possible pairs: stage 0 offloads nothing, and only stage 3 offloads parameters."""
+        return [
+            (stage, offload)
+            for stage in self.stages
+            for offload in self.offloads
+            if offload is None or stage == 3 or (stage > 0 and offload.params is None)
+        ]
+
+
+# Everything that is independent of loss and batch: the configuration of a candidate, its layout and its estimate.
+Setup = tuple[Config, Layout, StageEstimate]
+
+
+def candidates(
+    config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
+) -> Iterator[Candidate]:
+    """Estimate every way to train on a number of devices."""
+    mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
+    setups: list[Setup] = []
+    for stage, offload in space.combinations:
+        for sharding in space.shardings(config, count, stage, offload):
+            chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload, **sharding)
+            plan = make_plan(chosen, params)
+            setups.append((chosen, plan.layout, estimate_stage(chosen, plan, accumulate=1)))
+    for name, loss in losses.items():
+        estimated = functools.partial(estimate_candidate, name, loss, batch, space)
+        if space.rows is not None:
+            yield from (estimated(setup, rows) for rows in space.rows if rows % count == 0 for setup in setups)
+            continue
+        least: dict[tuple, float] = {}
+        improves, rows = True, count
+        while improves and rows <= MOST_ROWS * count:
+            improves = False
+            for setup in setups:
+                candidate = estimated(setup, rows)
+                yield candidate
+                # Doubling goes on while some setup fits and makes a row cheaper.
+                is_cheaper = candidate.seconds < (1 - COST_RESOLUTION) * least.get(candidate.variant, math.inf)
+                improves |= is_cheaper and not rejection(candidate, space.usable(count))
+                least[candidate.variant] = candidate.seconds
+            rows *= 2
+
+
+def estimate_candidate(
+    name: str, loss: PlainGradient, batch: Any, space: SearchSpace, setup: Setup, rows: int
+) -> Candidate:
+    """Estimate one candidate. The loss is compiled only if the model states fit."""
+    config, layout, row = setup
+    least = row.resident + row.update // 2  # the state, and the gradients in the optimizer's type
+    candidate = Candidate(row.devices, row.stage, name, config.offload, rows, least, row.host + row.disk)
+    if space.hosts is not None:
+        candidate = dataclasses.replace(candidate, shard_axis=config.shard_axis, params_axis=config.params_axis)
+    if rejection(candidate, space.usable(row.devices)):
+        return candidate
+    cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
+    row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
+    assert row.peak is not None
+    sending = sending_seconds(config, layout, space.device(row.devices))
+    seconds = step_seconds(row, cost.seconds(space.device(row.devices)), sending, space)
+    return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
+
+
+def rejection(candidate: Candidate, usable: float) -> str:
+    """Explain why a candidate is not worth compiling. Empty if it is worth compiling."""
+    if candidate.peak <= (1 + PEAK_MARGIN) * usable:
+        return ""
+    least = "at least " if candidate.seconds == math.inf else ""
+    return f"does not fit: {least}{format_bytes(candidate.peak)}, estimated"
+
+
+def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
+    """Return the least time of a step's collectives in sequence, each over the links of its devices."""
+    names, sizes = zip(*config.data.sizes, strict=True)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    # One group of devices per collective: all devices along its axes, at the first place of every other axis.
+    group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
+    sent = sent_bytes(config, layout, accumulate=1)
+    return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
+
+
+def step_seconds(row: StageEstimate, kernels: float, communication: float, space: SearchSpace) -> float:
+    """Return the least time of a step, given the least times of the plain gradient's kernels and of communication."""
+    device = space.device(row.devices)
+    passes = max(kernels, communication) if row.stage == 3 else kernels + communication
+    update = 2 * row.resident / device.bandwidth
+    offloaded = (row.host + row.disk) / (space.host_link or HOST_LINKS[space.gpu])
+    return passes + update + offloaded
+
+
 def search(
     config: Config,
     losses: Mapping[str, PlainGradient],
@@ -66,10 +288,7 @@ def search(
     """Find the cheapest candidate that fits, on the first number of devices with such a candidate.
 
     Candidates replace the stage, mesh and offload of `config`, and dim 0 of `batch`. Of two losses of equal cost, the
-    first is preferred.
-
-    Raises:
-        ValueError: If nothing fits.
+    first is preferred. If nothing fits, raise a `ValueError`.
     """
     tried: list[Candidate] = []
     for count in counts:

@@ -44,7 +44,7 @@ def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
     """
     for name, tree in given.items():
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if has("nan", [x]):
+            if has({"nan"}, [x]):
                 return (Origin("nan", "", f"{name}{jax.tree_util.keystr(path)}"),)
     jaxpr, consts = compat.opened(jax.make_jaxpr(lambda given: fn(**given))(given))
     walk = Walk()
@@ -64,7 +64,9 @@ class Walk:
         def rule(eqn, values):
             results = compat.evaluate_one(eqn, values)
             for kind in TESTS:
-                if not self.found.keys() & {kind, "nan"} and has(kind, results) and not has_before(kind, values):
+                # Operands explain a result: a NaN comes from a NaN, and an inf from an inf or a NaN.
+                causes = {kind, "nan"}
+                if not self.found.keys() & causes and has({kind}, results) and not has(causes, values):
                     here = compat.line_of(eqn) or line
                     self.enter(eqn, values, here)
                     self.found.setdefault(kind, Origin(kind, eqn.primitive.name, here))
@@ -93,14 +95,9 @@ class Walk:
             carry = results[: loop.carry]
 
 
-def has(kind: str, values: Sequence) -> bool:
-    """Return whether any of the arrays has a NaN, or an inf."""
-    return any(bool(TESTS[kind](x).any()) for x in values if is_float(x))
-
-
-def has_before(kind: str, values: Sequence) -> bool:
-    """Return whether operands explain a result: a NaN comes from a NaN, and an inf from an inf or a NaN."""
-    return has("nan", values) or (kind == "inf" and has("inf", values))
+def has(kinds: set[str], values: Sequence) -> bool:
+    """Return whether an element of the arrays is of one of these kinds, `"nan"` and `"inf"`."""
+    return any(bool(TESTS[kind](x).any()) for kind in kinds for x in values if is_float(x))
 
 
 def is_float(x: Any) -> bool:

@@ -52,14 +52,11 @@ class PlainStep:
 
     def value_and_grad(
         self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float = 1.0
-    ) -> tuple[Returned, list[Array]]:
-        """Return the loss's results, and `scale` times its gradient, one array per trained parameter."""
-        return self._differentiated(params, mutable, batch, args, scale)[:2]
-
-    def _differentiated(
-        self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float
     ) -> tuple[Returned, list[Array], list[Array]]:
-        """Return the results of `value_and_grad`, and the new value of each overwritten parameter."""
+        """Return the loss's results, `scale` times its gradient, and the new values of overwritten parameters.
+
+        The gradient has one array per trained parameter.
+        """
         leaves = jax.tree.leaves(params)
         chosen = (*self.layout.trained, *self.layout.overwritten)
 
@@ -78,7 +75,7 @@ class PlainStep:
         """Run one step, traced under jit. Metrics have `loss`, and `aux` if the loss returns it."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
-        returned, grads, values = self._differentiated(state.params, state.mutable, batch, args, scale)
+        returned, grads, values = self.value_and_grad(state.params, state.mutable, batch, args, scale)
         grads = cast(unscale(grads, 1 / scale), [leaf.dtype for leaf in trained.grads])
         loss = returned.total / returned.weight
         metrics = {"loss": loss, **({"aux": returned.aux} if self.program.loss.has_aux else {})}

@@ -15,12 +15,10 @@ from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.memory import peak_bytes
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
-from zerojax.planning.candidates import Candidate, SearchSpace
-from zerojax.planning.compiled_plan import Plan
-from zerojax.planning.fit import Fit, search
+from zerojax.planning.compiled_plan import Plan, read_plan
+from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.largest_batch import largest_that_fits
 from zerojax.planning.options import FitOptions, split_options
-from zerojax.planning.read_plan import read_plan
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step

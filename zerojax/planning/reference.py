@@ -17,9 +17,9 @@ import optax
 
 from zerojax import compat
 from zerojax.layout.tree import is_numeric, layout_of
+from zerojax.planning.comparison import Key, Snapshot, largest, snapshot, wide
 from zerojax.planning.nonfinite import is_float
 from zerojax.planning.plain_step import PlainState, PlainStep
-from zerojax.planning.snapshot import Key, Snapshot, largest, snapshot, wide
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 

@@ -21,10 +21,77 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
-from zerojax.planning.estimate_table import StageEstimate
 from zerojax.train.tree_api import returned_grads
 
 HOST = "host"  # the mesh axis of the hosts, if a topology has several
+
+
+@dataclasses.dataclass(frozen=True)
+class StageEstimate:
+    """One stage on a number of devices, in bytes per device.
+
+    Attributes:
+        stage: ZeRO stage.
+        devices: Data-parallel workers.
+        params: Stored parameters.
+        grads: Gradients, as `value_and_grad` returns them.
+        master: Master weights, where parameters are stored in a narrower type.
+        opt_state: State of the wrapped transformation.
+        errors: Rounding errors of quantised gradients, which are fed back.
+        gathered: At stage 3, parameters gathered at a time, of the layer in use and the prefetched layers. None for a
+            number of parameters, whose layers are unknown.
+        host: Bytes offloaded to host memory.
+        disk: Bytes offloaded to disk.
+        read: Bytes that a step reads from disk, at most.
+        written: Bytes that a step writes to disk.
+        sent: Bytes that a device sends in a step. It receives as many.
+        across: The part of `sent` in groups of devices of several hosts. None where hosts are not known.
+        backward: Gradients during the backward pass. At stages 0 to 2 they are full until they are reduced. With
+            several microbatches, their sums are included.
+        update: Gradients in the optimizer's type, and as many bytes for the updates.
+        activations: One device's rows, and the temporary memory of the plain gradient on these rows. None without a
+            loss.
+    """
+
+    stage: int
+    devices: int
+    params: int
+    grads: int
+    master: int
+    opt_state: int
+    errors: int
+    gathered: int | None
+    host: int
+    disk: int
+    sent: float
+    across: float | None
+    backward: int
+    update: int
+    activations: int | None = None
+    read: int = 0
+    written: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Return bytes on a device between steps: model states without gradients."""
+        return self.params + self.master + self.opt_state + self.errors
+
+    @property
+    def peak(self) -> int | None:
+        """Return the most bytes on a device in a step, or None where activations are not known.
+
+        This is `resident` and the larger of two: gradients, activations and gathered parameters in the backward pass,
+        or the update. At stages 1 and 2 it is an upper bound for unrolled layers, whose gradients may be reduced one by
+        one. Chunks of an offloaded update are not included.
+        """
+        if self.activations is None:
+            return None
+        return self.resident + max(self.backward + self.activations + (self.gathered or 0), self.update)
+
+    @property
+    def total(self) -> int:
+        """Return bytes of all model states on a device, gradients included, without gathered parameters."""
+        return self.resident + self.grads
 
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:

@@ -23,7 +23,7 @@ from zerojax.offload.host import to_device
 from zerojax.optim.checks import tree_difference
 from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_memory import state_to_host
+from zerojax.optim.state_forms import state_to_host
 from zerojax.placement.chunking import splitting
 from zerojax.placement.place import place_array
 from zerojax.placement.storage import leaves_of, logical, named

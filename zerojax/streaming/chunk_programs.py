@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class GroupInputs(NamedTuple):
-    """Further values that a group's update reads, each kind in the order of the group.
-
-    Attributes:
-        grads: Gradients; storage shape.
-        shared: Shared values, which the first group computed.
-        consts: Arrays that the transformation closed over.
-    """
+    """Further values that a group's update reads, each kind in the order of the group. Gradients have storage shape."""
 
     grads: Sequence[Array]
     shared: Sequence[Array]

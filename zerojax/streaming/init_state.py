@@ -16,7 +16,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import check_host_memory, host_sharding, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.state_memory import is_on_disk, state_shardings, state_to_host
+from zerojax.optim.state_forms import is_on_disk, state_shardings, state_to_host
 from zerojax.optim.traced import trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
 from zerojax.placement.storage import cast, named, unpadded

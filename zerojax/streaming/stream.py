@@ -71,11 +71,7 @@ class UpdateInputs(NamedTuple):
 class StreamedUpdate:
     """The streamed update of one transformation. Its programs are compiled when they first run.
 
-    Attributes:
-        config: The wrapped transformation.
-        plan: How everything is sharded.
-        partition: The update's groups.
-        update: Where chunks are updated: `"device"` or `"host"`.
+    Its attribute `update` says where chunks are updated: `"device"` or `"host"`.
     """
 
     def __init__(self, config: Config, plan: ShardingPlan):
@@ -165,12 +161,9 @@ class StreamedUpdate:
 
 @dataclasses.dataclass
 class GroupInFlight:
-    """A group whose update has begun.
+    """A group whose update has begun: its parameters, and its leaves of the state on the device, in storage shape.
 
-    Attributes:
-        group: The group.
-        params: The group's parameters, in which some chunks are already updated; storage shape of their shards.
-        resident: The group's leaves of the state on the device; storage shape.
+    Some chunks of the parameters are already updated.
     """
 
     group: UpdateGroup

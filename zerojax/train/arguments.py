@@ -19,11 +19,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A value for which the program is compiled. For jit, it is a node without leaves.
-
-    Attributes:
-        value: A hashable value.
-    """
+    """A hashable value for which the program is compiled. For jit, it is a node without leaves."""
 
     value: Any
 
@@ -31,11 +27,9 @@ class Constant:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["batch_too"])
 @dataclasses.dataclass(frozen=True)
 class Keywords:
-    """The keyword arguments of a loss, which zerojax passes as the last positional argument.
+    """The keyword arguments of a loss, by name, which zerojax passes as the last positional argument.
 
-    Attributes:
-        values: The arguments by name.
-        batch_too: Whether the batch is a dict of keyword arguments, too.
+    With `batch_too`, the batch is a dict of keyword arguments, too.
     """
 
     values: dict[str, Any]
@@ -46,12 +40,8 @@ def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False
     """Find the batch among the arguments of a loss after its parameters.
 
     Without a positional batch, the batch is a dict of the keyword arguments that have rows. Other keyword arguments,
-    such as flags, numbers and keys, are further arguments.
-
-    Args:
-        args: Positional arguments. `NO_BATCH` among them is ignored.
-        keywords: Keyword arguments.
-        mutable: Whether the first of `args` is a mutable state.
+    such as flags, numbers and keys, are further arguments. `NO_BATCH` among `args` is ignored. With `mutable`, the
+    first of `args` is a mutable state.
 
     Returns:
         `(mutable state or None, batch, rest)`, with `rest` as `packed` returns it.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.config.precision import common_dtype
@@ -21,11 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A node of aux that says how its leaves are combined.
-
-    Attributes:
-        tree: A tree of arrays.
-    """
+    """A node of aux around a tree of arrays, which says how the arrays are combined."""
 
     tree: PyTree
 
@@ -109,7 +106,7 @@ def combine(
         wide = x.astype(common_dtype(x.dtype, jnp.float32))
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
         # with weight 0 the mean itself may be 0/0
-        return comm.psum(jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
+        return comm.over_workers(lax.psum, jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
 
     def scalar_mean(path, x):
         if x.ndim > 1 or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -131,7 +128,7 @@ def combine(
 
     kinds = {
         Mean: mean,
-        Sum: lambda path, x: comm.psum(x.sum(0, dtype=None if x.dtype == bool else x.dtype)),
+        Sum: lambda path, x: comm.over_workers(lax.psum, x.sum(0, dtype=None if x.dtype == bool else x.dtype)),
         Rows: rows,
         Same: lambda path, x: x[-1],
     }

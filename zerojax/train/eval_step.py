@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function with the interface of a `Loss`, which may return anything.
-
-    Attributes:
-        fn: `fn(params, batch, *args)`.
-    """
+    """A function `fn(params, batch, *args)` with the interface of a `Loss`. It may return anything."""
 
     fn: Callable
 

@@ -16,8 +16,7 @@ from zerojax.comm.mesh import replicated, to_storage
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import plan_of_layout
-from zerojax.optim.returned_state import as_planned, seen_in
-from zerojax.optim.state_memory import state_to_device
+from zerojax.optim.state_forms import as_planned, seen_in, state_to_device
 from zerojax.placement.storage import in_logical_shape, leaves_of, padded_forms
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch

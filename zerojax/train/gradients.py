@@ -66,13 +66,8 @@ def loss_and_grads(
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
     The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys among the
-    arguments are folded with the indices of device and microbatch.
-
-    Args:
-        view: The loss, and how it is differentiated.
-        given: The inputs of the loss over all devices.
-        scale: The loss scale: it multiplies the loss during the backward pass, and the gradients are divided by it.
-        errors: The errors that error feedback keeps: `Gradients.errors` of the previous step.
+    arguments are folded with the indices of device and microbatch. The loss scale multiplies the loss during the
+    backward pass, and the gradients are divided by it. `errors` are `Gradients.errors` of the previous step.
     """
     config, layout = view.config, view.layout
     check_batch(given.batch, config.data, view.accumulate)
@@ -106,17 +101,7 @@ def loss_and_grads(
         local,
         mesh=config.mesh,
         in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full, kept),
-        out_specs=Gradients(
-            loss=full,
-            grads=specs[1],
-            aux=full,
-            rows=rows,
-            mutable=full,
-            weights_valid=full,
-            squares=full,
-            errors=kept,
-            overwritten=full,
-        ),
+        out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows, errors=kept),
         axis_names=set(config.data.batch),
     )(given._replace(stored=list(given.stored)), scale, dict(errors))
     # XLA removes a product with one, but it lets `checkify` find a NaN that a device computed.
@@ -151,13 +136,15 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
         returned, grads, mutable, values = accumulate_microbatches(view, given, scale)
     total, weights, aux, _ = returned
     if weighted:
-        total, weight, below = comm.psum((total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)))
+        sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
+        total, weight, below = comm.over_workers(lax.psum, sums)
         weights_valid = (weight > 0) & (below == 0)
         # An invalid weight becomes NaN, so that loss and gradients are NaN and nobody takes them for valid.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         factor = (1.0 if factor is None else factor) / weight / scale
     else:
-        total, weight, weights_valid = comm.psum(total.sum()), view.microbatches, jnp.array(True)
+        total = comm.over_workers(lax.psum, total.sum())
+        weight, weights_valid = view.microbatches, jnp.array(True)
         factor = 1 / (scale * view.microbatches) if view.accumulate == 1 else 1 / scale
     if view.reduces_across_once:
         grads, errors = view.reduce_across(grads, errors, factor)
@@ -170,7 +157,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
     else:
         aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
-    mutable, values = mean_mutable(mutable, comm), comm.pmax(values)
+    mutable, values = mean_mutable(mutable, comm), comm.over_workers(lax.pmax, values)
     return Gradients(total / weight, grads, aux, rows, mutable, weights_valid, squares, errors, values)
 
 
@@ -228,4 +215,4 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
     # In device view the sum is over all workers, and in hybrid sharding several workers hold the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
-    return jnp.where(replicated, local, comm.psum(jnp.where(replicated, 0, local / copies)))
+    return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.config.precision import common_dtype
@@ -137,6 +138,6 @@ def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return comm.pmean(at_least_float32(x)).astype(x.dtype)
+        return comm.over_workers(lax.pmean, at_least_float32(x)).astype(x.dtype)
 
     return jax.tree.map(mean, mutable)

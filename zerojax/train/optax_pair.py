@@ -17,8 +17,7 @@ from zerojax.offload.host import to_device
 from zerojax.optim.logical_state import unshard_state
 from zerojax.optim.outer_chain import warn_of_outer_transformations
 from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.optim.returned_state import as_returned, seen_in
-from zerojax.optim.state_memory import state_shardings
+from zerojax.optim.state_forms import as_returned, seen_in, state_shardings
 from zerojax.placement.place import storage_of
 from zerojax.placement.storage import named_tree, padded_forms, storage_forms
 from zerojax.placement.unusable import unusable_named

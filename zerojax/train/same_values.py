@@ -19,15 +19,13 @@ def checksums(tree: Any) -> dict[str, str]:
 
     Offloaded state is left out: each process computes its own chunks from parameters that are compared.
     """
-    found, pending = {}, []
+    pending = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_chunked):
         name = jax.tree_util.keystr(path).replace("']", "", 1).removeprefix("['")
         if is_chunked(x) or not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             continue
         pending += [(f"the checksum of {name}{part}", checksum(to_device(array))) for part, array in parts(x)]
-    for name, value in pending:
-        found[name] = f"{int(value):08x}"
-    return found
+    return {name: f"{int(value):08x}" for name, value in pending}
 
 
 def parts(x: Any) -> list[tuple[str, Any]]:

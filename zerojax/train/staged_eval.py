@@ -68,10 +68,12 @@ class StagedFunction:
                 for i, leaf in enumerate(layout.params)
             ]
             call, follower = view.loss_of_params(), view.comm.follower
-            found = trace_loss(call, layout.treedef, layout.params, full, inputs, OF_ROWS, follower)
+            program, _, consts, structure = trace_loss(
+                call, layout.treedef, layout.params, full, inputs, OF_ROWS, follower
+            )
             options = Options(view.comm, prefetch=0, reshard_after_forward=True)
-            staged = StagedProgram(found.program, kept, [False] * len(full), options, self._config.mesh)
-            self._traced[key] = Traced(staged, found.consts, found.structure)
+            staged = StagedProgram(program, kept, [False] * len(full), options, self._config.mesh)
+            self._traced[key] = Traced(staged, consts, structure)
         return self._traced[key]
 
 

@@ -101,14 +101,16 @@ class StagedLoss:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if i not in stored else stored[i]
             for i, leaf in enumerate(layout.params)
         ]
-        found = trace_loss(call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm.follower)
+        program, _, consts, structure = trace_loss(
+            call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm.follower
+        )
         trained = {layout.trained[k] for k in view.differentiable}
         active = [i in trained for i in range(len(full))]
         options = Options(view.comm, prefetch=0, reshard_after_forward=True)
-        staged = StagedProgram(found.program, self.disk, active, options, view.config.mesh)
+        staged = StagedProgram(program, self.disk, active, options, view.config.mesh)
         for reason in staged.gathered_before:
             log.warning(reason)
-        return Traced(staged, found.consts, found.structure)
+        return Traced(staged, consts, structure)
 
     def run(
         self,

@@ -15,8 +15,7 @@ from zerojax.config import Config
 from zerojax.layout.chunked import Chunked
 from zerojax.layout.serialization import serialize, serialize_fields
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.returned_state import Annotated, as_planned
-from zerojax.optim.state_memory import state_shardings
+from zerojax.optim.state_forms import Annotated, as_planned, state_shardings
 from zerojax.placement.storage import named, named_tree
 from zerojax.train.loss_scaling import ScalingState
 from zerojax.units import format_bytes

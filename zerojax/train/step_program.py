@@ -12,7 +12,7 @@ from zerojax.comm.collectives import UPDATE
 from zerojax.config import Config, check_count
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
-from zerojax.optim.state_memory import state_to_device, state_to_host
+from zerojax.optim.state_forms import state_to_device, state_to_host
 from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
@@ -58,13 +58,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """A training step as functions of a state, to be traced.
-
-    Attributes:
-        config: The configuration of the transformation.
-        options: The options of the step.
-        loss: The loss function.
-    """
+    """A training step as functions of a state, to be traced."""
 
     config: Config
     options: StepOptions
@@ -95,16 +89,10 @@ class StepProgram:
         return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
     def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
-        """Run the part of a step that needs no offloaded state.
+        """Run the part of a step that needs no offloaded state, and return `(state, metrics, inputs)`.
 
-        Args:
-            state: The state, with a list as `opt_state`: one array per leaf, and None for offloaded leaves.
-            batch: The global batch, placed.
-            *args: Further arguments of the loss.
-
-        Returns:
-            `(state, metrics, inputs)`. The state has neither parameters nor optimizer state. These are in `inputs`,
-            which is complete if nothing is offloaded.
+        The given state has a list as `opt_state`: one array per leaf, and None for offloaded leaves. The returned state
+        has neither parameters nor optimizer state. These are in `inputs`, which is complete if nothing is offloaded.
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)

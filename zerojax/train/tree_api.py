@@ -25,8 +25,7 @@ from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
-from zerojax.optim.returned_state import as_planned, as_returned
-from zerojax.optim.state_memory import state_shardings, state_to_device, state_to_host
+from zerojax.optim.state_forms import as_planned, as_returned, state_shardings, state_to_device, state_to_host
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
 from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
@@ -59,10 +58,7 @@ class NewValue:
     """An update that replaces its parameter: `parameter + NewValue(value)` is `value`.
 
     `optax.apply_updates` adds an update to its parameter. For two float32 numbers there is not always a third that,
-    added to one, gives exactly the other.
-
-    Attributes:
-        value: The new value of the parameter; logical shape.
+    added to one, gives exactly the other. The value has logical shape.
     """
 
     value: Shaped[Array, "*logical"]
@@ -94,10 +90,7 @@ def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool])
 class TreeForm:
     """The form of a caller's trees: gradients and updates have the structure and logical shapes of the parameters.
 
-    Attributes:
-        config: The transformation.
-        layout: The layout of the parameters.
-        forms: Which of the parameters are a `Padded`, as `padded_forms` returns it.
+    `forms` says which parameters are a `Padded`; `padded_forms` returns it.
     """
 
     config: Config

@@ -34,12 +34,8 @@ class TypedLoss:
 
     If the caller's mesh has Explicit axes, the loss is traced with them: the types of the batch follow `batch_spec`,
     and the types of parameters follow their other axes. If plain jit refuses the loss there (because of a lookup that
-    does not say how its result is sharded, or a constraint to an axis), the loss is called on the Auto axes.
-
-    Attributes:
-        config: The configuration, with the caller's mesh and the axes of the batch.
-        layout: The layout of the parameters.
-        loss: The loss function, or another object with the same `call`.
+    does not say how its result is sharded, or a constraint to an axis), the loss is called on the Auto axes. `loss` is
+    a `Loss`, or another object with the same `call`.
     """
 
     config: Config

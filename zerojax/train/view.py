@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.encoding import Encoding
@@ -189,7 +190,7 @@ class View:
         cotangent = scale.astype(returned.total.dtype)
         factor = None
         if self.loss.weighted:
-            weight = self.comm.pmean(returned.weight)
+            weight = self.comm.over_workers(lax.pmean, returned.weight)
             factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
             cotangent = cotangent / factor
         # The loss scale multiplies the cotangent and not the gradients, so that narrow types stay in range.
@@ -310,15 +311,10 @@ class View:
     def reduce_across(
         self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
     ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
-        """Reduce across hosts the gradients that `reduce` left, once per step.
+        """Reduce across hosts the gradients that `reduce` left, once per step. Return sums and rounding errors.
 
-        Args:
-            grads: One gradient per differentiable parameter.
-            errors: The errors of the previous step's reduction, by the path of a parameter; empty without feedback.
-            factor: The factor that turns `grads` into gradients of the loss. Errors are kept in these units.
-
-        Returns:
-            `(sums, errors)`, with the errors of this reduction.
+        `errors` has the errors of the previous step's reduction, by the path of a parameter; empty without feedback.
+        Errors are kept in the units of gradients of the loss, into which `factor` turns `grads`.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]

@@ -35,11 +35,7 @@ def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
 
 
 class Watchdog:
-    """Waits for the steps of one loss, in a thread. The time of a step begins when the previous step ends.
-
-    Attributes:
-        timeout: Seconds that a step may take.
-    """
+    """Waits for the steps of one loss, in a thread. A step may take `timeout` seconds after the previous step ends."""
 
     def __init__(self, timeout: float, collectives: Callable[[], list[str]]):
         """Prepare to watch. `collectives()` returns the labels of a step's collectives, in order."""
@@ -74,11 +70,7 @@ class Watchdog:
 class _Waiting:
     """The work of the thread. It has no reference to the `Watchdog`, whose end also ends the thread.
 
-    Attributes:
-        steps: The steps to wait for, in order; None ends the thread.
-        timeout: Seconds that a step may take.
-        collectives: Returns the labels of a step's collectives.
-        frozen: Seconds for which other processes are known to have been stopped.
+    None among the `steps` ends the thread. Other processes are known to have been stopped for `frozen` seconds.
     """
 
     steps: queue.SimpleQueue[Call | None]

@@ -1,0 +1,179 @@
+"""Which values to save: the cheapest recomputation that a budget of bytes allows, as an integer program.
+
+Every equation is recomputed or not, and every named value saved or not. A residual, and whatever a recomputed
+equation reads, must be saved or recomputed. Without the budget this is a minimum cut, whose relaxation is integral.
+The budget is one row more, a knapsack, so that few branches are needed.
+
+References:
+    Jain et al. 2020, arXiv 1910.02653 (Checkmate): rematerialisation as an integer program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from zerojax.budget.graph import Graph
+
+Fate = Literal["save", "recompute", "offload"]
+# The cost is within this part of the least one. The search ends after so many branches, so that it gives the same on
+# any machine.
+_GAP, _BRANCHES = 1e-3, 5000
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a block saves, and what its backward pass computes again.
+
+    Attributes:
+        saved: Names of the values that stay on the device.
+        offloaded: Names of the values that wait in host memory.
+        saved_bytes: Bytes saved on the device per call, without the block's arguments.
+        offloaded_bytes: Bytes in host memory per call.
+        flops: FLOPs that the backward pass repeats.
+        most_bytes: Bytes of everything that the backward pass reads, without the block's arguments.
+        most_flops: FLOPs that the backward pass repeats if nothing is saved.
+    """
+
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    saved_bytes: int
+    offloaded_bytes: int
+    flops: int
+    most_bytes: int
+    most_flops: int
+
+
+def choose(
+    graph: Graph, budget: int, *, fates: Mapping[str, Fate], repeat_collectives: bool, host_bytes: int = 0
+) -> Choice:
+    """Return the choice that repeats the fewest FLOPs.
+
+    Args:
+        graph: The block's.
+        budget: Bytes that may be saved on the device.
+        fates: What the user decided for names of the user's own.
+        repeat_collectives: Whether the backward pass may repeat collectives.
+        host_bytes: Bytes that may be offloaded besides those that the user decided.
+
+    Raises:
+        ValueError: If the values that must be saved need more than the budget.
+    """
+    program = _Program(graph, fates, repeat_collectives)
+    found = program.solve(budget, host_bytes)
+    if found is None:
+        least = program.least_bytes(host_bytes)
+        raise ValueError(
+            f"remat(budget=) allows {budget} bytes per call, and the values that must be saved need {least}: those "
+            f'that named= says to "save", and results of collectives. Raise the budget, or allow '
+            f"repeat_collectives=True."
+        )
+    return found
+
+
+class _Program:
+    """The integer program of one block.
+
+    Its variables are, in this order: for each equation whether it is recomputed, for each value whether it is
+    saved, for each value whether it is offloaded.
+    """
+
+    def __init__(self, graph: Graph, fates: Mapping[str, Fate], repeat_collectives: bool):
+        self.graph = graph
+        self.equations, self.values = len(graph.equations), len(graph.values)
+        self.bytes = np.array([value.bytes for value in graph.values], float)
+        self.cost = np.array([eqn.cost for eqn in graph.equations], float)
+        self.upper = np.ones(self.equations + 2 * self.values)
+        self.lower = np.zeros_like(self.upper)
+        collective = [eqn.is_collective and not repeat_collectives for eqn in graph.equations]
+        self.upper[: self.equations][collective] = 0
+        for i, value in enumerate(graph.values):
+            fate = fates.get(value.name) if value.users_name else None
+            saved, offloaded = self.equations + i, self.equations + self.values + i
+            self.upper[saved] = fate == "save" or (not value.users_name and not value.is_form_of_argument)
+            self.lower[saved] = fate == "save"
+            self.upper[offloaded] = fate == "offload" or (fate is None and self.upper[saved])
+            self.lower[offloaded] = fate == "offload"
+            if fate in ("recompute", "offload"):
+                self._only_by_name(value.equation)
+        self.pinned = self.lower[self.equations + self.values :] @ self.bytes
+
+    def _only_by_name(self, equation: int) -> None:
+        """Forbid to save a value under the name that this library gave it before the user's."""
+        for i, value in enumerate(self.graph.values):
+            if value.equation in self.graph.equations[equation].reads and not value.users_name:
+                self.upper[[self.equations + i, self.equations + self.values + i]] = 0
+
+    def _available(self) -> tuple:
+        """Return the rows `recomputed + saved + offloaded - read >= bound`, and their bounds."""
+        from scipy import sparse
+
+        ways = [{i: 1} for i in range(self.equations)]  # in which the results of an equation can be there
+        for i, value in enumerate(self.graph.values):
+            ways[value.equation] |= {self.equations + i: 1, self.equations + self.values + i: 1}
+        readers = [(source, reader) for reader, eqn in enumerate(self.graph.equations) for source in eqn.reads]
+        rows = [ways[source] for source in self.graph.residuals]
+        rows += [{**ways[source], reader: -1} for source, reader in readers]
+        bounds = [1] * len(self.graph.residuals) + [0] * len(readers)
+        entries = [(i, j, x) for i, row in enumerate(rows) for j, x in row.items()]
+        i, j, x = zip(*entries, strict=True) if entries else ((), (), ())
+        return sparse.csr_array((x, (i, j)), shape=(len(rows), len(self.upper))), np.array(bounds, float)
+
+    def _run(self, objective: np.ndarray, budget: float, host_bytes: float) -> np.ndarray | None:
+        """Return the best variables, or None if there are none."""
+        import scipy.optimize
+        from scipy import sparse
+
+        optimize: Any = scipy.optimize  # whose annotations say `float` where arrays belong
+        matrix, bounds = self._available()
+        allowed = np.array([budget, host_bytes + self.pinned])
+        # In thousandths of the limits: the solver rounds to 1e-6, which must be less than a byte of a small budget.
+        sizes = 1000 * sparse.kron(sparse.diags_array(1 / np.maximum(allowed, 1)), self.bytes)
+        limits = sparse.hstack([sparse.csr_array((2, self.equations)), sizes])
+        too_large = np.concatenate([np.zeros(self.equations, bool), *(self.bytes > limit for limit in allowed)])
+        if (self.lower[too_large] > 0).any():
+            return None
+        found = optimize.milp(
+            objective,
+            integrality=np.ones_like(objective),
+            bounds=optimize.Bounds(self.lower, np.where(too_large, 0, self.upper)),
+            constraints=[
+                optimize.LinearConstraint(matrix, bounds, np.inf),
+                optimize.LinearConstraint(limits, -np.inf, 1000 * np.minimum(allowed, 1)),
+            ],
+            options={"mip_rel_gap": _GAP, "node_limit": _BRANCHES},
+        )
+        return None if found.x is None else np.round(found.x).astype(bool)
+
+    def solve(self, budget: float, host_bytes: float) -> Choice | None:
+        """Return the choice that costs least, or None if the budget is below what must be saved."""
+        if not self.equations:
+            return Choice((), (), 0, 0, 0, 0, 0)
+        scale = max(self.cost.sum(), 1.0)
+        # Nothing is saved, and still less is offloaded, that makes no recomputation unnecessary.
+        price = 1e-7 * self.bytes / max(self.bytes.sum(), 1.0)
+        found = self._run(np.concatenate([self.cost / scale, price, 2 * price]), budget, host_bytes)
+        if found is None:
+            return None
+        recomputed, saved, offloaded = np.split(found, [self.equations, self.equations + self.values])
+        flops = np.array([eqn.flops for eqn in self.graph.equations], float)
+        names = lambda chosen: tuple(v.name for v, on in zip(self.graph.values, chosen, strict=True) if on)
+        return Choice(
+            saved=names(saved),
+            offloaded=names(offloaded & ~saved),
+            saved_bytes=int(self.bytes @ saved),
+            offloaded_bytes=int(self.bytes @ (offloaded & ~saved)),
+            flops=int(flops @ recomputed),
+            most_bytes=self.graph.bytes,
+            most_flops=int(flops.sum()),
+        )
+
+    def least_bytes(self, host_bytes: float) -> int:
+        """Return the bytes that must be saved in any case."""
+        objective = np.concatenate([np.zeros(self.equations), self.bytes, np.zeros(self.values)])
+        found = self._run(objective / max(self.bytes.sum(), 1.0), self.bytes.sum(), host_bytes)
+        assert found is not None, "everything can be saved"
+        return int(objective @ found)

@@ -1,0 +1,62 @@
+"""Count the FLOPs of an equation, as XLA's cost analysis does: two per multiply-add, one per element otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from zerojax import compat, jaxprs
+
+# Equations that move or rename elements.
+_FREE = frozenset(
+    "broadcast_in_dim bitcast_convert_type concatenate convert_element_type copy copy_p device_put dynamic_slice "
+    "dynamic_update_slice expand_dims gather iota name optimization_barrier pad random_clone random_seed random_unwrap "
+    "random_wrap reshape rev slice split squeeze stop_gradient transpose".split()
+)
+# The rounds of Threefry, which makes random bits in 32-bit words.
+_RANDOM_BITS = 100
+
+
+def flops_of(eqn: Any) -> int:
+    """Return the FLOPs of one equation; those of the equations inside it for a loop, a branch or a call."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2 * _elements(eqn.outvars[0]) * math.prod(shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        features = eqn.params["dimension_numbers"].rhs_spec[0]
+        kernel = eqn.invars[1].aval
+        return 2 * _elements(eqn.outvars[0]) * kernel.size // max(kernel.shape[features], 1)
+    if name == "cond":
+        return max(_flops_inside(compat.opened(branch)[0]) for branch in eqn.params["branches"])
+    if (loop := compat.loop_of(eqn)) is not None:
+        return loop.length * _flops_inside(compat.opened(loop.body)[0])
+    if inner := compat.inner_jaxprs(eqn):
+        return sum(map(_flops_inside, inner))
+    if name in _FREE:
+        return 0
+    if name in ("random_bits", "threefry2x32"):
+        return _RANDOM_BITS * sum(map(_elements, eqn.outvars))
+    if name.startswith(("reduce_", "arg", "cum")):
+        return sum(_elements(atom) for atom in eqn.invars)
+    return sum(map(_elements, eqn.outvars))
+
+
+def bytes_written(eqn: Any) -> int:
+    """Return the bytes of an equation's results."""
+    return sum(jaxprs.nbytes(var) for var in eqn.outvars if is_array(var))
+
+
+def is_array(atom: Any) -> bool:
+    """Return whether a value is an array of numbers, not a PRNG key, a ref or a token."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and hasattr(dtype, "itemsize") and hasattr(atom.aval, "size") and not compat.is_ref(atom)
+
+
+def _flops_inside(jaxpr: Any) -> int:
+    return sum(map(flops_of, jaxpr.eqns))
+
+
+def _elements(atom: Any) -> int:
+    return getattr(atom.aval, "size", 0)

@@ -1,0 +1,163 @@
+"""What the backward pass of a block reads, and what each value of its forward pass costs to compute again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax import compat, jaxprs
+from zerojax.budget.flops import bytes_written, flops_of, is_array
+
+PREFIX = "zerojax_value_"
+# Equations that other devices take part in: to repeat one costs a link, and not only this device's time.
+_COLLECTIVES = frozenset(
+    "psum psum_invariant pmin pmax ppermute pshuffle all_gather all_gather_invariant all_to_all reduce_scatter "
+    "psum_scatter ragged_all_to_all pbroadcast".split()
+)
+# Equations that give an argument of the block in another form. They are not saved: the argument is there already.
+_FORMS = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims name reshape slice squeeze stop_gradient transpose".split()
+)
+# Bytes count a thousandth of a FLOP: they decide between values that cost equally many FLOPs.
+_FLOPS_PER_BYTE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value that can be saved: what `jax.checkpoint` knows under a name.
+
+    Attributes:
+        name: Its name, given by `named` or by the user with `checkpoint_name`.
+        equation: Index of the equation that gives it its name, in `Graph.equations`.
+        bytes: Its size.
+        users_name: Whether the user gave the name.
+        is_form_of_argument: Whether it is an argument of the block in another shape or type.
+    """
+
+    name: str
+    equation: int
+    bytes: int
+    users_name: bool
+    is_form_of_argument: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """An equation of the forward pass or of its derivative, as far as the backward pass needs it.
+
+    Attributes:
+        reads: Equations whose results it reads.
+        cost: FLOPs to compute it again, and a small part of the bytes that it writes.
+        flops: FLOPs to compute it again.
+        is_collective: Whether other devices take part in it.
+    """
+
+    reads: tuple[int, ...]
+    cost: float
+    flops: int
+    is_collective: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """The values that a block's backward pass depends on.
+
+    Attributes:
+        equations: In the order of their computation.
+        values: Values that can be saved.
+        residuals: Equations whose results the backward pass reads.
+        bytes: Bytes of everything that the backward pass reads, without the block's arguments.
+    """
+
+    equations: tuple[Equation, ...]
+    values: tuple[Value, ...]
+    residuals: tuple[int, ...]
+    bytes: int
+
+
+def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
+    """Evaluate a jaxpr with its calls inlined and a name for each value, for a policy of `jax.checkpoint`."""
+    return _with_names(itertools.count(), jaxpr, consts, *args)
+
+
+def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: Any) -> list:
+    def rule(eqn, values):
+        body = compat.called(eqn)
+        if body is not None:
+            return _with_names(numbers, *compat.opened(body), *values)
+        with compat.at_line_of(eqn):
+            results = compat.evaluate_one(eqn, values)
+            if eqn.primitive.name == "name":
+                return results
+            return [_name(x, var, numbers) for x, var in zip(results, eqn.outvars, strict=True)]
+
+    return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+
+def _name(x: Any, var: Any, numbers: itertools.count) -> Any:
+    """Name an array. Scalars cost nothing to keep, and JAX keeps or recomputes them as it likes."""
+    number = next(numbers)
+    return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
+
+
+def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
+    """Return the graph of a block, from the jaxpr of its forward pass.
+
+    Args:
+        jaxpr: The block's, open.
+        consts: Values of its constants.
+        avals: Shapes and types of its arguments.
+    """
+
+    def residuals(*args):
+        _, pull = jax.vjp(functools.partial(named, jaxpr, consts), *args)
+        return jax.tree.leaves(pull)
+
+    linear = compat.opened(jax.make_jaxpr(residuals)(*avals))
+    inlined = functools.partial(jaxprs.inline_calls, *linear)
+    return _graph(compat.opened(jax.make_jaxpr(inlined)(*avals))[0])
+
+
+def _graph(jaxpr: Any) -> Graph:
+    given = {*jaxpr.invars, *compat.constvars_of(jaxpr)}
+    wanted = {var for var in jaxprs.variables_in(jaxpr.outvars) if var not in given}
+    eqns, _ = jaxprs.needed_for(jaxpr.eqns, [*wanted])
+    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+    read_by = [{maker[v] for v in jaxprs.variables_in(eqn.invars) if v in maker} for eqn in eqns]
+    forms: set[int] = set()
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive.name in _FORMS and read_by[i] <= forms:
+            forms.add(i)
+    return Graph(
+        equations=tuple(map(_equation, eqns, read_by)),
+        values=tuple(
+            Value(
+                name=eqn.params["name"],
+                equation=i,
+                bytes=bytes_written(eqn),
+                users_name=not eqn.params["name"].startswith(PREFIX),
+                is_form_of_argument=i in forms,
+            )
+            for i, eqn in enumerate(eqns)
+            if eqn.primitive.name == "name"
+        ),
+        residuals=tuple(sorted({maker[var] for var in wanted})),
+        bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array(var)),
+    )
+
+
+def _equation(eqn: Any, reads: set[int]) -> Equation:
+    flops = flops_of(eqn)
+    written = 0 if eqn.primitive.name == "name" else bytes_written(eqn)
+    return Equation(tuple(sorted(reads)), flops + _FLOPS_PER_BYTE * written, flops, _is_collective(eqn))
+
+
+def _is_collective(eqn: Any) -> bool:
+    inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return eqn.primitive.name in _COLLECTIVES or any(map(_is_collective, inner))
