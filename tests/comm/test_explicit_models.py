@@ -122,7 +122,7 @@ def test_rows_are_followed_to_where_types_have_the_data_axis(kind):
         spec = var.aval.sharding.spec
         dims = {dim for dim, names in enumerate(spec) if "data" in (names if isinstance(names, tuple) else (names,))}
         # A type may leave a value whole that holds rows, and divide one that is the same for all of them.
-        assert dims <= {place.dim for place in found[var].of} | found[var].uniform, var.aval.str_short()
+        assert dims <= {place.dim for place in found[var].places} | found[var].uniform, var.aval.str_short()
         typed += bool(dims)
     assert typed > 10
 
