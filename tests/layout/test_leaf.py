@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from zerojax.config import DataMesh, LayoutPolicy, LeafMask, Precision, Wire
+from zerojax.layout.annotations import NAME, REASON, overwritten_leaves
 from zerojax.layout.chunked import Chunked, Chunking, chunking_of, is_chunked
 from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.layout.opt_state import like_parameter, params_of_state
-from zerojax.layout.overwritten import NAME, REASON, overwritten_leaves
 from zerojax.layout.padded import Padded, has_dims, is_number_array, pad, restored, stored_mask, trim, without_padding
 from zerojax.layout.tree import canonical, has_gradient, is_numeric, lay_out, types_of
 from zerojax.layout.undivided import is_kept_whole, keep_whole, reason_for
