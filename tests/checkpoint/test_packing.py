@@ -20,6 +20,7 @@ from small_leaves_child import KEYS, SHAPES
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, export_checkpoint, packing, saving
+from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
 from zerojax.checkpoint.manifest import digest, digest_line, read_manifest
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.state_leaves import state_leaves
@@ -405,3 +406,12 @@ def test_what_is_not_forged_is_intact_and_a_bool_of_2_is_none(tmp_path):
     it.sign()
     with pytest.raises(CheckpointError, match=r"params\['b'\] in .*packed.0.bin has the bool 2, which is neither"):
         export_checkpoint(tmp_path, tmp_path / "other")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_hosts_share_the_writing_of_what_all_of_them_have(hosts, monkeypatch):
+    given = {}
+    monkeypatch.setattr(type_handlers.ArrayHandler, "__init__", lambda self, **options: given.update(options))
+    monkeypatch.setattr(jax, "process_count", lambda: hosts)
+    ArrayHandler()
+    assert given["use_replica_parallel"] == (hosts > 1)

@@ -20,6 +20,7 @@ import zerojax.flax
 from zerojax import report, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim import logical_state
+from zerojax.optim.transformation import with_extra_args
 from zerojax.testing import assert_parity
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
@@ -231,3 +232,46 @@ def test_gradients_wider_than_their_parameters_stay_so(stage, make):
     rounding = 1e-6  # of float32; bfloat16's would be 4e-3
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), found, expected)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+@pytest.mark.parametrize(
+    ("takes", "calls"),
+    [
+        (lambda seen: lambda grads, state, params=None: seen.append(None), [None]),
+        (lambda seen: lambda grads, state, params=None, **extra: seen.append(extra.get("value")), [3]),
+        (lambda seen: lambda grads, state, params=None, *, value: seen.append(value), [3]),
+        (lambda seen: lambda grads, state, params=None, *, other=None: seen.append(other), [None]),
+    ],
+)
+def test_the_loss_is_given_where_it_is_taken(takes, calls):
+    seen = []
+    made = optax.GradientTransformationExtraArgs if calls == [3] else optax.GradientTransformation
+    with_extra_args(made(lambda params: (), takes(seen))).update({}, (), value=3)
+    assert seen == calls
+
+
+def test_a_transformation_with_other_arguments_is_called_again_without_the_loss():
+    seen = []
+
+    def update(grads, state, params=None, *, other=None):
+        seen.append(other)
+
+    both = with_extra_args(optax.GradientTransformationExtraArgs(lambda params: (), update))
+    both.update({}, (), value=3, other=4)
+    assert seen == [4]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'third'"):
+        both.update({}, (), value=3, third=5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'third'"):
+        both.update({}, (), third=5)
+
+
+def test_a_type_error_of_the_transformation_is_not_hidden_by_a_second_call():
+    calls = []
+
+    def update(grads, state, params=None, **extra):
+        calls.append(extra)
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        with_extra_args(optax.GradientTransformationExtraArgs(lambda params: (), update)).update({}, (), value=3)
+    assert calls == [{"value": 3}]

@@ -1,5 +1,6 @@
 """Offloaded optimizer state: the same numbers as without, little of it on the device, and clear errors."""
 
+import dataclasses
 import functools
 import re
 import threading
@@ -282,6 +283,25 @@ def test_chunks_of_one_device_are_updated_on_several_cores(monkeypatch):
     assert sorted(met) == [0, 0, 0, 0, 1, 1, 1, 1]
     plain, _ = train_plain(optax.adam(0.1), loss, params, batches)
     chex.assert_trees_all_close(state.params, plain, rtol=2e-6)  # other programs round otherwise
+
+
+@pytest.mark.parametrize(("found", "threads"), [(1, 1), (8, 1), (16, 2), (17, 2), (800, 3)])
+def test_the_cores_are_shared_by_the_devices(found, threads, mesh, monkeypatch):
+    """As many chunks at a time as there are cores per device, and as chunks in flight; at least one."""
+    assert streaming.IN_FLIGHT == 3
+    monkeypatch.setattr(streaming, "cores", lambda: found)
+    tx = zero(optax.adam(0.1), offload=offload(update="host"))
+    plan = tx.create(jax.eval_shape(awkward_params)).plan
+    assert streaming.StreamedUpdate(tx.config, plan).host_threads == threads
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_chunks_are_updated_where_the_option_says(update):
+    tx = zero(optax.adam(0.1), offload=offload(update=update))
+    plan = tx.create(jax.eval_shape(awkward_params)).plan
+    assert streaming.StreamedUpdate(tx.config, plan).update == update
+    chosen = dataclasses.replace(plan, choice=measure.Choice("other", "why"))
+    assert streaming.StreamedUpdate(tx.config, chosen).update == "other"
 
 
 def test_what_is_shared_is_computed_once():

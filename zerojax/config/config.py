@@ -214,9 +214,8 @@ class Config:
         """Raise a ValueError unless gradients are reduced across hosts once per step, and quantised there."""
         across = tuple(axis for axis in self.axis if axis not in self.params_axis)
         if not self.params_axis or len(across) != 1:
-            found = (
-                f"over {in_words(across)} there are {len(across)} reductions" if self.params_axis else "there is none"
-            )
+            several = self.params_axis and across
+            found = f"over {in_words(across)} there are {len(across)} reductions" if several else "there is none"
             raise ValueError(
                 f"Wire(error_feedback=True) keeps the errors of one reduction across hosts, at the end of a step, and "
                 f'{found}. Shard parameters within a host: stage=3, axis=("host", "gpu"), params_axis="gpu"; a '

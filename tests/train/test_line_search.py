@@ -75,3 +75,11 @@ def test_what_has_no_stored_gradient_is_refused():
         zerojax.value_and_grad_from_state(tx, loss)(tx.shard(PARAMS), BATCH, state=tx.init(PARAMS))
     with pytest.raises(ValueError, match="error_feedback"):
         zerojax.value_and_grad_from_state(make(lbfgs(), wire=Wire(reduce="int8", error_feedback=True)), loss)
+
+
+def test_a_row_for_each_device_is_enough():
+    tx = zero_shard(backtracking(), stage=1, mesh=mesh_of(4), persist_below=0)
+    gradient = functools.partial(zerojax.value_and_grad_from_state(tx, loss), state=tx.init(PARAMS))
+    value, grads = jax.eval_shape(lambda: gradient(PARAMS, BATCH[:4]))
+    assert value.shape == ()
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, PARAMS)

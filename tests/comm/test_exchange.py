@@ -1,0 +1,164 @@
+"""Messages between processes, with a service that answers at once: nobody waits, and no process is started."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerojax.comm import processes
+from zerojax.comm.buckets import buckets, from_rows, split, to_rows
+from zerojax.comm.events import EVENTS
+from zerojax.comm.processes import Processes, first_difference, require_same
+from zerojax.layout.leaf import Leaf
+
+F32 = np.dtype("float32")
+RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"), max_size=3), min_size=1, max_size=4)
+
+
+class Service:
+    """A coordination service in which the other process has said everything that it will say."""
+
+    def __init__(self, theirs):
+        self.theirs, self.said = theirs, {}
+
+    def key_value_set(self, key, text):
+        self.said[key] = text
+
+    def key_value_dir_get(self, folder):
+        found = [(key, text) for key, text in self.said.items() if key.startswith(folder)]
+        return found + [(f"{folder}1", json.dumps(text)) for text in self.theirs]
+
+    def blocking_key_value_get(self, key, milliseconds):
+        assert milliseconds >= 1
+        raise RuntimeError("DEADLINE_EXCEEDED: nobody set the key")
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Make this process the first of two, with a service in which the other has said something."""
+
+    def make(*theirs):
+        service = Service(theirs)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(processes, "coordination_client", lambda: service)
+        monkeypatch.setattr(EVENTS, "publish", lambda: None)
+        monkeypatch.setattr(EVENTS, "failures", dict)
+        monkeypatch.setattr(EVENTS, "difference", lambda: None)
+        monkeypatch.setattr(EVENTS, "begin", lambda topic: None)
+        return service
+
+    return make
+
+
+def test_a_process_alone_waits_for_nobody():
+    assert Processes("alone").exchange("begin", "hello") == ["hello"]
+    assert Processes("alone").is_first
+    require_same("begin", {"stage": "1"})
+
+
+def test_messages_come_in_the_order_of_the_processes(two):
+    service = two(["begin", "theirs"])
+    both = Processes("order", 5)
+    assert (both.index, both.count, both.timeout, both.is_first) == (0, 2, 5, True)
+    assert both.exchange("begin", "mine") == ["mine", "theirs"]
+    assert both.exchange("begin", "again") == ["again", "theirs"]
+    assert [json.loads(text)[1] for text in service.said.values()] == ["mine", "again"]
+    assert len(service.said) == 2, "a key is used once"
+    assert Processes("order").timeout == processes.TIMEOUT_S
+    assert Processes("order")._key != Processes("order")._key
+
+
+def test_one_that_says_nothing_is_named(two, monkeypatch):
+    two()
+    with pytest.raises(TimeoutError, match=r"Process 1 of 2 did not answer within 0.01 s: .* did not begin as"):
+        Processes("silent", 0.01).exchange("begin", "mine")
+    monkeypatch.setattr(EVENTS, "failures", lambda: {0: "not it", 1: "ValueError: its own"})
+    with pytest.raises(TimeoutError, match=r"Process 1 of 2 ended before it did begin: ValueError: its own"):
+        Processes("ended", 60).exchange("begin", "mine")
+    monkeypatch.setattr(EVENTS, "failures", lambda: {0: "not it"})
+    monkeypatch.setattr(EVENTS, "difference", lambda: "they differ")
+    with pytest.raises(ValueError, match="they differ"):
+        Processes("differ", 60).exchange("begin", "mine")
+
+
+def test_one_that_makes_another_call_is_told(two):
+    two(["save", "theirs"])
+    with pytest.raises(ValueError, match="Process 1 is about to save, and process 0 is about to begin"):
+        Processes("other").exchange("begin", "mine")
+
+
+def test_what_differs_is_named_three_at_most(two):
+    mine = dict.fromkeys("abcde", "1")
+    two(["begin", json.dumps({**mine, "a": "2"})])
+    with pytest.raises(ValueError, match=r"do not begin alike\. On process 1, unlike 0: a is 2, not 1\. Give"):
+        require_same("begin", mine)
+    two(["begin", json.dumps({"a": "1"})])
+    with pytest.raises(ValueError, match=r"b is missing, not 1; c is missing.*; d is missing, not 1; and 1 more\."):
+        require_same("begin", mine)
+    require_same("begin", mine, partial=True)
+    two(["begin", json.dumps(mine)])
+    require_same("begin", mine)
+
+
+@given(RECORDS, st.booleans())
+def test_a_difference_is_one_and_none_is_missed(records, partial):
+    found = first_difference(records, partial=partial)
+    names = {name for record in records for name in record}
+    said = lambda name: {record.get(name) for record in records} - ({None} if partial else set())
+    assert (found is None) == all(len(said(name)) <= 1 for name in names)
+    if found:
+        index, reference, differ = found
+        assert reference < index
+        assert differ
+        for name in differ:
+            assert records[reference].get(name) != records[index].get(name)
+            assert not partial or (name in records[reference] and name in records[index])
+
+
+def leaf(*shape, kind="sharded", dim=0, shards=4, **options):
+    return Leaf("", shape, F32, ("data",), shards, kind=kind, dim=dim if kind == "sharded" else None, **options)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "limit", "expected"),
+    [
+        ([leaf(4)] * 3, 32, [[0, 1], [2]]),  # 16 bytes each: two fill a bucket
+        ([leaf(4)] * 3, 31, [[0], [1], [2]]),
+        ([leaf(4)] * 2, 16, [[0], [1]]),  # as large as the limit: alone
+        ([leaf(4), leaf(8), leaf(4)], 32, [[0, 2], [1]]),
+        ([leaf(4, kind="flat")] * 3, 0, [[0, 1, 2]]),
+        ([leaf(4, kind="flat"), leaf(4), leaf(4, kind="flat")], 99, [[0, 2], [1]]),
+        ([leaf(4, kind="replicated")] * 2, 99, [[0], [1]]),
+        ([leaf(4), leaf(4, 2, others=(None, "model")), leaf(4, others=(None,))], 99, [[0, 2], [1]]),
+        ([leaf(4), leaf(4, is_quantised=True), leaf(4)], 99, [[0, 2], [1]]),
+    ],
+)
+def test_buckets_hold_leaves_of_one_kind_up_to_the_limit(leaves, limit, expected):
+    assert buckets([jnp.zeros(x.shape) for x in leaves], leaves, limit) == expected
+
+
+@pytest.mark.parametrize("of", [leaf(5, 3), leaf(3, 5, dim=1), leaf(2, 3, kind="flat"), leaf(2, 9, 2, dim=1, shards=2)])
+def test_rows_are_the_shards_and_back(of):
+    value = jnp.arange(1.0, 1 + math.prod(of.shape)).reshape(of.shape)
+    rows = to_rows(value, of)
+    assert rows.shape == (of.shards, math.prod(of.local_shape))
+    assert float(rows.sum()) == float(value.sum()), "padding is not zero"
+    np.testing.assert_array_equal(from_rows(rows, of), value)
+    if of.dim is not None:
+        padding = [(0, s - n) for n, s in zip(of.shape, of.storage_shape, strict=True)]
+        shards = np.split(np.pad(value, padding), of.shards, of.dim)
+        np.testing.assert_array_equal(rows, np.stack([shard.reshape(-1) for shard in shards]))
+
+
+def test_a_bucket_is_split_where_it_was_joined():
+    leaves = [leaf(5, 3), leaf(8), leaf(4, 2)]
+    parts = [to_rows(jnp.full(x.shape, i + 1.0), x) for i, x in enumerate(leaves)]
+    found = split(jnp.concatenate(parts, axis=1), leaves)
+    for part, other in zip(parts, found, strict=True):
+        np.testing.assert_array_equal(part, other)
+    assert split(parts[0], leaves[:1])[0] is parts[0]

@@ -1,0 +1,295 @@
+"""Every check of an option: the last value that passes, the first that is refused, and the records that result."""
+
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from zerojax.config import (
+    BatchSpec,
+    Config,
+    DataMesh,
+    DynamicScale,
+    LeafMask,
+    Offload,
+    Precision,
+    Wire,
+    check_count,
+    check_word,
+    path_of,
+)
+from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
+from zerojax.config.precision import LARGEST_SCALE, common_dtype
+from zerojax.config.wire import LEAST_BLOCKS
+
+AXES = ("host", "gpu")
+HOST = Offload(optimizer="host")
+
+
+def mesh_2x4(kind=AxisType.Auto):
+    return jax.make_mesh((2, 4), AXES, axis_types=(kind,) * 2)
+
+
+def config(stage=3, axis=AXES, **options):
+    return Config(optax.sgd(1.0), stage, mesh_2x4(), axis=axis, **options)
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: check_count("n", True, "rows", least=0), TypeError, "n counts rows and must be an int, not True"),
+        (lambda: check_count("n", 1.0, "rows", least=0), TypeError, "must be an int, not 1.0"),
+        (lambda: check_count("n", 2, "rows", least=3), ValueError, "at least 3, but is 2"),
+        (lambda: check_word("w", "c", ("a", None)), ValueError, "w is one of 'a', None, not 'c'"),
+        (lambda: config(view="device "), ValueError, "view= is one of"),
+        (lambda: config(matrix_updates="all"), ValueError, "matrix_updates= is one of"),
+        (lambda: config(shard_axis=("rack",)), ValueError, "shard_axis names axis 'rack', over which no rows"),
+        (lambda: config(params_axis=("gpu", "rack")), ValueError, "params_axis names axis 'rack'"),
+        (lambda: config(2, params_axis=("gpu",)), ValueError, "needs stage 3: stage 2"),
+        (lambda: config(params_axis=("gpu",), shard_axis=("gpu",)), ValueError, "Give one of them"),
+        (
+            lambda: config(params_axis=("gpu",), offload=Offload(optimizer="host", params="host")),
+            ValueError,
+            "shards a parameter like its optimizer state",
+        ),
+        (lambda: config(prefetch=-1), ValueError, "prefetch counts uses and must be at least 0"),
+        (lambda: config(bucket_bytes=-1), ValueError, "bucket_bytes counts bytes and must be at least 0"),
+        (lambda: config(precision="bf16"), TypeError, r"precision is a zerojax.Precision.*not 'bf16'"),
+        (lambda: config(offload="host"), TypeError, r"offload is a zerojax.Offload.*not 'host'"),
+        (lambda: config(wire="int8"), TypeError, r"wire is a zerojax.Wire.*not 'int8'"),
+        (lambda: config(0, offload=HOST), ValueError, "Stage 0 shards nothing"),
+        (
+            lambda: config(2, offload=Offload(optimizer="host", params="host")),
+            ValueError,
+            "needs stage 3: at stage 2",
+        ),
+        (lambda: config(0, wire=Wire(reduce="int8")), ValueError, "Stage 0 all-reduces"),
+        (lambda: config(2, wire=Wire(gather="int8")), ValueError, "stage 2 stores what it gathers"),
+        (lambda: config(shard_axis=("gpu",), wire=Wire(reduce="int8")), ValueError, "rounded once more"),
+        (lambda: config(wire=Wire(reduce="int8", over="rack")), ValueError, r"over=\) names axis 'rack'"),
+        (lambda: config(wire=Wire(reduce="int8", error_feedback=True)), ValueError, "there is none"),
+        (
+            lambda: config(params_axis=AXES, wire=Wire(reduce="int8", error_feedback=True)),
+            ValueError,
+            "there is none",
+        ),
+        (
+            lambda: config(params_axis=("gpu",), wire=Wire(reduce="int8", error_feedback=True, over="gpu")),
+            ValueError,
+            "over axis 'host'.*quantises nothing there",
+        ),
+        (lambda: Wire(gather="int3"), ValueError, r"Wire\(gather=\) is one of None, 'int4'"),
+        (lambda: Wire(reduce=8), ValueError, r"Wire\(reduce=\) is one of"),
+        (lambda: Wire(), ValueError, "quantises nothing"),
+        (lambda: Wire(gather="int8", rounding="up"), ValueError, r"Wire\(rounding=\)"),
+        (lambda: Wire(gather="int8", rounding="stochastic"), ValueError, "reduce=None sends none"),
+        (lambda: Wire(reduce="float8_e5m2", rounding="stochastic"), ValueError, "sends none"),
+        (lambda: Wire(reduce="int8", error_feedback=1), TypeError, "True or False, not 1"),
+        (lambda: Wire(gather="int8", error_feedback=True), ValueError, "no gradient is quantised"),
+        (lambda: Wire(gather="int8", block=1), ValueError, "at least 2"),
+        (lambda: Wire(gather="int8", block=3), ValueError, "must be even"),
+        (lambda: Wire(gather="int8", over=()), TypeError, "names mesh axes"),
+        (lambda: Wire(gather="int8", over=("host", 1)), TypeError, "names mesh axes"),
+        (lambda: Wire(gather="int8", where=(1,)), TypeError, r"Wire\(where=\) is a function of"),
+        (lambda: Offload(), ValueError, 'Give optimizer="host" or optimizer="disk"\\.'),
+        (lambda: Offload(params="host"), ValueError, "goes through the host"),
+        (lambda: Offload(optimizer="tape"), ValueError, r"Offload\(optimizer=\) is one of"),
+        (lambda: Offload(optimizer="host", params="disk"), ValueError, r"Offload\(params=\) is one of"),
+        (lambda: Offload(optimizer="host", update="cpu"), ValueError, r"Offload\(update=\) is one of"),
+        (lambda: Offload(optimizer="host", chunk_bytes=0), ValueError, "at least 1"),
+        (lambda: Offload(optimizer="host", fraction="auto"), ValueError, "needs budget="),
+        (lambda: Offload(optimizer="host", fraction="auto", budget=0), ValueError, "at least 1"),
+        (lambda: Offload(optimizer="host", fraction=True), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction="half"), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction=-0.01), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction=1.01), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", budget=1), ValueError, 'only for fraction="auto"'),
+        (lambda: Offload(optimizer="host", path="f"), ValueError, "nothing else takes one"),
+        (lambda: Offload(optimizer="disk"), ValueError, "needs path="),
+        (lambda: Offload(optimizer="disk", path=""), ValueError, "names no folder"),
+        (lambda: Offload(optimizer="host", where=[b"w"]), TypeError, r"Offload\(where=\) is a function of"),
+        (lambda: DynamicScale(growth_interval=0), ValueError, "at least 1"),
+        (lambda: DynamicScale(hysteresis=0), ValueError, "at least 1"),
+        (lambda: DynamicScale(factor=1.0), ValueError, "greater than 1.0"),
+        (lambda: DynamicScale(factor=float("inf")), ValueError, "finite in float32"),
+        (lambda: DynamicScale(floor=0.0), ValueError, "greater than 0.0"),
+        (lambda: DynamicScale(initial=0.5), ValueError, "at least floor=1.0"),
+        (lambda: DynamicScale(initial=1e39), ValueError, "finite in float32"),
+        (lambda: Precision(compute=jnp.int8), TypeError, "is a floating type"),
+        (lambda: Precision(reduce="float64"), ValueError, "jax_enable_x64"),
+        (lambda: Precision(master=jnp.bfloat16), ValueError, "narrower than compute"),
+        (lambda: Precision(compute=jnp.float16, master=jnp.bfloat16, loss_scale=1), ValueError, "narrower"),
+        (lambda: Precision(keep="norm"), TypeError, "keep=.*not str"),
+        (lambda: Precision(loss_scale=True), TypeError, "not True"),
+        (lambda: Precision(loss_scale="static"), TypeError, "not 'static'"),
+        (lambda: Precision(loss_scale=0), ValueError, "must be positive"),
+        (lambda: Precision(loss_scale=1e39), ValueError, "finite in float32"),
+        (lambda: LeafMask.of({"a/b": True, "a": {"b": True}}), ValueError, "have one path"),
+        (lambda: LeafMask.of({"a": 1}, "overwrite"), TypeError, "overwrite= is read as a mask, and its leaf 'a' is 1"),
+        (lambda: LeafMask.of({"a": True})("b", None), ValueError, "has no leaf 'b'"),
+        (lambda: LeafMask.of({"a": True, "b": True}).check(["a"]), ValueError, "has a leaf 'b', which"),
+    ],
+)
+def test_what_an_option_cannot_be_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_last_values_that_fit_are_taken():
+    check_count("n", 3, "rows", least=3)
+    check_word("w", None, ("a", None))
+    for stage in range(4):
+        config(stage, persist_below=0, prefetch=0, bucket_bytes=0, matrix_updates="owner", view="device")
+    config(1, offload=HOST, wire=Wire(reduce="int8"), shard_axis=())
+    config(3, offload=Offload(optimizer="host", params="host"), shard_axis=("gpu",))
+    config(3, params_axis=("gpu",), offload=HOST)
+    config(3, shard_axis=("gpu",), wire=Wire(gather="int8", over=AXES))
+    for over in (None, "host", AXES):
+        config(3, params_axis=("gpu",), wire=Wire(reduce="int4", error_feedback=True, over=over))
+    for reduce in ("int4", "int8"):
+        assert Wire(reduce=reduce, rounding="stochastic", block=2).over is None
+    Offload(optimizer="host", chunk_bytes=1, fraction=0)
+    Offload(optimizer="host", fraction="auto", budget=1)
+    Offload(optimizer="disk", path=".", fraction=1)
+    DynamicScale(initial=1.0, growth_interval=1, hysteresis=1, factor=LARGEST_SCALE, floor=1.0)
+    DynamicScale(initial=LARGEST_SCALE)
+    Precision(loss_scale=LARGEST_SCALE, keep=lambda path, leaf: True)
+
+
+def test_options_are_kept_in_one_form():
+    assert Wire(gather="int8", over="host").over == ("host",)
+    assert Wire(gather="int8", over=list(AXES)).over == AXES
+    assert Wire(gather="int8", where="*w").where == Offload(optimizer="host", where=["*w"]).where == ("*w",)
+    assert Precision(loss_scale=4).loss_scale == 4.0
+    assert Precision.fp16().loss_scale == Precision(loss_scale="dynamic").loss_scale == DynamicScale()
+    assert Precision.fp32() == Precision()
+    types = lambda p: [str(t) for t in (p.compute, p.reduce, p.master)]
+    assert types(Precision.bf16(reduce=jnp.bfloat16)) == ["bfloat16", "bfloat16", "float32"]
+    assert types(Precision.fp16()) == ["float16", "float32", "float32"]
+
+
+def test_float16_without_a_scale_warns_and_nothing_else_does():
+    with pytest.warns(UserWarning, match="gradients under 6e-8 become zero"):
+        Precision(compute=jnp.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"compute": jnp.float16, "loss_scale": 8}, {"compute": jnp.bfloat16}, {}):
+            Precision(**options)
+
+
+def test_inputs_are_cast_where_a_row_has_several_floats():
+    precision = Precision.bf16()
+    assert precision.input_dtype((8, 2), jnp.float32) == jnp.bfloat16
+    assert precision.input_dtype((8,), jnp.float32) == jnp.float32
+    assert precision.input_dtype((8, 2), jnp.int32) == jnp.int32
+    assert Precision.bf16(cast_inputs=False).input_dtype((8, 2), jnp.float32) == jnp.float32
+    assert common_dtype(jnp.bfloat16, jnp.float16) == jnp.float32
+
+
+def test_a_wire_says_why_a_parameter_is_sent_as_it_is():
+    wire, least = Wire(gather="int8", block=4), 4 * LEAST_BLOCKS
+    assert wire.reason_against("w", shape(8, 8), least) == ""
+    assert wire.reason_against("w", shape(8, 8), least - 1) == "small: 31 elements per shard, under 8 blocks of 4"
+    assert wire.reason_against("w", shape(64), least) == "a vector"
+    assert wire.reason_against("Embedder/w", shape(8, 8), least) == "an embedding by its name"
+    chosen = Wire(gather="int8", block=4, where="*/kernel")
+    assert chosen.reason_against("a/kernel", shape(64), least) == ""
+    assert chosen.reason_against("kernel", shape(8, 8), least) == "not in Wire(where=)"
+
+
+def test_an_offload_covers_what_a_function_or_a_pattern_chooses():
+    assert HOST.covers("any", shape(2))
+    by_pattern = Offload(optimizer="host", where=("a/*", "*/w"))
+    assert [by_pattern.covers(path, shape(2)) for path in ("a/b", "b/w", "A/b", "w")] == [True, True, False, False]
+    by_shape = Offload(optimizer="host", where=lambda path, leaf: leaf.shape == (2,))
+    assert [by_shape.covers("w", shape(size)) for size in (2, 3)] == [True, False]
+
+
+def test_a_mask_is_true_where_its_tree_is():
+    mask = LeafMask.of({"a": np.bool_(True), "b": [False, True]})
+    assert [mask(path, None) for path in ("a", "b/0", "b/1")] == [True, False, True]
+    mask.check(["a", "b/0", "b/1", "c"])
+
+
+def test_a_path_ends_before_the_value_of_a_variable():
+    key, value = jax.tree_util.DictKey("w"), jax.tree_util.GetAttrKey("value")
+    assert path_of((key, value)) == path_of((key,)) == "w"
+    assert path_of((value,)) == "value"
+    assert path_of((key, key)) == "w/w"
+
+
+@pytest.mark.parametrize(
+    ("shard", "params", "parts", "words"),
+    [
+        ((), (), (AXES, AXES, AXES), "axes 'host' and 'gpu'"),
+        (("gpu",), (), (("gpu",),) * 3, "axis 'gpu', replicated over axis 'host'"),
+        (
+            (),
+            ("gpu",),
+            (("gpu",), ("gpu", "host"), ("gpu", "host")),
+            "axes 'gpu' and 'host', parameters over axis 'gpu'",
+        ),
+    ],
+)
+def test_axes_of_each_part_of_the_model_states(shard, params, parts, words):
+    mesh = DataMesh.for_stage({"host": 2, "gpu": 4, "model": 3}, AXES, 3, shard, params)
+    assert (mesh.params, mesh.grads, mesh.opt_state) == parts
+    assert mesh.in_words() == words
+    assert (mesh.workers, mesh.shards) == (8, 8 if "host" in mesh.opt_state else 4)
+    assert mesh.across == (("host",) if shard or params else ())
+    assert (mesh.size(()), mesh.size(("host", "model")), mesh.compiler_axes) == (1, 6, ("model",))
+
+
+def test_stage_0_counts_workers_and_has_nothing_to_replicate():
+    mesh = DataMesh.for_stage({"data": 4}, ("data",), 0)
+    assert (mesh.shards, mesh.in_words(), mesh.across) == (4, "axis 'data'", ())
+
+
+def test_entries_of_a_spec_and_their_axes_are_inverses():
+    for axes in ((), ("a",), ("a", "b")):
+        assert entry_axes(spec_entry(axes)) == axes
+    assert entry_axes(PartitionSpec.UNCONSTRAINED) == ()
+    assert axes_of(PartitionSpec("a", ("b", "a")), (None, "c")) == ["a", "b", "a", "c"]
+    assert in_words(("a", "b", "c")) == "axes 'a', 'b' and 'c'"
+
+
+def test_a_batch_spec_is_cut_to_the_dims_of_each_leaf():
+    spec = BatchSpec.of(PartitionSpec("data", "model"))
+    assert BatchSpec.of(None) is None
+    expected = {"x": PartitionSpec("data", "model"), "y": PartitionSpec("data"), "n": PartitionSpec()}
+    assert spec.over({"x": shape(4, 4, 4), "y": shape(4), "n": 1.0}) == expected
+    spec.check(("data",), {"data": 2, "model": 2})
+    BatchSpec.of(PartitionSpec(AXES)).check(AXES, {"host": 2, "gpu": 4})
+
+
+def test_what_a_configuration_derives_from_stage_and_options():
+    narrow, both = Precision.bf16(), Offload(optimizer="host", params="host")
+    assert [config(stage).stores_compute_dtype for stage in range(4)] == [True, True, True, False]
+    assert all(config(**options).stores_compute_dtype for options in ({"offload": HOST}, {"params_axis": ("gpu",)}))
+    assert (config(offload=both).params_on_host, config(offload=HOST).params_on_host) == (True, False)
+    assert not config().params_on_host
+    assert config(2, precision=narrow).has_master_weights
+    assert not config(3, precision=narrow).has_master_weights
+    assert not config(2, precision=Precision()).has_master_weights
+    assert not config(2).has_master_weights
+
+
+def test_a_pickled_configuration_finds_its_mesh_again():
+    record = pickle.loads(pickle.dumps(config().__getstate__()["user_mesh"]))
+    assert record.mesh() == mesh_2x4()
+    explicit = Config(optax.sgd(1.0), 3, mesh_2x4(AxisType.Explicit), axis=AXES)
+    assert explicit.mesh == mesh_2x4() != explicit.user_mesh
+    again = object.__new__(Config)
+    again.__setstate__(explicit.__getstate__())
+    assert again.user_mesh == explicit.user_mesh
+    with pytest.raises(AttributeError, match="Config has no attribute 'meshes'"):
+        again.meshes  # noqa: B018

@@ -1,0 +1,306 @@
+"""Every quantity of one leaf, counted by hand; and how trees, states, chunks and masks of a few leaves are laid out."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from zerojax.config import DataMesh, LayoutPolicy, LeafMask, Precision, Wire
+from zerojax.layout.annotations import NAME, REASON, overwritten_leaves
+from zerojax.layout.chunked import Chunked, Chunking, chunking_of, is_chunked
+from zerojax.layout.error_feedback import error_leaves, summand_spec
+from zerojax.layout.leaf import Leaf, replace_at
+from zerojax.layout.opt_state import like_parameter, params_of_state
+from zerojax.layout.padded import Padded, has_dims, is_number_array, pad, restored, stored_mask, trim, without_padding
+from zerojax.layout.tree import canonical, has_gradient, is_numeric, lay_out, types_of
+from zerojax.layout.undivided import is_kept_whole, keep_whole, reason_for
+
+F32 = np.dtype("float32")
+SHARDED = Leaf("['w']", (13, 7), F32, ("gpu",), 4, kind="sharded", dim=0, further=2)
+FLAT = Leaf("['b']", (3,), F32, ("gpu",), 4, kind="flat", reason="small")
+WHOLE = Leaf("['s']", (5, 2), F32, ("gpu",), 4, reason="because")
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def policy(stage=3, persist_below=4, params_axes=(), **options):
+    data = DataMesh.for_stage({"host": 2, "gpu": 4, "model": 2}, ("host", "gpu"), stage, (), params_axes)
+    return LayoutPolicy(stage, data, persist_below, **options)
+
+
+def test_what_a_device_holds_of_a_leaf_that_is_sharded_in_two_steps():
+    """Over 4 devices, and each shard further over 2: 13 rows are padded to 16."""
+    assert (SHARDED.size, SHARDED.bytes) == (91, 364)
+    assert (SHARDED.storage_shape, SHARDED.local_shape, SHARDED.part_shape) == ((16, 7), (4, 7), (2, 7))
+    assert (SHARDED.padding, SHARDED.local_bytes) == (21, 4 * 28)
+    part = SHARDED.divided(("host", "gpu"))
+    assert (part.shape, part.axes, part.shards, part.further) == ((4, 7), ("host",), 2, 1)
+    assert part.local_shape == SHARDED.part_shape
+
+
+def test_what_a_device_holds_of_a_flat_and_of_a_whole_leaf():
+    assert (FLAT.storage_shape, FLAT.local_shape, FLAT.part_shape, FLAT.padding) == ((4,), (1,), (1,), 1)
+    assert (FLAT.bytes, FLAT.local_bytes) == (12, 4)
+    assert WHOLE.storage_shape == WHOLE.local_shape == WHOLE.part_shape == (5, 2)
+    assert (WHOLE.padding, WHOLE.local_bytes) == (0, 40)
+
+
+def test_a_leaf_in_words():
+    assert str(SHARDED) == "float32[13, 7] dim 0 over 4, 21 elements of padding"
+    assert str(dataclasses.replace(SHARDED, shape=(16, 7))) == "float32[16, 7] dim 0 over 4"
+    assert str(FLAT) == "float32[3] flat over 4, 1 elements of padding"
+    assert str(WHOLE) == "float32[5, 2] replicated: because"
+    assert str(dataclasses.replace(WHOLE, reason="")) == "float32[5, 2] replicated"
+    sent = [
+        dataclasses.replace(SHARDED, is_quantised=on, unquantised=why).sent for on, why in ((1, ""), (0, "x"), (0, ""))
+    ]
+    assert sent == ["quantised", "sent as it is: x", ""]
+
+
+def test_labels_take_no_part_in_equality():
+    labels = {"path": "['v']", "reason": "none", "unquantised": "small"}
+    assert dataclasses.replace(SHARDED, **labels) == SHARDED
+    for change in ({"dim": 1}, {"further": 1}, {"host": True}, {"is_quantised": True}, {"others": ("model",)}):
+        assert dataclasses.replace(SHARDED, **change) != SHARDED
+
+
+@pytest.mark.parametrize(
+    ("leaf", "spec", "other", "local"),
+    [
+        (WHOLE, (), (), ()),
+        (FLAT, ("gpu",), (), ("gpu",)),
+        (SHARDED, ("gpu",), (), ("gpu",)),
+        (
+            dataclasses.replace(SHARDED, dim=1, axes=("host", "gpu")),
+            (None, ("host", "gpu")),
+            (),
+            (None, ("host", "gpu")),
+        ),
+        (dataclasses.replace(SHARDED, others=(None, "model")), ("gpu", "model"), (None, "model"), ("gpu",)),
+        (dataclasses.replace(SHARDED, dim=1, others=("model",)), ("model", "gpu"), ("model",), (None, "gpu")),
+        (dataclasses.replace(WHOLE, others=("model",)), ("model",), ("model",), ()),
+    ],
+)
+def test_specs_of_a_leaf_name_data_axes_and_other_axes(leaf, spec, other, local):
+    assert leaf.spec == PartitionSpec(*spec)
+    assert leaf.other_spec == PartitionSpec(*other)
+    assert leaf.local_spec == PartitionSpec(*local)
+
+
+def test_along_other_axes_a_leaf_is_smaller():
+    sizes = {"gpu": 4, "host": 2, "model": 2}
+    leaf = dataclasses.replace(SHARDED, shape=(13, 8, 6), others=(None, ("model", "gpu")))
+    part = leaf.along_others(sizes)
+    assert (part.shape, part.others) == ((13, 1, 6), ())
+    for same in (
+        SHARDED,
+        FLAT,
+        dataclasses.replace(FLAT, others=("model",)),
+        dataclasses.replace(SHARDED, others=(None,)),
+    ):
+        assert same.along_others(sizes) is same
+    assert replace_at((1, 2, 3), 1, 9) == (1, 9, 3)
+
+
+def test_leaves_are_kept_whole_up_to_the_last_byte_of_the_budget_and_the_cheapest_first():
+    """The budget of 3% may be spent in full, and the larger leaf is left out."""
+    sharded = lambda *dims: Leaf("", dims, F32, ("gpu",), 4, kind="sharded", dim=0)
+    odd, larger = sharded(1), sharded(3)
+    for rest, whole in ((99, True), (98, False)):  # 3 extra elements of at most 0.03 * 100
+        leaves = keep_whole([odd, sharded(rest)], [0], [range(2)], {})
+        assert is_kept_whole(leaves[0]) == whole
+        assert not is_kept_whole(leaves[1])
+    leaves = keep_whole([larger, odd, sharded(128)], [0, 1, 2], [range(3)], {})
+    assert list(map(is_kept_whole, leaves)) == [False, True, False]
+    again = keep_whole([*leaves, sharded(1)], [3], [range(4)], {})
+    assert not is_kept_whole(again[3]), "a leaf that is whole already takes its part of the budget"
+    assert (
+        leaves[1].reason
+        == reason_for(4)
+        == "4 divides none of its dims; such leaves add at most 3% to a device's share"
+    )
+    assert not is_kept_whole(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "chunk_bytes", "dim", "extents"),
+    [
+        (SHARDED, 10**6, 0, (4,)),  # one chunk
+        (SHARDED, 56, 0, (2, 2)),
+        (SHARDED, 40, 0, (1, 1, 1, 1)),  # 3 chunks are wanted, and 4 rows give no equal thirds
+        (SHARDED, 1, 1, (1,) * 7),  # no dim is long enough: the longest, one index at a time
+        (dataclasses.replace(SHARDED, shape=(7, 13), dim=1, others=("model",)), 60, 1, (2, 2)),
+        (dataclasses.replace(SHARDED, others=("model", "model")), 1, 0, (4,)),
+        (Leaf("", (), F32, ("gpu",), 4), 1, 0, ()),
+        (Leaf("", (2, 9), F32, ("gpu",), 4), 18, 1, (2, 2, 2, 2, 1)),
+    ],
+)
+def test_chunks_of_a_leaf(leaf, chunk_bytes, dim, extents):
+    assert chunking_of(leaf, chunk_bytes) == Chunking(dim, extents)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 5000))
+def test_chunks_cover_each_shard_and_fit_where_an_index_fits(dims, chunk_bytes):
+    leaf = Leaf("", tuple(dims), F32, ("gpu",), 4, kind="sharded", dim=0)
+    chunking = chunking_of(leaf, chunk_bytes)
+    extents, local = chunking.extents, leaf.local_shape
+    assert sum(extents) == local[chunking.dim]
+    assert [start for start, _ in chunking.chunks] == [sum(extents[:k]) for k in range(len(extents))]
+    assert len(set(extents[:-1])) <= 1
+    assert extents[-1] <= extents[0]
+    row = leaf.local_bytes // local[chunking.dim]
+    assert extents[0] == 1 or extents[0] * row <= chunk_bytes
+    assert [s[chunking.dim] for s in chunking.chunk_shapes(leaf)] == [
+        n * (4 if chunking.dim == 0 else 1) for n in extents
+    ]
+
+
+def test_an_offloaded_leaf_is_a_node_that_cannot_be_pickled():
+    node = Chunked((), SHARDED, Chunking(0, (4,)), None)
+    assert (node.shape, node.dtype, is_chunked(node), is_chunked(SHARDED)) == ((16, 7), F32, True, False)
+    with pytest.raises(TypeError, match=r"opt_state\['w'\] is offloaded"):
+        pickle.dumps(node)
+
+
+def test_a_padded_array_is_its_logical_array():
+    x = np.arange(15.0, dtype=np.float32).reshape(3, 5)
+    padded = Padded(pad(jnp.asarray(x), 1, 8), (3, 5), 1)
+    assert (padded.extent, padded.ndim, padded.size, len(padded), padded.dtype) == (8, 2, 15, 3, F32)
+    assert padded.storage.shape == (3, 8)
+    assert not np.asarray(padded.storage)[:, 5:].any()
+    for same in (padded.logical(), np.asarray(padded), padded[:], list(padded), without_padding([padded])[0]):
+        np.testing.assert_array_equal(np.asarray(same), x)
+    np.testing.assert_array_equal(padded @ jnp.ones(5), x.sum(1))
+    np.testing.assert_array_equal(2 - padded, 2 - x)
+    np.testing.assert_array_equal(-padded, -x)
+    np.testing.assert_array_equal(padded >= 3, x >= 3)
+    stacked = dataclasses.replace(padded, storage=jnp.stack([padded.storage] * 2))
+    assert stacked.logical().shape == (2, 3, 5)
+    again = restored(padded, x)
+    np.testing.assert_array_equal(again.storage, padded.storage)
+    with pytest.raises(ValueError, match=r"padded to \[3, 8\] in storage.*array of shape \[3\]"):
+        dataclasses.replace(padded, storage=jnp.ones(3))
+    with pytest.raises(ValueError, match="stack and batch parameters along dim 0"):
+        dataclasses.replace(padded, storage=jnp.ones((3, 2, 8))).logical()
+    with pytest.raises(AttributeError, match=r"no 'T'.*shape \[3, 5\], padded to \[3, 8\]"):
+        padded.T  # noqa: B018
+
+
+def test_only_numbers_must_have_the_dims_of_storage():
+    assert has_dims((2, 3, 4, 8), (3, 8))
+    assert not has_dims((8, 3), (3, 8))
+    numbers = [
+        is_number_array(x) for x in (np.ones(2), np.ones(2, bool), np.ones(2, np.uint32), jax.random.key(0), 1.0)
+    ]
+    assert numbers == [True, False, False, False, False]
+    x = jnp.arange(4)
+    assert trim(x, 0, 4) is pad(x, 0, 4) is x
+    mask = stored_mask({"a": Padded(True, (3,), 0), "b": False}, "trainable")
+    assert isinstance(mask, LeafMask)
+    assert [mask(path, None) for path in ("a", "b")] == [True, False]
+    assert stored_mask(None, "trainable") is None
+
+
+def test_stages_differ_in_what_they_shard():
+    tree = {"b": shape(3), "w": shape(16, 8)}
+    kinds = {}
+    for stage in range(4):
+        layout = lay_out(tree, policy(stage))
+        kinds[stage] = ([leaf.kind for leaf in layout.params], [leaf.kind for leaf in layout.grads])
+    whole, divided = ["replicated"] * 2, ["flat", "sharded"]
+    assert kinds == {
+        0: (whole, whole),
+        1: (whole, divided),
+        2: (whole, divided),
+        3: (["replicated", "sharded"], divided),
+    }
+    assert [leaf.reason for leaf in lay_out(tree, policy(2)).params] == ["stage 2 keeps parameters replicated"] * 2
+    assert lay_out(tree, policy(0)).params[1].reason == "stage 0 shards nothing"
+    assert lay_out(tree, policy(3)).params[0].reason == "small: 3 elements, under persist_below=4"
+    assert lay_out({"w": shape(4)}, policy(3)).grads[0].kind == "sharded"
+
+
+def test_parameters_over_fewer_axes_are_divided_further():
+    layout = lay_out({"w": shape(16, 24)}, policy(params_axes=("gpu",)))
+    params, grads = layout.params[0], layout.grads[0]
+    assert (params.axes, params.shards, params.further) == (("gpu",), 4, 2)
+    assert (grads.axes, grads.shards, grads.further) == (("gpu", "host"), 8, 1)
+    assert params.part_shape == grads.local_shape
+
+
+def test_leaves_that_are_not_trained_say_why():
+    tree = {"a": shape(64), "f": shape(64), "i": shape(64, dtype=jnp.int32), NAME: shape(64)}
+    layout = lay_out(tree, policy(), trainable=lambda path, leaf: path != "f")
+    why = dict(zip(layout.paths, map(layout.why_not_trained, range(4)), strict=True))
+    assert why == {"a": "", "f": "frozen", "i": "not trained: int32 has no gradient", NAME: REASON}
+    alone = layout.trained_only()
+    assert (alone.paths, alone.trained, [leaf.path for leaf in alone.params]) == (("a",), (0,), ["['a']"])
+    assert jax.tree.unflatten(alone.treedef, [1])["f"] == optax.MaskedNode()
+    assert alone.trained_only() is alone
+    assert overwritten_leaves((), ["a", "b"], [shape(1)] * 2, overwrite=lambda path, x: path == "b") == {1}
+    assert overwritten_leaves((), ["a", "b"], [shape(1)] * 2, known=[0]) == {0}
+
+
+def test_types_of_a_parameter():
+    keep = Precision.bf16(keep=lambda path, leaf: path == "norm")
+    assert types_of("w", shape(2), None) == (F32, F32)
+    assert types_of("w", shape(2), keep) == (F32, jnp.bfloat16)
+    assert types_of("norm", shape(2), keep) == (F32, F32)
+    assert types_of("i", shape(2, dtype=jnp.int32), keep) == (jnp.int32, jnp.int32)
+    key = jax.random.key(0).dtype
+    assert [has_gradient(t) for t in (F32, jnp.complex64, jnp.int32, bool, key)] == [True, True, False, False, True]
+    assert [is_numeric(t) for t in (F32, jnp.int32, key)] == [True, True, False]
+    assert (canonical(np.dtype("float64")), canonical(key)) == (F32, key)
+
+
+def test_leaves_without_a_shape_or_of_unsafe_types_are_refused():
+    with pytest.raises(TypeError, match=r"params\['f'\] is a float, not an array"):
+        lay_out({"f": 1.0}, policy())
+    with pytest.raises(TypeError, match=r"params\['q'\] is int2"):
+        lay_out({"q": shape(4, dtype=jnp.int2)}, policy())
+    reasons = [
+        leaf.reason
+        for leaf in lay_out({"e": shape(0, 4), "k": shape(64, dtype=jax.random.key(0).dtype)}, policy()).grads
+    ]
+    assert reasons[0] == "no elements"
+    assert reasons[1].endswith("has no arithmetic")
+    other = lay_out({"w": shape(64)}, policy(), others=[("model",)]).grads[0]
+    assert (other.kind, other.reason) == ("replicated", "it has no dim, or other mesh axes divide every dim")
+
+
+def test_state_leaves_follow_their_parameter():
+    x = shape(3, 13, 7)
+    history = like_parameter("h", x, SHARDED, True)
+    assert (history.dim, history.others, history.shape, history.local_shape) == (1, (None,), (3, 13, 7), (3, 4, 7))
+    assert like_parameter("h", shape(13, 7), SHARDED, True) == SHARDED
+    assert like_parameter("h", shape(7, 13), SHARDED, True) is None
+    assert like_parameter("h", shape(7), SHARDED, True) is None
+    assert like_parameter("h", shape(3), FLAT, True).kind == "flat"
+    assert like_parameter("h", shape(3), FLAT, False).reason == "small; its update is not elementwise"
+    assert like_parameter("h", shape(2, 3), FLAT, True).kind == "replicated"
+    scalar = lay_out(shape(), policy())
+    assert params_of_state({"count": shape(), "mu": shape()}, scalar) == (None, None)
+    vector = lay_out(shape(64), policy())
+    assert params_of_state({"mu": shape(64)}, vector) == (0,)
+
+
+def test_errors_of_quantised_gradients_are_kept_per_group():
+    wire = Wire(reduce="int8", block=2)
+    tree = {"w": shape(64, 64), "b": shape(64), "frozen": shape(64, 64)}
+    choose = lambda path, leaf: path != "frozen"
+    layout = lay_out(tree, policy(params_axes=("gpu",)), wire=wire, trainable=choose)
+    found = error_leaves(layout)
+    assert list(found) == ["w"]
+    error, leaf = found["w"], layout.params[layout.paths.index("w")]
+    assert (error.shape, error.dim, error.others, error.is_quantised) == ((2, 64, 64), leaf.dim + 1, ("host",), False)
+    assert summand_spec(error) == PartitionSpec("host", *leaf.local_spec)
+    assert not error_leaves(lay_out(tree, policy(), wire=wire))

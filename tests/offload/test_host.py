@@ -1,0 +1,326 @@
+"""Host memory, its speed, and the files of a state: decided from figures, without a model and without a GPU."""
+
+import os
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.layout.chunked import Chunked, Chunking
+from zerojax.layout.leaf import Leaf
+from zerojax.offload import chunks, close, folder, host, lock
+from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
+from zerojax.offload.disk import DiskStore
+from zerojax.offload.folder import DiskError
+from zerojax.offload.measure import BESIDE_STATE_BYTES, GRADIENT_BYTES, Speed, choose, measure, timed
+from zerojax.offload.state_files import LeafFiles, StateFiles, shards_of
+
+F32 = np.dtype("float32")
+GB = 10**9
+
+
+def fake_mesh(platform="cpu", kinds=None, process=0, count=2):
+    device = SimpleNamespace(platform=platform, process_index=process)
+    if kinds is not None:
+        device.addressable_memories = lambda: [SimpleNamespace(kind=kind) for kind in kinds]
+    return SimpleNamespace(devices=np.array([device] * count))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"),
+    [
+        (("device", "unpinned_host", "pinned_host"), "pinned_host"),
+        (("device", "unpinned_host"), "unpinned_host"),
+        (None, "pinned_host"),  # a device that is not there
+    ],
+)
+def test_pinned_memory_is_preferred(kinds, kind):
+    assert host.host_kind(fake_mesh(kinds=kinds)) == kind
+
+
+def test_a_backend_without_host_memory_is_named():
+    with pytest.raises(ValueError, match=r"The tpu backend has no host memory .* it has device, and"):
+        host.host_kind(fake_mesh("tpu", ("device",)))
+
+
+@pytest.mark.parametrize(
+    ("platform", "per_device", "available", "message"),
+    [
+        ("cpu", 10, 20, None),
+        ("cpu", 10, 19, r"state needs 20 B of host memory on this host \(2 devices\), and 19 B is free"),
+        ("cpu", 10, None, None),
+        ("gpu", 32 * GB, 65 * GB, None),  # as much as JAX pins
+        ("gpu", 33 * GB, 70 * GB, r"JAX pins 64 GB at most\. Set \w+=73 before JAX starts; 70 GB is free"),
+        ("gpu", 33 * GB, None, "an unknown amount is free"),
+        ("cpu", 33 * GB, 70 * GB, None),  # nothing is pinned
+    ],
+)
+def test_too_little_host_memory_is_found(platform, per_device, available, message, monkeypatch):
+    monkeypatch.delenv(host.CAP_VARIABLE, raising=False)
+    monkeypatch.setattr(host, "available_bytes", lambda: available)
+    problem = lambda process: host._host_memory_problem(fake_mesh(platform, process=process), per_device, "state")
+    if message is None:
+        assert problem(0) is None
+    else:
+        with pytest.raises(MemoryError, match=message):
+            raise MemoryError(problem(0))
+        assert problem(1) is None, "another host's devices need nothing here"
+    monkeypatch.setenv(host.CAP_VARIABLE, "80")
+    if platform == "gpu":
+        assert problem(0) is None
+
+
+def test_the_process_that_has_too_little_is_named(monkeypatch):
+    said = {}
+
+    class Both:
+        def __init__(self, purpose):
+            pass
+
+        def exchange(self, topic, message):
+            said["mine"] = message
+            return [message, said["theirs"]]
+
+    monkeypatch.setattr(host, "Processes", Both)
+    monkeypatch.setattr(host, "available_bytes", lambda: 20)
+    said["theirs"] = host.FITS
+    host.check_host_memory(fake_mesh(), 10, "state")
+    assert said["mine"] == host.FITS
+    with pytest.raises(MemoryError, match=r"^state needs 22 B"):
+        host.check_host_memory(fake_mesh(), 11, "state")
+    said["theirs"] = "none left"
+    with pytest.raises(MemoryError, match="On process 1: none left"):
+        host.check_host_memory(fake_mesh(), 10, "state")
+
+
+def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    free = lambda: host.available_bytes(str(meminfo), str(cgroup))
+    assert free() is None
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:   8 kB\n")
+    assert free() == 8192
+    cgroup.mkdir()
+    for limit, used, expected in (("max", "1", 8192), ("5000", "1000", 4000), ("90000", "1000", 8192)):
+        (cgroup / "memory.max").write_text(limit + "\n")
+        (cgroup / "memory.current").write_text(used + "\n")
+        assert free() == expected
+
+
+def test_arrays_go_to_the_host_and_back(mesh):
+    x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
+    away = host.to_memory(x, host.host_kind(mesh))
+    assert away.sharding == host.host_sharding(mesh, PartitionSpec("data"))
+    assert [host.is_on_host(x), host.is_on_host(away), host.is_on_host(host.to_device(away))] == [False, True, False]
+    assert host.to_device(x) is x
+    np.testing.assert_array_equal(host.to_device(away), x)
+
+
+@given(st.floats(1, 1e3), st.floats(1, 1e3), st.floats(0.5, 40))
+def test_the_way_that_takes_less_time_is_chosen(link, memory, state):
+    choice = choose(Speed(link * GB, memory * GB), state)
+    on_device = state / link
+    on_host = max((2 * state + BESIDE_STATE_BYTES) / memory, GRADIENT_BYTES / link)
+    if abs(on_device - on_host) > 1e-9 * on_host:
+        assert choice.update == ("device" if on_device < on_host else "host")
+    assert f"the device takes {on_device:.2f} ns a parameter" in choice.why
+    assert f"the host {on_host:.2f} ns" in choice.why
+
+
+def test_of_equal_times_the_device_is_chosen():
+    assert choose(Speed(GB, 10**6 * GB), GRADIENT_BYTES).update == "device"
+
+
+def test_a_time_is_the_median_of_the_rounds_after_a_warm_up(monkeypatch):
+    clock = iter([0, 1, 1, 3, 3, 103, 103, 107, 107, 115])  # 1, 2, 100, 4 and 8 seconds
+    monkeypatch.setattr("zerojax.offload.measure.time.perf_counter", lambda: next(clock))
+    calls = []
+    assert timed(lambda: calls.append(1)) == 4
+    assert len(calls) == 6
+
+
+def test_bandwidths_count_the_bytes_of_each_device(mesh, monkeypatch):
+    monkeypatch.setattr("zerojax.offload.measure.ELEMENTS", 1 << 10)
+    monkeypatch.setattr("zerojax.offload.measure.timed", lambda work: work() is None or 2.0)
+    found = measure.__wrapped__(mesh, ("data",))
+    assert found == Speed(link=4 * 1024 / 2, host=12 * 1024 / 2)
+
+
+# --- the bytes of a chunk, and the folder of its file ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("elements", "blocks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (2048, 2)])
+def test_a_chunk_is_whole_blocks(elements, blocks):
+    spec = ChunkSpec("c", (((elements,), F32), ((0,), F32)))
+    assert spec.bytes == blocks * BLOCK
+    assert len(chunks.aligned_buffer(spec.bytes)) == spec.bytes
+
+
+def test_arrays_of_a_chunk_lie_one_after_the_other():
+    spec = ChunkSpec("c", (((2, 2), F32), ((3,), np.dtype("int8")), ((), np.dtype("int16"))))
+    buffer = memoryview(bytearray(spec.bytes))
+    for i, view in enumerate(spec.views(buffer)):
+        view[...] = i + 1
+    expected = np.ones(4, F32).tobytes() + bytes([2, 2, 2]) + np.int16(3).tobytes()
+    assert bytes(buffer[: len(expected)]) == expected
+    assert not any(buffer[len(expected) :])
+    spec.require(spec.views(buffer))
+    with pytest.raises(ValueError, match=r"'c' got no arrays\. Give float32\[2, 2\], int8\[3\], int16\[\]"):
+        spec.require(())
+
+
+@given(st.integers(0, 2 * BLOCK - 1), st.integers(1, 255))
+def test_a_changed_byte_changes_the_checksum(place, by):
+    content = bytearray(range(256)) * (2 * BLOCK // 256)
+    before = checksum(memoryview(content))
+    content[place] ^= by
+    assert checksum(memoryview(content)) != before
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_store_has_two_buffers_for_each_chunk_in_flight(tmp_path, in_flight):
+    specs = [ChunkSpec("small", (((1,), F32),)), ChunkSpec("large", (((1025,), F32),))]
+    with DiskStore(tmp_path / "store", specs, in_flight=in_flight) as store:
+        assert store.buffer_bytes == 2 * in_flight * 2 * BLOCK
+        assert (store._to_read.qsize(), store._to_write.qsize()) == (in_flight, in_flight)
+
+
+def test_only_chunks_beside_our_mark_are_an_earlier_runs(tmp_path):
+    names = ["chunk_00000.bin", "chunk_123456.bin"]
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(DiskError, match=r"has chunk_00000.bin, chunk_123456.bin, which no earlier run wrote"):
+        folder.leftovers(tmp_path)
+    lock.lock(tmp_path).release()
+    assert folder.leftovers(tmp_path) == [tmp_path / name for name in names]
+    assert folder.chunk_file(tmp_path, 0) == tmp_path / names[0]
+    for name in "abcd":
+        (tmp_path / name).touch()
+    with pytest.raises(DiskError, match=r"has a, b, c and more, which"):
+        folder.leftovers(tmp_path)
+
+
+def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
+    lock.lock(tmp_path).release()
+    (tmp_path / "chunk_00000.bin").write_bytes(bytes(2 * BLOCK))
+    blocks = os.stat(tmp_path / "chunk_00000.bin").st_blocks * 512
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=100))
+    with pytest.raises(
+        DiskError, match=rf"needs {blocks + 301} bytes in .*, in 2 chunks, and {blocks + 300} bytes are"
+    ):
+        folder.claim(tmp_path, [blocks, 301])
+    assert (tmp_path / "chunk_00000.bin").exists()
+    with_room = folder.claim(tmp_path, [blocks, 300])
+    assert with_room.held
+    assert os.listdir(tmp_path) == [lock.LOCK]
+    with pytest.raises(DiskError, match="is in use by this process"):
+        folder.claim(tmp_path, [1])
+    with_room.release()
+    assert not with_room.held
+    with_room.release()
+
+
+@pytest.mark.parametrize(
+    ("content", "ours"),
+    [
+        (b"", False),
+        (b"\0" * 28, False),
+        (b"zerojax, process 12        \n", True),
+        (b"zerojax, process 1234567890\n", True),
+    ],
+)
+def test_marks_of_an_earlier_run(tmp_path, content, ours):
+    (tmp_path / lock.LOCK).write_bytes(content)
+    assert lock.has_mark(tmp_path) == ours
+    lock.lock(tmp_path).release()
+    assert lock.has_mark(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\0" * 29, b"zerojax, process x\n", b"zerojax, process 12345678901\n", b"mine"])
+def test_a_lock_file_of_others_is_left_as_it_was(tmp_path, content):
+    (tmp_path / lock.LOCK).write_bytes(content)
+    with pytest.raises(DiskError, match="so no run of zerojax wrote it"):
+        lock.lock(tmp_path)
+    assert (tmp_path / lock.LOCK).read_bytes() == content
+
+
+def test_a_lock_file_that_is_no_plain_file_is_refused(tmp_path):
+    assert not lock.has_mark(tmp_path)
+    other = tmp_path / "other"
+    other.touch()
+    (tmp_path / lock.LOCK).symlink_to(other)
+    with pytest.raises(DiskError, match="is a symbolic link"):
+        lock.lock(tmp_path)
+    (tmp_path / lock.LOCK).unlink()
+    os.link(other, tmp_path / lock.LOCK)
+    with pytest.raises(DiskError, match="has another name, too"):
+        lock.lock(tmp_path)
+    (tmp_path / lock.LOCK).unlink()
+    (tmp_path / lock.LOCK).mkdir()
+    with pytest.raises(DiskError, match="is no plain file"):
+        lock.lock(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("holder", "words"),
+    [
+        (str(os.getpid()), "is in use by this process"),
+        ("1", r"another run \(process 1\)\. Give this run"),
+        ("4194999", r"process 4194999\)\. No such process is visible"),
+        ("", r"process unknown\)\. Give this run"),
+    ],
+)
+def test_the_holder_of_a_lock_is_named(tmp_path, holder, words):
+    with pytest.raises(DiskError, match=words):
+        raise DiskError(lock.in_use(tmp_path, holder))
+
+
+# --- the files of a state ----------------------------------------------------------------------------------------
+
+
+def leaf(**options):
+    return Leaf("w", (16, 4), F32, ("data",), 8, kind="sharded", dim=0, **options)
+
+
+def test_closing_a_state_unlocks_what_is_on_disk_and_only_that():
+    closed = []
+    files = SimpleNamespace(files=SimpleNamespace(abandon=lambda: closed.append(1)))
+    on_disk, on_host = (Chunked((), leaf(), Chunking(0, (2,)), None, store) for store in (files, None))
+    close({"a": on_host, "b": jnp.ones(2), "c": None})
+    assert not closed
+    close({"a": on_host, "b": [on_disk, on_disk]})
+    assert len(closed) == 2
+
+
+def test_replicas_of_a_shard_are_one_entry(mesh):
+    whole, cut = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",)))
+    assert shards_of(whole, (16,)) == [list(mesh.devices.flat)]
+    assert shards_of(cut, (16,)) == [[device] for device in mesh.devices.flat]
+
+
+def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):
+    sharding, chunking = NamedSharding(mesh, PartitionSpec("data")), Chunking(0, (1, 1))
+    files = StateFiles(tmp_path / "state", {5: (leaf(), chunking, sharding)}, in_flight=2)
+    assert files.path == tmp_path / "state" / "process_0"
+    assert not files.path.exists(), "a folder is made before it is needed"
+    parts = [jax.device_put(jnp.full((8, 4), i + 1.0), sharding) for i in range(2)]
+    files.write(5, 0, parts[0])
+    assert int(files.next_version) == 1
+    files.write(5, 1, parts[1])
+    assert int(files.next_version) == 2
+    files.require(1)
+    with pytest.raises(ValueError, match=r"has version 1, and this state has version 0"):
+        files.require(0)
+    one = LeafFiles(files, 5, 2)
+    for found, part in zip(one.load(1), parts, strict=True):
+        assert found.sharding.memory_kind == "device"
+        np.testing.assert_array_equal(found, part)
+    assert int(one.save(parts[::-1])) == 2
+    np.testing.assert_array_equal(one.load(2)[0], parts[1])
+    files.abandon()
+    files.abandon()
+    lock.lock(files.path).release()

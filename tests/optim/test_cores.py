@@ -1,0 +1,46 @@
+"""Which part of an update needs a matrix whole, read from the equations of one that is written by hand."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import zero_shard
+from zerojax.optim.cores import CoreFinder
+from zerojax.optim.flat_update import FlatUpdate
+from zerojax.optim.planned_update import planned_update
+
+PARAMS = {"a": jax.ShapeDtypeStruct((16, 24), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+
+
+def listed(mix):
+    """A transformation whose state is a list in reversed order, with a sum over everything in front."""
+
+    def init(params):
+        sums = [jnp.zeros((x.shape[0],) * 2) for x in jax.tree.leaves(params)]
+        return [jnp.zeros((3, 5)), *sums[::-1]]
+
+    def update(grads, state, params=None):
+        leaves, tree = jax.tree.flatten(grads)
+        total, *sums = state
+        sums = [s + g @ g.T for s, g in zip(sums[::-1], leaves, strict=True)]
+        total = total + sum(g.sum() for g in leaves)
+        moved = [s @ g * (jnp.sqrt(total[0, 0]) if mix else 1) for s, g in zip(sums, leaves, strict=True)]
+        return jax.tree.unflatten(tree, moved), [total, *sums[::-1]]
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_a_state_leaf_belongs_to_the_one_parameter_that_it_depends_on(mix):
+    """Whatever its path; a norm of all gradients ties no parameter to another."""
+    tx = zero_shard(listed(mix), stage=3, mesh=mesh_of(8), persist_below=1, matrix_updates="owner")
+    plan = tx.create(PARAMS).plan
+    assert plan.leaves.param_of == (None, None, None)
+    update = planned_update(FlatUpdate(tx.config, plan.trained, plan.leaves, plan.state_def))
+    finder = CoreFinder(update.traced, *plan.leaves)
+    assert finder.param_of == [None, 1, 0]
+    cores, refused = finder.find()
+    assert sorted(cores) == [0, 1]
+    assert not refused

@@ -1,0 +1,210 @@
+"""Arrays are sliced, joined, copied, cast and compared with their plan; each function alone, on small arrays."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from zerojax.config import Config, Offload
+from zerojax.layout.chunked import Chunking
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import Padded
+from zerojax.layout.tree import layout_of
+from zerojax.offload.host import host_kind
+from zerojax.placement import chunking, misplaced, place, storage, unusable
+
+P = PartitionSpec
+F32 = np.dtype("float32")
+
+
+def leaf(*shape, dim=0, **options):
+    kind = "replicated" if dim is None else "sharded"
+    return Leaf("['w']", shape, F32, ("data",), 8, kind=kind, dim=dim, **options)
+
+
+@functools.cache
+def config(stage=3, **options):
+    return Config(optax.sgd(1.0), stage, mesh_of(8), persist_below=4, **options)
+
+
+def counting(*shape):
+    return jnp.arange(float(math.prod(shape))).reshape(shape)
+
+
+def put(x, *spec):
+    return jax.device_put(x, NamedSharding(mesh_of(8), P(*spec)))
+
+
+@pytest.mark.parametrize(
+    ("of", "cut"),
+    [
+        (leaf(24, 4), Chunking(0, (2, 1))),
+        (leaf(24, 4), Chunking(1, (3, 1))),
+        (leaf(3, 16, dim=1), Chunking(0, (1, 1, 1))),
+        (leaf(5, 3, dim=None), Chunking(0, (2, 2, 1))),
+        (leaf(16), Chunking(0, (2,))),
+    ],
+)
+def test_chunks_are_parts_of_every_shard_and_join_to_the_array(of, cut):
+    mesh, x = mesh_of(8), counting(*of.storage_shape)
+    stored = put(x, *of.spec)
+
+    @jax.jit
+    def run(stored):
+        chunks = chunking.split_chunks(mesh, stored, of, cut)
+        last, zeros = cut.chunks[-1][0], jnp.zeros_like(chunks[-1])
+        updated = chunking.update_chunk(mesh, stored, zeros, of, cut.dim, last)
+        return chunks, chunking.join_chunks(mesh, chunks, of, cut), updated
+
+    chunks, joined, updated = run(stored)
+    np.testing.assert_array_equal(joined, x)
+    assert [chunk.shape for chunk in chunks] == cut.chunk_shapes(of)
+    shards = [np.array(x)] if of.dim is None else np.split(np.array(x), 8, of.dim)
+    for chunk, (start, length) in zip(chunks, cut.chunks, strict=True):
+        parts = [np.take(shard, range(start, start + length), cut.dim) for shard in shards]
+        np.testing.assert_array_equal(chunk, parts[0] if of.dim is None else np.concatenate(parts, of.dim))
+    start, length = cut.chunks[-1]
+    for shard in shards:
+        shard[(slice(None),) * cut.dim + (slice(start, start + length),)] = 0
+    np.testing.assert_array_equal(updated, shards[0] if of.dim is None else np.concatenate(shards, of.dim))
+
+
+def test_an_offloaded_array_is_loaded_and_replaced():
+    of, cut = leaf(24, 4), Chunking(0, (2, 1))
+    x = put(counting(24, 4), "data")
+    node = chunking.chunked(config(), [put(jnp.zeros(shape), "data") for shape in cut.chunk_shapes(of)], of, cut)
+    new = chunking.replaced(node, x)
+    assert [chunk.sharding.memory_kind for chunk in new.chunks] == [host_kind(mesh_of(8))] * 2
+    loaded = chunking.joined(new)
+    np.testing.assert_array_equal(loaded, x)
+    assert loaded.sharding == x.sharding
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_placed_array_shares_no_memory_with_the_callers(count):
+    sharding = NamedSharding(mesh_of(count), P())
+    x = jnp.arange(64.0)
+    placed = place.place_array(x, sharding)
+    assert placed.sharding == sharding
+    pointers = {shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}
+    assert x.unsafe_buffer_pointer() not in pointers
+    placed.delete()
+    assert float(x.sum()) == 63 * 32
+    assert place.place_array(np.ones(2), sharding).sharding == sharding
+
+
+def test_shapes_are_placed_as_shapes():
+    sharding = NamedSharding(mesh_of(8), P("data"))
+    found = place.place_array(jax.ShapeDtypeStruct((8,), F32), sharding)
+    assert (type(found), found.shape, found.sharding) == (jax.ShapeDtypeStruct, (8,), sharding)
+    assert place.are_shapes({"a": found, "b": jnp.ones(2)})
+    assert not place.are_shapes({"b": jnp.ones(2)})
+    shapes = place.place_replicated(mesh_of(8), {"n": 1, "x": np.ones(2, np.float32)}, shapes=True)
+    live = place.place_replicated(mesh_of(8), {"n": 1, "x": np.ones(2, np.float32)}, shapes=False)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), live)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((shapes, live)))
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="host", params="host")])
+def test_parameters_are_placed_and_cast_where_they_live(offload):
+    given = config(offload=offload)
+    params = {"b": jnp.arange(3.0), "w": counting(16, 4)}
+    layout = layout_of(given, params)
+    placed = place.place_params(given, layout, params)
+    assert [x.sharding for x in placed] == [storage.named(given, of) for of in layout.params]
+    host = [of.host for of in layout.params]
+    assert host == [False, offload is not None]
+    narrow = [dataclasses.replace(of, dtype=np.dtype(jnp.bfloat16)) for of in layout.params]
+    cast = place.cast_params(given, layout, placed, narrow)
+    assert [x.dtype for x in cast] == [jnp.bfloat16] * 2
+    assert [x.sharding for x in cast] == [x.sharding for x in placed]
+    assert place.cast_params(given, layout, placed, layout.params) is placed
+
+
+def test_storage_is_converted_between_stages():
+    x = counting(5, 3)
+    padded = Padded(jnp.pad(x, ((0, 3), (0, 0))), (5, 3), 0)
+    (kept,) = storage.storage_leaves([padded], [leaf(5, 3)])
+    assert kept is padded.storage
+    for given in (x, padded):
+        for of, shape in ((leaf(5, 3, dim=1), (5, 8)), (leaf(5, 3, dim=None), (5, 3)), (leaf(5, 3), (8, 3))):
+            (stored,) = storage.storage_leaves([given], [of])
+            assert stored.shape == shape
+            np.testing.assert_array_equal(storage.unpadded(stored, of), x)
+            np.testing.assert_array_equal(storage.in_logical_shape(stored, of), x)
+    assert storage.padded_forms([padded, x]) == ((0, 8), None)
+    flat = Leaf("", (2, 3), F32, ("data",), 8, kind="flat")
+    np.testing.assert_array_equal(storage.in_logical_shape(jnp.arange(8.0), flat), counting(2, 3))
+    one, two = storage.cast([x, x], [F32, jnp.bfloat16])
+    assert one is x
+    assert two.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("form", [None, (0, 8), (0, 6), (1, 4)])
+def test_parameters_return_in_the_form_in_which_they_came(form):
+    x, given = counting(5, 3), config()
+    layout = layout_of(given, {"w": x, "large": jnp.ones((64, 64))})
+    of = leaf(5, 3)
+    stored = jnp.pad(x, ((0, 3), (0, 0)))
+    tree = storage.unflatten_params([jnp.ones((64, 64)), stored], layout, [leaf(64, 64), of], [None, form])
+    assert storage.padded_forms(tree)[1] == form
+    np.testing.assert_array_equal(jnp.asarray(tree["w"]), x)
+
+
+def test_an_axis_is_compared_up_to_the_last_divided_dim():
+    assert misplaced.over(P(None, ("model", "data"), "model"), ("data",)) == ((), ("data",))
+    assert misplaced.over(P("model"), ("data",)) == ()
+    on_0, on_1, nowhere = (("data",),), ((), ("data",)), ()
+    assert misplaced.in_words(on_0, on_1) == ["sharded over 'data' on dim 0", "sharded over 'data' on dim 1"]
+    assert misplaced.in_words(on_0, nowhere) == ["sharded over 'data'", "replicated"]
+
+
+def test_what_is_placed_otherwise_than_planned():
+    x, of = counting(16, 8), leaf(16, 8)
+    found = lambda x, of=of: misplaced.misplaced(of, x, ("data",)) and str(misplaced.misplaced(of, x, ("data",)))
+    assert found(put(x, "data")) is None
+    assert found(put(x)) == "planned: sharded over 'data'; found: replicated"
+    assert found(x) == "planned: sharded over 'data'; found: on one device"
+    assert found(np.asarray(x)) is None
+    assert found(x, leaf(16, 8, dim=None)) is None
+    assert found(put(x), Leaf("", (16, 8), F32, ("data",), 1, kind="sharded", dim=0)) is None
+
+
+def test_one_warning_names_three_arrays_in_the_first_live_call():
+    def parts(count, placed):
+        leaves = [dataclasses.replace(leaf(8, 2), path=f"[{i}]") for i in range(count)]
+        return [("p", [placed(counting(8, 2)) for _ in leaves], leaves)]
+
+    check = misplaced.PlacementCheck()
+    jax.jit(lambda x: check.first([("p", [x], [leaf(8, 2)])], ("data",), stacklevel=1))(jnp.ones((8, 2)))
+    with pytest.warns(UserWarning, match=r"^4 arrays .* and 1 more\. They use") as found:
+        check.first(parts(4, put), ("data",), stacklevel=1)
+    assert found[0].filename == __file__
+    check.first(parts(4, put), ("data",), stacklevel=1)  # once
+    with pytest.warns(UserWarning, match=r"^3 arrays .*replicated\)\. They use"):
+        misplaced.PlacementCheck().first(parts(3, put), ("data",), stacklevel=1)
+    misplaced.PlacementCheck().first(parts(3, lambda x: x), ("data",), stacklevel=1)  # on one device
+    misplaced.PlacementCheck().first(parts(3, lambda x: put(x, "data")), ("data",), stacklevel=1)
+    misplaced.PlacementCheck().first([("p", [put(counting(8, 2))], [])], ("data",), stacklevel=1)
+
+
+def test_an_array_that_cannot_be_used_is_named():
+    used, mesh = put(jnp.ones(8)), mesh_of(8)
+    used.delete()
+    elsewhere = jax.device_put(jnp.ones(8), NamedSharding(mesh_of(2), P("data")))
+    one = jax.device_put(jnp.ones(8), SingleDeviceSharding(jax.devices()[1]))
+    assert unusable.problem_of(mesh, "p", [1, np.ones(2), one, put(jnp.ones(8))]) == ""
+    assert unusable.problem_of(mesh, "p", [1, used]).startswith("p[1] was used up")
+    assert unusable.problem_of(mesh, "p", {"a": elsewhere}).startswith("p['a'] is on a mesh of 2 devices")
+    assert unusable.problem_of(None, "p", {"a": elsewhere}) == ""
+    with pytest.raises(ValueError, match=r"^q\['a'\] was used up"), unusable.unusable_named(mesh, p=[], q={"a": used}):
+        used + 1
+    with pytest.raises(RuntimeError, match=r"^mine$"), unusable.unusable_named(mesh, p=[one]):
+        raise RuntimeError("mine")

@@ -1,0 +1,98 @@
+"""What processes compare: options, flags and versions as text, and the calls that are new."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import Offload, zero_shard
+from zerojax.train import same_run
+from zerojax.train.same_run import SameCalls, environment, in_words, run_record, signature_of
+
+PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.ones(3)}
+
+
+def test_flags_are_compared_in_any_order_and_those_of_one_host_are_not(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1 --xla_dump_to=x --xla_force_host_platform_device_count=8")
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    found = environment()
+    assert found["XLA_FLAGS"] == "--xla_a=1 --xla_b=2"
+    assert found["LIBTPU_INIT_ARGS"] == "empty"
+    assert found["jax_enable_x64"] == "False"
+    assert found["numpy"] == np.__version__
+    assert {"jaxlib", "optax", "zerojax"} <= set(found)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    assert environment()["XLA_FLAGS"] == "empty"
+
+
+def test_a_record_of_a_run_names_options_and_leaves():
+    options = {"stage": 3, "mesh": mesh_of(8), "persist_below": 10}
+    tx = zero_shard(optax.adam(1e-2), trainable=lambda path, leaf: True, **options)
+    record = run_record(tx.config, tx.create(jax.eval_shape(lambda: PARAMS)).plan)
+    assert record["stage"] == "3"
+    assert record["user_mesh"] == "{'data': 8}"
+    assert (record["trainable"], record["overwrite"], record["offload"]) == ("True", "False", "None")
+    assert record["params['w']"] == "float32[16, 8], sharded"
+    assert record["params['b']"] == "float32[3], replicated"
+    assert record["opt_state[0].mu['b']"] == "float32[3], flat"
+    assert record["jax"] == jax.__version__
+    offload = Offload(optimizer="host", where=lambda path, leaf: True)
+    offloading = zero_shard(optax.adam(1e-2), offload=offload, **options)
+    record = run_record(offloading.config, offloading.create(jax.eval_shape(lambda: PARAMS)).plan)
+    assert record["offload"].startswith("{'optimizer': 'host', 'params': None, 'update': 'auto', 'fraction': 1.0")
+    assert record["trainable"] == "False"
+
+
+def test_options_in_words_are_the_same_on_every_process():
+    assert in_words((1, [print, "a"])) == [1, ["a function", "a"]]
+    assert in_words(Offload(optimizer="host", where=print))["where"] == "a function"
+
+
+def test_a_call_is_new_once_for_each_signature():
+    calls = SameCalls(zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8)).config, "step")
+    assert not calls.is_needed
+    x = np.ones((8, 2), np.float32)
+    news = [
+        (0, x, ()),
+        (0, x[:4], ()),
+        (0, x.astype(np.int32), ()),
+        (0, {"x": x}, ()),
+        (0, x, (1,)),
+        (0, x, (1.0,)),
+        (0, x, (jnp.float32(1),)),
+        (1, x, ()),
+    ]
+    assert [calls.is_first(*call) for call in news] == [True] * len(news)
+    assert [calls.is_first(*call) for call in news] == [False] * len(news)
+    assert calls.is_first(0, x, (jnp.asarray(1.0),)), "a weak type is another type"
+    assert calls.call(jax.jit(lambda a, b: a + b), 1, b=2, is_new=True) == 3
+    assert signature_of({"x": x}) == signature_of({"x": x + 1}) != signature_of({"x": x[:4]})
+    assert signature_of({"x": x}) != signature_of({"y": x})
+    assert signature_of([x]) != signature_of([x.astype(np.int32)])
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_new_call_is_compared_with_its_values(step, monkeypatch):
+    told = []
+    monkeypatch.setattr(same_run, "is_of_all", lambda mesh: True)
+    monkeypatch.setattr(
+        same_run, "require_same", lambda topic, record, partial=False: told.append((topic, record, partial))
+    )
+    calls = SameCalls(zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8)).config, "step", {"accumulate": 2})
+    assert calls.is_needed
+    given = () if step is None else (jax.device_put(jnp.int32(step), jax.devices()[0]),)
+    assert calls.is_first(0, np.ones((8, 2), np.float32), (np.int32(3),), *given)
+    (topic, record, partial), (again, sums, of_parts) = told
+    assert topic == again == "step"
+    assert (partial, of_parts) == (False, True)
+    assert record == {
+        "options": "{'accumulate': 2}",
+        "['batch']": "float32[8, 2]",
+        "['args'][0]": "int32[]",
+        **({} if step is None else {"step": "7"}),
+    }
+    assert list(sums) == ["the checksum of args[0]"]
+    assert not calls.is_first(0, np.zeros((8, 2), np.float32), (np.int32(3),), *given)
+    assert len(told) == 2
