@@ -29,17 +29,18 @@ def format_seconds(seconds: float) -> str:
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kKMGT]?)(i?)B?\s*")
 
 
-def parse_bytes(argument: str, given: float | str) -> int:
+def parse_bytes(argument: str, given: float | str, *, least: int = 0) -> int:
     """Return the bytes of `72e9`, `"72 GB"` or `"1 GiB"`.
 
     Args:
         argument: The argument's name, for errors.
         given: A number of bytes, or a number with a unit: B, kB, MB, GB, TB (powers of 1,000), KiB, MiB, GiB, TiB
             (powers of 1,024).
+        least: The fewest bytes allowed.
 
     Raises:
         TypeError: If it is neither a number nor text.
-        ValueError: If the text is no size, or the number is negative or not finite.
+        ValueError: If the text is no size, or the number is below `least` or not finite.
     """
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         raise TypeError(f'{argument} is a number of bytes or a size such as "1 GiB", not {given!r}.')
@@ -49,7 +50,7 @@ def parse_bytes(argument: str, given: float | str) -> int:
         count = float(found[1]) * (1024 if found[3] else 1000) ** power if found else math.nan
     else:
         count = given
-    if not 0 <= count < math.inf:
+    if not least <= count < math.inf:
         raise ValueError(
             f"{argument}={given!r} is no size. Give a number of bytes, or a number with a unit, such as "
             f'"500 MB", "1 GiB" or "72 GB".'

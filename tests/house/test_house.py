@@ -15,8 +15,9 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "compat", "config", "gpus", "units"},
-    {"jaxprs", "layout"},
+    {"version", "compat", "gpus", "units"},
+    {"config", "jaxprs"},
+    {"layout"},
     {"dims"},
     {"comm"},
     {"offload"},

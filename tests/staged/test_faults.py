@@ -118,7 +118,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
         ("fraction", 0.5): "fraction=0.5",
         ("where", ("*",)): "where=",
         ("update", "host"): 'update="host"',
-        ("host_bytes", "8 gigs"): "number of bytes or text such as",
+        ("host_bytes", "8 gigs"): "is no size",
     }.items():
         name, value = changed
         with pytest.raises(ValueError, match=match):

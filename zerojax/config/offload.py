@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from zerojax.config.checks import byte_count, check_count, check_word, checked_where, chooses
+from zerojax.config.checks import check_count, check_word, checked_where, chooses
+from zerojax.units import parse_bytes
 
 CHUNK_BYTES = 32 << 20
 
@@ -87,7 +88,7 @@ class Offload:
 
     def _check_params(self) -> None:
         if self.host_bytes is not None:
-            object.__setattr__(self, "host_bytes", byte_count("Offload(host_bytes=)", self.host_bytes))
+            object.__setattr__(self, "host_bytes", parse_bytes("Offload(host_bytes=)", self.host_bytes, least=1))
             if self.params != "disk":
                 raise ValueError(
                     f'Offload(host_bytes={self.host_bytes}) bounds the host memory of params="disk", and '
