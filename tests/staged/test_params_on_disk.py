@@ -1,10 +1,13 @@
 """Stage 3 with `Offload(params="disk")`: a step in stages, whose parameters, gradients and state are in files."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import quick_or_slow
 from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
 from matrix_optimizers import shampoo
 
@@ -15,6 +18,10 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.staged.state import files_of
 
 ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
+
+
+def mostly_slow(names, *quick):
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def trained(tx, loss, steps=3, batch=batch_of, args=(), params=model_params, mutable=None, **options):
@@ -48,8 +55,9 @@ def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATO
     assert_close(have, want, atol)
 
 
-@pytest.mark.parametrize("devices", [1, 3, 8])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "devices"), quick_or_slow(itertools.product(LOSSES, [1, 3, 8]), {("loop", 1), ("one_by_one", 3)})
+)
 def test_a_model_trains_as_in_memory(tmp_path, name, devices):
     assert_trains_the_same(tmp_path, LOSSES[name], devices=devices)
 
@@ -74,7 +82,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "clipped twice", "adafactor"))
 def test_every_transformation_trains_the_same(tmp_path, name):
     tx = OPTIMIZERS[name]
     assert_trains_the_same(tmp_path, LOSSES["remat_loop"], tx, devices=3 if name != "muon" else 8)
@@ -106,7 +114,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", mostly_slow(STEPS, "microbatches", "weights"))
 def test_every_kind_of_step_trains_the_same(tmp_path, name):
     loss, options = STEPS[name]
     if "mutable" in options:
@@ -130,8 +138,10 @@ def run_mutable(tx, loss, start, config):
 PRECISIONS = {"bf16": Precision.bf16(), "fp16": Precision.fp16(loss_scale=256.0)}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["remat_loop", "one_by_one"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    quick_or_slow(itertools.product(["remat_loop", "one_by_one"], PRECISIONS), {("remat_loop", "fp16")}),
+)
 def test_master_weights_train_the_same(tmp_path, name, precision):
     """Compared with state in host memory, since both store narrow parameters; bfloat16 rounds at 1/256."""
     beside = Offload(optimizer="host", update="device")
@@ -191,7 +201,7 @@ def test_parameters_are_initialised_into_files(tmp_path, precision):
         assert_close(jax.device_get(masters), model_params(), atol=0)
 
 
-@pytest.mark.parametrize("precision", [None, Precision.bf16()])
+@pytest.mark.parametrize("precision", [pytest.param(None, marks=pytest.mark.slow), Precision.bf16()])
 def test_a_checkpoint_restores_into_any_layout(tmp_path, precision):
     """From disk to disk on other devices, to memory, and back; training goes on as if nothing had been."""
     shapes = jax.eval_shape(model_params)
@@ -353,7 +363,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", mostly_slow(ODD, *list(ODD)[:2]))
 def test_odd_losses_train_the_same(tmp_path, name):
     """Parameters that a loss does not use have gradients of zeros, and still decay."""
     assert_trains_the_same(tmp_path, ODD[name], devices=3 if name == "sharded_over_layers" else 8, params=odd_params)
