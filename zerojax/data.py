@@ -36,11 +36,11 @@ def shard_batches(
     """Place each batch of a loader on the mesh before its step, divided over the devices as `tx` requires.
 
     Args:
-        batches: Trees of anything with `__array__` or DLPack, such as arrays of NumPy, grain, tf.data or torch.
+        batches: Trees whose leaves have `__array__` or DLPack, such as arrays of NumPy, grain, tf.data or torch.
         tx: The result of `zero_shard`.
         prefetch: How many batches are placed in advance, after the batch that is returned.
         rows: Which rows each batch of this process's loader has. `"global"`: all rows, the same on every process.
-            `"process"`: the rows of this process's devices, in the order of the devices, as many as on other processes.
+            `"process"`: the rows of this process's devices, in device order. All processes give equally many rows.
         remainder: What to do with a batch that has fewer rows than the first one, such as the last batch of an epoch.
             `"drop"` skips the batch. `"pad"` repeats its last row, and makes every batch a pair `(batch, weight)` for a
             loss with `weighted=True`: the weight is 1.0 for a row, and 0.0 for padding.
@@ -111,7 +111,7 @@ class ShardedBatches:
         return self._position
 
     def set_state(self, state: Any) -> None:
-        """Continue from where the iterator was when `get_state` returned this state."""
+        """Restore the position that the iterator had when `get_state` returned this state."""
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
         self._error = None

@@ -118,10 +118,10 @@ class Log:
             write: A function called as `write(values, step=step)`, such as `wandb.log`. `values` is a dict of floats.
                 Wrap a writer with other arguments, such as `clu`'s `write_scalars(step, values)`, in a lambda.
             every: Write at each step whose number is a multiple of `every`.
-            throughput: Measures the rates to write. Do not call it elsewhere.
+            throughput: Measures the rates to write. Do not call this object elsewhere.
 
         Raises:
-            TypeError: If `every` is no integer.
+            TypeError: If `every` is not an integer.
             ValueError: If `every` is below 1.
         """
         check_count("every", every, "steps", least=1)

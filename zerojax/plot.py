@@ -28,7 +28,7 @@ NAMES = {"params": "parameters", "grads": "gradients", "master": "master weights
 OFFLOADED = {"host": "in host memory", "disk": "on disk"}
 REPLICATED = "#bbbbbb"
 MOST_LEAVES = 24
-SCALAR = 8  # bytes
+SCALAR = 8  # a leaf of at most this many bytes counts as a scalar
 LANES = {"compute": "compute", "gather": "gather", "reduce-scatter": "reduce-scatter", "other": "other\ncollectives"}
 WORK = {
     ("compute", "forward"): ("#4477aa", "matrix products, forward"),
@@ -263,7 +263,7 @@ def notebook_figure() -> type[Figure]:
 
 
 def device_colors(count: int) -> list:
-    """Return one color per device. Each device has a different color."""
+    """Return a different color for each device."""
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](0.08 + 0.84 * i / max(count - 1, 1)) for i in range(count)]

@@ -22,7 +22,7 @@ from zerojax.planning.estimate import has_init, model_shapes
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8
 MAKE_STEP = "make_step"
-PRESETS = ("fp32", "bf16", "fp16")  # of `Precision`
+PRESETS = ("fp32", "bf16", "fp16")  # the presets of `Precision`
 
 
 def load_object(text: str) -> Any:

@@ -55,7 +55,7 @@ def choose(
     Args:
         graph: The graph of the block.
         budget: The largest number of bytes that may be saved on the device.
-        fates: The fate of each value that the user named and decided about, by name.
+        fates: What to do with the values that the user named, by name.
         repeat_collectives: Whether the backward pass may repeat collectives.
         host_bytes: The largest number of bytes that may be offloaded in addition to the values that `fates` offloads.
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from zerojax.jaxprs import Rule
 
-# For each value, where it holds the rows of the batch.
+# For each value, what is known about the dims that hold the rows of the batch.
 Rows = Sequence[State]
 # Finds the name scope of a collective below in an operation's name. The groups are the kind and the leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
@@ -44,13 +44,13 @@ UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 class Collectives(abc.ABC):
     """Gather and reduce leaves.
 
-    In `ManualCollectives`, a shard is one device's part of an array. In `GlobalCollectives`, it is the global array
-    in storage shape. Callers need not know which. Methods that are not abstract are written for device view.
+    In device view (`ManualCollectives`), a shard is one device's part of an array. In global view
+    (`GlobalCollectives`), it is the global array in storage shape. Methods that are not abstract suit device view.
 
     Attributes:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
-        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. 0: each has its own bucket.
+        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. 0: no two of them share one.
         encoding: The types and formats in which collectives send values.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
 
@@ -59,7 +59,7 @@ class Collectives(abc.ABC):
     """
 
     axes: tuple[str, ...]
-    # In the GPT benchmark on 8 x H200, 87% of the bytes are hidden with 32 MiB, and 96% with 128 MiB (a full layer).
+    # In the GPT benchmark on 8 x H200, compute hides 87% of the bytes with 32 MiB, and 96% with 128 MiB, a full layer.
     bucket_bytes: int = BUCKET_BYTES
     encoding: Encoding = dataclasses.field(default_factory=Encoding)
     defers: bool = False
@@ -93,22 +93,22 @@ class Collectives(abc.ABC):
         Args:
             shards: One shard per leaf, converted by `Encoding.encode_param`.
             leaves: The layout of each shard. A replicated leaf is returned unchanged.
-            exposed: Whether these collectives overlap with no compute of another block.
+            exposed: Whether no compute of another block can overlap with these collectives.
         """
 
     @abc.abstractmethod
     def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        A leaf has all data axes, except with hybrid sharding. Then `across` returns the remaining data axes.
+        Without hybrid sharding, a leaf's axes are all data axes. With it, `across` returns the remaining data axes.
 
         Args:
             grads: One gradient per leaf, in logical shape.
             leaves: The layout of each result. The gradient of a replicated leaf is all-reduced over all workers.
-            exposed: Whether these collectives overlap with no compute of another block.
+            exposed: Whether no compute of another block can overlap with these collectives.
 
         Returns:
-            One shard per leaf, in the type of the reduction. `Encoding.decode_grad` converts it.
+            One shard per leaf, in the type of the reduction, which `Encoding.decode_grad` converts.
         """
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Sum the results of `reduce_scatter` over the axes of `across`. The sums are then over all workers.
+        """Sum the results of `reduce_scatter` over the axes that `across` returns. This completes the gradients.
 
         If gradients are sharded over more axes than parameters, each device keeps only its part of the shard.
         """
@@ -138,7 +138,7 @@ class Collectives(abc.ABC):
         Args:
             fn: The backward pass: a function of a list of residuals and cotangents that returns a tree of results.
             values: The residuals and cotangents.
-            rows: For each value, where it holds the rows of the batch. Only global view reads `rows`.
+            rows: For each value, which dims hold the rows of the batch. Only global view reads `rows`.
             grads: The indices of the results that are gradients for `reduce_scatter`.
             rule: A rule for `jaxprs.evaluate`. None: the equations of the pass are evaluated unchanged.
 

@@ -32,7 +32,7 @@ class Encoding:
         return lax.convert_element_type(shard, dtype)
 
     def encode_grad(self, grad: jax.Array) -> jax.Array:
-        """Convert a device's gradient for a reduction."""
+        """Convert a gradient to the type in which it is reduced."""
         return grad.astype(self.reduce_dtype(grad.dtype))
 
     def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -48,7 +48,7 @@ class Encoding:
         return self.formats and self._codec(leaf, self.formats.reduce, self.formats.rounding == "stochastic")
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the axes of a leaf over which collectives send it quantised."""
+        """Return the mesh axes over which collectives send a leaf quantised."""
         over = self.formats and self.formats.over
         return tuple(axis for axis in leaf.axes if over is None or axis in over)
 

@@ -3,7 +3,7 @@
 Every process of a run must make the same calls in the same order: `create`, steps, evaluations, saves. If two processes
 give different names to calls with the same number, their programs differ. A thread in each process publishes the
 process's calls through JAX's coordination service, without devices. If a call takes too long, the thread compares it
-with the calls of the other processes. A process that ends publishes the reason, so that the others can report it.
+with the calls of the other processes. A process that ends publishes the reason, which the other processes report.
 """
 
 import atexit
@@ -31,7 +31,7 @@ REMEMBERED = 32  # how many of the last calls a process publishes
 STUCK_S = 5.0  # a call that takes longer is compared with the calls of other processes
 SILENT_S = 6.0  # after a failure, a process that publishes nothing for this time counts as dead
 LAST_WORDS_S = 10.0  # how long a process that failed waits until the others end
-END_S = 60.0  # how long a process that ended without error waits for the others, before JAX waits
+END_S = 60.0  # how long a process that ended without error waits for the others, before JAX's shutdown waits
 AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h, which asks to try again
 STATE, NOTICE = "zerojax/state", "zerojax/notice"
 THE_END = "the end of the program"
@@ -44,7 +44,7 @@ class Call:
     Attributes:
         number: The number of the call in the run, from 0. -1: the call is not counted.
         name: The name of the call, such as `"step 3"`.
-        watched: Whether to wait for `result`. Calls that exchange messages are not watched: they have a timeout.
+        watched: Whether the call ends when its `result` is ready. Calls that exchange messages have a timeout instead.
         result: An array that the call computes. None: the call has not dispatched it yet.
         failed: Whether the call raised an error.
         begun: When the call began, by the monotonic clock.
@@ -196,7 +196,7 @@ class Events:
             before = time.monotonic()
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
-        """Print which processes failed. End this process if its call hangs and another process failed or differs."""
+        """Print which processes failed. End this process if its call hangs and another failed or made other calls."""
         (index, count), failed = rank(), _failed(notices)
         for other in sorted(failed.keys() - self._said):
             self._said.add(other)
@@ -251,7 +251,7 @@ class Events:
             time.sleep(0.1)
 
     def _end_badly(self, error: BaseException) -> None:
-        """Wait until the other processes fail, too. Do not wait forever, or for processes that are dead."""
+        """Wait a limited time until the other processes fail, too, and then end. Do not wait for dead processes."""
         text, begun = one_line(error), time.monotonic()
         first = {index: state["beat"] for index, state in self.others().items()}
         give_notice(1, text)
@@ -288,12 +288,12 @@ def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
 
 
 def period() -> float:
-    """Return the seconds between two publications of one process. The more processes there are, the longer."""
+    """Return the seconds between two publications of one process. The period is longer if there are many processes."""
     return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
 
 
 def gap_since(before: float, slept: float) -> float:
-    """Return for how many seconds the process was stopped (debugger, suspend) while a thread slept since `before`."""
+    """Return for how many seconds a debugger or the machine stopped the process while a thread slept."""
     gap = time.monotonic() - before - slept
     return gap if gap > 1.0 else 0.0
 

@@ -2,10 +2,10 @@
 
 On Explicit axes an array's type says how the array is sharded, and every operation must be valid for the types. zerojax
 computes on Auto axes. Public functions use `on_auto_mesh` to move their arguments to the Auto mesh, and their results
-back to the caller's mesh. Functions that run at every step move arrays while they are traced.
+back to the caller's mesh. Functions that run at every step move arrays during tracing.
 
 Moving a concrete array keeps its buffers, so donating the moved array donates the caller's array. Moving a traced
-array changes its type. It runs no operation if the sharding stays the same.
+array changes its type. This runs no operation if the sharding stays the same.
 """
 
 from __future__ import annotations

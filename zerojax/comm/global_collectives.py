@@ -108,7 +108,7 @@ class GlobalCollectives(Collectives):
         return [reduced[i] for i in range(len(leaves))]
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return a gradient's shape after the backward pass. If `reduce_across` is deferred, dim 0 has the groups."""
+        """Return a gradient's shape after the backward pass. With `defers`, hybrid sharding adds a dim of groups."""
         groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 
@@ -209,7 +209,7 @@ class GlobalCollectives(Collectives):
         """Replicate a gradient, which all workers compute alike, over the workers. Other mesh axes stay free.
 
         Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
-        divided. Padding makes these uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
+        divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
         an index past the end and of a window maximum. A sharding constraint could not leave the other axes free.
 
         The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA

@@ -94,7 +94,7 @@ def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Return shardings: arrays whose dim 0 is as long as the batch's are sharded like the batch, others replicated."""
+    """Return a tree of shardings. Arrays with as many rows as the batch are sharded like it, all others replicated."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)

@@ -36,7 +36,7 @@ EXCHANGE = "zerojax_all_to_all["  # in the name of each operation that sends mat
 class Owners:
     """The owners that the devices of some mesh axes form.
 
-    There is one owner per position along `axes`. The devices of one owner lie along `within`, directly after `axes`.
+    There is one owner per position along `axes`. Its devices lie along `within`, which follows `axes` in the mesh.
     """
 
     mesh: Mesh

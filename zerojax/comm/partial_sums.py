@@ -32,8 +32,8 @@ _LINEAR = frozenset(
     "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
     "reshape rev sharding_constraint slice split squeeze transpose".split()
 )
-# Operations that are linear in several operands together, with the slice that selects these operands. Transposing the
-# operations that slice or join parameters creates them.
+# Operations that are linear in several operands together, with the slice that selects these operands. JAX creates them
+# when it transposes operations that slice or join parameters.
 _JOINTLY = MappingProxyType(
     {
         "add": slice(2),
@@ -62,7 +62,7 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """The places of the rows in the operands of an equation that sums over rows, which the workers divide.
+    """The dims that hold the rows in the operands of an equation that sums over rows. The workers divide the rows.
 
     The place is None for an operand that every worker has in full.
     """
@@ -75,7 +75,7 @@ class Divided:
         return tuple(PartitionSpec() if p is None else PartitionSpec(*[None] * dim_of(p), entry) for p in self.places)
 
     def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Split each dim in which the rows are not the outermost factor, so that they become the outermost factor."""
+        """Split each dim that holds the rows as an inner factor, so that the rows begin a separate dim."""
         return [_split(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
 
     def closed(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -113,10 +113,10 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
 
     Args:
         backward: The backward pass, as a closed jaxpr.
-        args: Its arguments. An argument that the pass only adds to gradients may be a `PartialSum`.
+        args: The arguments of the pass. An argument that it only adds to gradients may be a `PartialSum`.
         how: The options.
         grads: The indices of the results that are gradients of parameters.
-        rows: For each argument, where it holds the rows of the batch.
+        rows: For each argument, which dims hold the rows of the batch.
 
     Returns:
         The results. A gradient that is left as partial sums has the shape `(workers, *shape)`.
@@ -273,7 +273,7 @@ def as_rows(value: jax.Array, workers: int) -> jax.Array:
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
     """Return the places of the rows in the operands of an equation that sums over them. None: it sums over no rows.
 
-    If the result still holds rows, as that of a batched product does, a later equation sums over them.
+    Also return None if the result still holds rows, as in a batched product: a later equation sums over them.
     """
     known = [state for state in states if state is not None]
     if len(known) < len(states) or result is None or result.places:
@@ -294,7 +294,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
 
 def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
-    """Find the pair of contracted dims that holds the rows. One operand may be the same for every row."""
+    """Find the pair of contracted dims that holds the rows. If one operand holds none, it is the same for every row."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:

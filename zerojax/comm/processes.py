@@ -25,7 +25,7 @@ SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
 class Processes:
-    """The processes of the run, and the index of this process. It waits up to `timeout` seconds for the others."""
+    """The processes of the run, and the index of this process, which waits up to `timeout` seconds for the others."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
         """Prepare to exchange messages about one purpose, or about a counted call."""
@@ -50,7 +50,7 @@ class Processes:
             The message of each process, in the order of their indices.
 
         Raises:
-            TimeoutError: If a process sends nothing within the timeout, or has ended. The error names it.
+            TimeoutError: If a process sends nothing within the timeout, or has ended. The error names the process.
             ValueError: If another process makes a different call. The error names both calls.
         """
         if self.count == 1:
@@ -106,7 +106,7 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
 
     Raises:
         ValueError: On every process, if a value differs. The error names the values and two processes.
-        TimeoutError: If a process does not call this within the timeout. The error names it.
+        TimeoutError: If a process does not call this function within the timeout. The error names the process.
     """
     if jax.process_count() == 1:
         return

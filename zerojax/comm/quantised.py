@@ -36,7 +36,7 @@ class Codec:
     The error of an element has these bounds, where `max` is the largest magnitude in its block:
 
     - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, the bound is twice as large.
-    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's scaled smallest normal number if larger.
+    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's scaled smallest normal if that is larger.
 
     Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
 
@@ -93,7 +93,7 @@ class Codec:
         if self.format not in INTEGER_LIMITS:
             return lax.bitcast_convert_type(x, jnp.dtype(self.format)).astype(jnp.float32)
         signed = lax.bitcast_convert_type(x, jnp.int8)
-        if self.format == "int4":  # an arithmetic shift spreads the sign
+        if self.format == "int4":  # the arithmetic right shift extends the sign bit
             signed = jnp.concatenate([lax.shift_left(signed, jnp.int8(4)), signed], axis=-1)
             signed = lax.shift_right_arithmetic(signed, jnp.int8(4))
         return signed.astype(jnp.float32)

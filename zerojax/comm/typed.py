@@ -69,7 +69,7 @@ class TypedFunction:
         return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
 
     def __call__(self, *values: Array) -> list[Array]:
-        """Evaluate the function on the mesh of the context. Its axes are Auto, or Manual if they were in the trace."""
+        """Evaluate the function on the mesh of the context. Its axes are Auto, or Manual if the trace's are Manual."""
         jaxpr, consts = compat.opened(self.closed)
         constrains = any(map(_names_sharding, jaxprs.equations(jaxpr)))
         evaluation = _Evaluation(self.mesh, self.axes, constrains, {})
@@ -317,7 +317,7 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """Return the type of an array that is sharded as `spec` says on another mesh."""
+    """Return an array's type with the sharding `spec` on a mesh."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))

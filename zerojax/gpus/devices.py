@@ -85,7 +85,7 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products of an HLO type. Types that the matrix units lack have the scalar rate."""
+        """Return the FLOP/s of products of an HLO type. It is the scalar rate if no matrix unit has this type."""
         return self.rates.get(dtype, self.scalar)
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:

@@ -20,7 +20,7 @@ NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf.
+    """One leaf of a state.
 
     Attributes:
         part: The field of the state that contains the leaf: `"params"`, `"opt_state"`, ...

@@ -143,7 +143,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """Return an instruction's product FLOPs, and the name of the library function that it calls if they are unknown."""
+    """Return the FLOPs of an instruction's products. If they are unknown, also return the name of the library call."""
     if i.opcode in FUSIONS:
         fused = module.callee(i)
         found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
@@ -191,7 +191,7 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     if i.opcode in UPDATES:
         return 2 * _update_bytes(c, i)
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
-        return _bytes(i.shape)  # lists operands, results and a context of 4 bytes
+        return _bytes(i.shape)  # the shape lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
         return sum(_bytes(c.by_name[name].shape) for name in i.operands if name in c.by_name) + _bytes(i.shape)
     fused = module.callee(i)
@@ -209,7 +209,7 @@ def _bytes_read(fused: Computation) -> int:
                 touched += read(user)
             elif user.opcode in SLICES and is_first:
                 touched += _bytes(user.shape)
-            elif user.opcode == "scatter" and is_first:  # in place, and may accumulate
+            elif user.opcode == "scatter" and is_first:  # an in-place update, which may read the old values
                 touched += _update_bytes(fused, user)
             elif user.opcode not in UPDATES or not is_first:
                 return full
