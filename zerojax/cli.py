@@ -1,6 +1,6 @@
-"""The command `zerojax`: estimate memory, plan and compare a step, verify and export checkpoints.
+"""Define the command `zerojax`: estimate memory, plan and compare a step, verify and export checkpoints.
 
-JAX is imported only when a command needs it, so that `--help` answers at once. Every command but `doctor` uses the CPU.
+JAX is imported only when a command needs it, so that `--help` prints at once. All commands but `doctor` use the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 
 def print_version(asked: bool) -> None:
-    """Print the version and exit."""
+    """Print the version and exit, if the option is given."""
     if asked:
         from zerojax.version import version
 
@@ -134,7 +134,7 @@ def estimate(
     png: Annotated[Path | None, typer.Option(help="Also draw the estimate to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate bytes per device and bytes sent per step, for every stage, before anything is built."""
+    """Estimate the bytes per device and the bytes sent per step, for every stage, without making any arrays."""
     with errors_in_one_line(as_json):
         from zerojax import user_code
         from zerojax.planning import estimate as estimates
@@ -172,11 +172,11 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw the step's timeline to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the step in FILE for absent GPUs: memory, communication, time, and whether it fits.
+    """Compile the step in FILE for GPUs that this machine does not have, and print its memory and least time.
 
-    State and batch may be shapes.
+    The plan also lists communication, and says whether the step fits. State and batch may be shapes.
     """
-    # XLA warns about every program that does not fit. The plan says so itself.
+    # Hide XLA's warnings about programs that do not fit: the plan says whether the step fits.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with errors_in_one_line(as_json):
         from zerojax import user_code
@@ -208,7 +208,7 @@ def plan(
 
 @app.command()
 def compare(file: File, options: Options = None, stage: Stages = None, as_json: AsJson = False) -> None:
-    """Take two steps of FILE on one device and on its mesh, and compare them.
+    """Run two steps of FILE on one device and on its mesh, and compare the results.
 
     State and batch must be arrays. On the CPU, 8 devices are simulated, unless FILE or XLA_FLAGS sets another number.
 
@@ -242,7 +242,7 @@ def deepspeed(
         str | None, typer.Option(help="Python code of an optax transformation, if CONFIG has no optimizer.")
     ] = None,
 ) -> None:
-    """Print the Python program of a DeepSpeed configuration, and say for each key what became of it."""
+    """Print a Python program for a DeepSpeed configuration, and say how each key was translated."""
     with errors_in_one_line(as_json=False):
         from zerojax import user_code
         from zerojax.deepspeed import from_deepspeed
@@ -277,7 +277,7 @@ def doctor(
 
 
 def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -> None:
-    """Print a result as JSON, or as its `str`: in colours on a terminal, after words that each have a style."""
+    """Print a result as JSON, or as text, in colours on a terminal. `before` are words to print first, with styles."""
     if as_json:
         print(json.dumps(result, indent=2))
         return
@@ -289,13 +289,13 @@ def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -
 
 
 def check_png(png: Path | None) -> None:
-    """Raise an error if a picture cannot be written to this path, before any work is done."""
+    """Raise an error, before any work is done, if the folder of a picture does not exist."""
     if png is not None and not png.parent.is_dir():
         raise ValueError(f"--png {png}: there is no folder {png.parent}. Make it first.")
 
 
 def save_plot(name: str, data: Any, png: Path | None) -> None:
-    """Draw a picture of the module `plot` to a file, if there is one."""
+    """Draw `data` with the function `name` of the module `plot`, and save the picture unless `png` is None."""
     if png is not None:
         from zerojax import plot
 
@@ -304,7 +304,7 @@ def save_plot(name: str, data: Any, png: Path | None) -> None:
 
 @contextlib.contextmanager
 def errors_in_one_line(as_json: bool, *, on_cpu: bool = True) -> Iterator[None]:
-    """Enter a context in which any error is printed in one line and ends the command with exit status 2."""
+    """Enter a context that prints any error in one line, and then ends the command with exit status 2."""
     if on_cpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
@@ -322,7 +322,7 @@ def print_error(text: str, *, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line. Wrong usage is one line and exit status 2 as well."""
+    """Run the command line. Wrong usage also prints one line, and ends with exit status 2."""
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except Exception as error:

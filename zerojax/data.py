@@ -1,4 +1,4 @@
-"""Batches from any loader, placed on the mesh ahead of the steps that take them."""
+"""Place the batches of any loader on the mesh, ahead of the steps that use them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ShardedBatches", "shard_batches"]
 
 
 def __dir__() -> list[str]:
-    """Return the public surface."""
+    """Return the names of the public objects of this module."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
@@ -33,25 +33,25 @@ def shard_batches(
     remainder: Literal["drop", "pad"] = "drop",
     accumulate: int = 1,
 ) -> ShardedBatches:
-    """Place each batch of a loader on the mesh, divided over the devices as `tx` requires, ahead of its step.
+    """Place each batch of a loader on the mesh before its step, divided over the devices as `tx` requires.
 
     Args:
-        batches: Trees of anything with `__array__` or DLPack, such as arrays of NumPy, grain, tf.data or torch.
+        batches: Trees whose leaves have `__array__` or DLPack, such as arrays of NumPy, grain, tf.data or torch.
         tx: The result of `zero_shard`.
-        prefetch: How many batches are placed ahead of the batch that is returned.
-        rows: The rows in a batch of this process's loader. `"global"`: all rows, the same on every process.
-            `"process"`: the rows of this process's devices, in their order, and equally many on each process.
-        remainder: What to do with a batch that has fewer rows than the first one, such as the last of an epoch.
-            `"drop"` leaves it out. `"pad"` repeats its last row, and makes every batch a pair `(batch, weight)` for a
+        prefetch: How many batches are placed in advance, after the batch that is returned.
+        rows: Which rows each batch of this process's loader has. `"global"`: all rows, the same on every process.
+            `"process"`: the rows of this process's devices, in device order. All processes give equally many rows.
+        remainder: What to do with a batch that has fewer rows than the first one, such as the last batch of an epoch.
+            `"drop"` skips the batch. `"pad"` repeats its last row, and makes every batch a pair `(batch, weight)` for a
             loss with `weighted=True`: the weight is 1.0 for a row, and 0.0 for padding.
         accumulate: Microbatches per step.
 
     Returns:
-        An iterator of trees of arrays. Its `get_state` and `set_state` are those of the loader's iterator, at the batch
-        that was returned last. Give it to `Checkpointer.save(state, data=...)`.
+        An iterator of trees of arrays. Its `get_state` returns the state that the loader's iterator had after the batch
+        that was returned last, and `set_state` restores it. Give it to `Checkpointer.save(state, data=...)`.
 
     Raises:
-        TypeError: If a count is no integer. The iterator raises it if a leaf is no array.
+        TypeError: If a count is not an integer. The iterator raises it if a leaf of a batch is not an array.
         ValueError: If an option is unknown. The iterator raises it if devices and microbatches do not divide the rows,
             if `batch_spec` does not divide the other dims, or if a batch to pad has more rows than the first one.
     """
@@ -68,7 +68,7 @@ class ShardedBatches:
     """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes it."""
 
     def __init__(self, source: Iterator, placement: Placement, prefetch: int):
-        """Wrap a loader's iterator. Nothing is read yet."""
+        """Wrap a loader's iterator. No batch is read yet."""
         self._source, self._placement, self._prefetch = source, placement, prefetch
         self._ahead: collections.deque[tuple[Any, Any]] = collections.deque()
         self._position = self._source_position()
@@ -82,7 +82,7 @@ class ShardedBatches:
         """Return the next batch, and begin to place the batches after it.
 
         Raises:
-            Exception: The loader's error, or the error of a batch that cannot be placed, after all batches before it.
+            Exception: The loader's error, or that of a batch that cannot be placed. Earlier batches are returned first.
         """
         while len(self._ahead) <= self._prefetch and self._error is None:
             try:
@@ -92,7 +92,7 @@ class ShardedBatches:
             except Exception as error:
                 self._error = error
         if not self._ahead and self._error is not None:
-            error, self._error = self._error, None  # the next call reads on, if the loader can
+            error, self._error = self._error, None  # the next call tries to read the next batch
             raise error
         batch, self._position = self._ahead.popleft()
         return batch
@@ -111,7 +111,7 @@ class ShardedBatches:
         return self._position
 
     def set_state(self, state: Any) -> None:
-        """Go on after the batch at which `get_state` returned this state."""
+        """Restore the position that the iterator had when `get_state` returned this state."""
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
         self._error = None
@@ -134,7 +134,7 @@ class Placement:
         self._rows: int | None = None
 
     def place(self, batch: Any) -> Any:
-        """Return a batch on the mesh, padded and with weights if that is wanted, or None if it is left out."""
+        """Return a batch on the mesh, padded and with weights if `remainder="pad"`. Return None for a dropped batch."""
         arrays = jax.tree_util.tree_map_with_path(as_array, batch)
         if not jax.tree.leaves(arrays):
             raise ValueError(f"A batch has no arrays in it: the loader gave {batch!r:.100}. A step needs rows.")
@@ -166,7 +166,7 @@ class Placement:
 
 
 def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
-    """Raise an error if devices of several processes share a row, so that no process has rows of its own."""
+    """Raise an error if devices of several processes need the same rows, because each process gives different rows."""
     others = tuple(name for name in mesh.axis_names if name not in axis)
     dims = [mesh.axis_names.index(name) for name in (*axis, *others)]
     parts = mesh.devices.transpose(dims).reshape(math.prod(mesh.shape[name] for name in axis), -1)
@@ -179,13 +179,13 @@ def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """Repeat a batch's last row up to `size` rows, and return it with weights. The loss of zeros might be NaN."""
+    """Pad a batch to `size` rows, and return it with weights. It repeats the last row: zeros might give a NaN loss."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 
 
 def as_array(path: tuple, x: Any) -> Any:
-    """Return a leaf of a batch as an array of NumPy, or of JAX if NumPy does not have its type."""
+    """Return a leaf of a batch as a NumPy array, or as a JAX array if NumPy does not have its type."""
     if isinstance(x, jax.Array):
         return x
     try:

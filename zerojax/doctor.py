@@ -1,4 +1,4 @@
-"""The command `zerojax doctor`: check versions, devices and bandwidths, and whether offloading is correct here."""
+"""Check versions, devices and bandwidths, and whether offloading is correct here, for the command `zerojax doctor`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Finding:
 
 
 def examine(path: Path) -> Iterator[Finding]:
-    """Yield the result of each check. This takes some seconds, and 256 MiB in `path`, on the disk to measure."""
+    """Yield the result of each check. This takes some seconds, and 256 MiB of space in the folder `path`."""
     yield Finding("python", platform.python_version())
     yield from (Finding(name, version) for name in PACKAGES if (version := version_of(name)))
     yield from plugins()
@@ -71,7 +71,7 @@ def plugins() -> Iterator[Finding]:
 
 
 def run_check(name: str, check: Callable[[], str]) -> Finding:
-    """Return the result of a check. An error in it means that it did not pass."""
+    """Return the result of a check. A check that raises an error did not pass."""
     try:
         return Finding(name, check())
     except Exception as error:

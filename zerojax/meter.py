@@ -1,4 +1,4 @@
-"""Rates of a training loop, and a hook that passes its metrics to TensorBoard, W&B or another writer."""
+"""Measure the rates of a training loop, and pass its metrics to TensorBoard, W&B or another writer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Throughput:
     """Measures tokens and FLOPs per second, and the utilization of the devices' peak rate.
 
-    Each multiplication of a matrix product or convolution counts as two FLOPs. Nothing else is counted. There are two
-    conventions for utilization. **HFU**, hardware FLOPs utilization, counts the products of the compiled step, with the
-    products that remat computes again. **MFU**, model FLOPs utilization, counts `model_flops` per token, however the
-    model is computed. Remat raises HFU, but not MFU.
+    Only matrix products and convolutions count, with two FLOPs per multiplication. There are two conventions for
+    utilization. **HFU**, hardware FLOPs utilization, counts all products of the compiled step, including the products
+    that remat repeats. **MFU**, model FLOPs utilization, counts `model_flops` per token, whatever the step computes.
+    Remat raises HFU, but not MFU.
 
     References:
         Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
@@ -47,12 +47,12 @@ class Throughput:
         """Count the FLOPs of a step.
 
         Args:
-            compiled: The result of `step.lower(state, batch).compile()`. Without it, no FLOPs are counted.
+            compiled: The result of `step.lower(state, batch).compile()`. If it is None, no FLOPs are counted.
             model_flops: FLOPs that the model requires per token, forward and backward: 6 for each element of a matrix,
-                plus the FLOPs of attention. Without it, there is no MFU.
-            peak: FLOP/s of one device; or the name of a GPU, such as `"h200"`, for its dense rate in the type that most
-                of the step's FLOPs use. Without it, there is no utilization.
-            clock: Returns the time in seconds.
+                plus the FLOPs of attention. If it is None, there is no MFU.
+            peak: FLOP/s of one device, or the name of a GPU, such as `"h200"`. The name selects the GPU's dense rate
+                for the type in which most of the step's FLOPs run. Without `peak`, there is no utilization.
+            clock: A function that returns the time in seconds.
 
         Raises:
             ValueError: If the GPU is unknown, `peak` is not above 0, or `compiled` is missing.
@@ -80,8 +80,8 @@ class Throughput:
 
         Returns:
             `step_seconds`; `tokens_per_second` of all devices; `flops_per_second` of one device; `hfu` and `mfu`, as
-            shares of its peak. A rate is left out if an option that it needs was not given. The first call starts the
-            clock and returns no rates, so that compilation before it does not count.
+            shares of a device's peak. A rate is left out if an option that it needs was not given. The first call
+            starts the clock and returns no rates, so that earlier compilation does not count.
         """
         now = self._clock()
         seconds, self._last = now - (now if self._last is None else self._last), now
@@ -102,7 +102,7 @@ class Throughput:
 class Log:
     """A hook for a training loop that passes scalar metrics, and rates, to a writer at every `every`-th step.
 
-    The loop does not wait for other steps. With several processes, the first one writes.
+    Only at these steps does the loop wait for the metrics. With several processes, only process 0 writes.
 
     Examples:
         >>> log = Log(wandb.log, every=10, throughput=Throughput(step.lower(state, batch).compile()))
@@ -117,11 +117,11 @@ class Log:
         Args:
             write: A function called as `write(values, step=step)`, such as `wandb.log`. `values` is a dict of floats.
                 Wrap a writer with other arguments, such as `clu`'s `write_scalars(step, values)`, in a lambda.
-            every: Write at steps that this number divides.
-            throughput: Measures the rates to write. Do not call it elsewhere.
+            every: Write at each step whose number is a multiple of `every`.
+            throughput: Measures the rates to write. Do not call this object elsewhere.
 
         Raises:
-            TypeError: If `every` is no integer.
+            TypeError: If `every` is not an integer.
             ValueError: If `every` is below 1.
         """
         check_count("every", every, "steps", least=1)
@@ -129,7 +129,7 @@ class Log:
         self._steps = self._tokens = 0
 
     def __call__(self, step: int, metrics: Mapping[str, Any], *, tokens: int = 0) -> None:
-        """Record a step, and write if it is its turn.
+        """Record a step, and write its metrics if its number is a multiple of `every`.
 
         Args:
             step: The number of the step.
@@ -138,7 +138,7 @@ class Log:
             tokens: Tokens in the step's batch, over all devices.
 
         Raises:
-            TypeError: If a metric is no number, such as a string, naming it.
+            TypeError: If a metric is not a number, such as a string. The error names the metric.
         """
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         if step % self.every:

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: the memory of each stage, the shards of each device, and the timeline of a step."""
+"""Draw the memory of each stage, the shards of each device, and the timeline of a step, with matplotlib."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = {"params": "parameters", "grads": "gradients", "master": "master weights
 OFFLOADED = {"host": "in host memory", "disk": "on disk"}
 REPLICATED = "#bbbbbb"
 MOST_LEAVES = 24
-SCALAR = 8  # bytes
+SCALAR = 8  # a leaf of at most this many bytes counts as a scalar
 LANES = {"compute": "compute", "gather": "gather", "reduce-scatter": "reduce-scatter", "other": "other\ncollectives"}
 WORK = {
     ("compute", "forward"): ("#4477aa", "matrix products, forward"),
@@ -41,14 +41,14 @@ WORK = {
 }
 EXPOSED = ("#cc3311", "exposed: hidden by no product")
 PALE = 0.3
-COLORS_SHOWN = 128  # so few colors make the PNGs in a notebook a third as large
-SHORTEST = 1 / 800  # share of the width; shorter spans are merged with their neighbours
+COLORS_SHOWN = 128  # fewer colors reduce the PNGs in a notebook to a third of their size
+SHORTEST = 1 / 800  # a share of the picture's width: shorter spans are merged with their neighbours
 
 __all__ = ["memory", "shards", "timeline"]
 
 
 def __dir__() -> list[str]:
-    """Return the public surface."""
+    """Return the names of the public objects of this module."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
@@ -56,7 +56,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     """Draw bytes per device by stage, stacked by part. Offloaded parts are hatched.
 
     Args:
-        estimate: The result of `estimate`. If it has several numbers of devices, the first one is drawn.
+        estimate: The result of `estimate`. If it has several numbers of devices, only the first is drawn.
         capacity: Bytes of a device's memory, drawn as a line.
 
     Returns:
@@ -93,7 +93,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
 
 
 def shards(state: Any) -> Figure:
-    """Draw which device has which shards: one bar per leaf, along its first sharded dim.
+    """Draw which device has which shards, with one bar per leaf, along the leaf's first sharded dim.
 
     Only the largest leaves are drawn, and no scalars. This is `jax.debug.visualize_array_sharding` for a whole state.
 
@@ -144,9 +144,9 @@ def shards(state: Any) -> Figure:
 def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
     """Draw when a compiled step computes and communicates, in one lane for kernels and several for collectives.
 
-    Order and overlap are those of the program; durations are estimated from the device's peak rates. One iteration of
-    each loop is drawn. A collective is a bar until it is complete, then a pale bar until its result is used. It is
-    exposed if no matrix product runs between its start and its done.
+    Order and overlap come from the program, and durations are estimated from the device's peak rates. One iteration of
+    each loop is drawn. A collective is drawn as a bar until it is complete, and as a pale bar until its result is used.
+    It is exposed if no matrix product runs between its start and its done.
 
     Args:
         compiled: A plan, the result of `jax.jit(f).lower(...).compile()`, or its HLO text.
@@ -157,7 +157,7 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `compiled` is something else.
+        TypeError: If `compiled` is none of these.
         ValueError: If the topology is unknown, or the text is not scheduled HLO.
     """
     topology = str(topology or getattr(compiled, "topology", "h200:8"))
@@ -215,9 +215,9 @@ class LeafShards(NamedTuple):
 
     name: str  # the leaf's path
     size: int  # bytes of the global array
-    shards: list[tuple[int, float, float]]  # device, start and stop of each, as shares of the first sharded dim
-    is_replicated: bool  # every device of the leaf has all of it
-    is_offloaded: bool  # the leaf is outside the devices' memory
+    shards: list[tuple[int, float, float]]  # per shard: the device, and start and stop as shares of the sharded dim
+    is_replicated: bool  # whether every device of the leaf has the whole leaf
+    is_offloaded: bool  # whether the leaf is outside the devices' memory
 
     @classmethod
     def of(cls, path: tuple, x: Any) -> LeafShards | None:
@@ -238,7 +238,7 @@ class LeafShards(NamedTuple):
 
 
 def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
-    """Return a figure outside pyplot, which has no window and need not be closed."""
+    """Return a figure that is made without pyplot, so that it has no window and need not be closed."""
     figure = notebook_figure()(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -247,7 +247,7 @@ def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
 
 @functools.cache
 def notebook_figure() -> type[Figure]:
-    """Return a class of figures that a notebook shows. For other figures outside pyplot, it prints only the type."""
+    """Return a class of figures that a notebook shows, although they are made without pyplot."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -263,7 +263,7 @@ def notebook_figure() -> type[Figure]:
 
 
 def device_colors(count: int) -> list:
-    """Return one color per device. The colors of neighbours differ."""
+    """Return a different color for each device."""
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](0.08 + 0.84 * i / max(count - 1, 1)) for i in range(count)]

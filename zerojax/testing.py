@@ -1,4 +1,4 @@
-"""For tests: simulated devices, and a comparison of any optimizer with plain optax.
+"""Simulate devices in tests, and compare any optimizer with plain optax.
 
 `simulate_devices` must run before JAX makes its first array, so import this module and call the function at the top of
 a `conftest.py`.
@@ -28,7 +28,7 @@ def simulate_devices(count: int) -> None:
         count: How many devices `jax.devices()` returns afterwards; at least 1.
 
     Raises:
-        RuntimeError: If JAX has already begun with another number of devices.
+        RuntimeError: If JAX has already started with another number of devices.
     """
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -82,11 +82,11 @@ def assert_parity(
         batches: One global batch per step.
         accumulate: The number of microbatches into which each device divides its rows.
         atol: Largest allowed difference, relative to the largest magnitude in the leaf or to 1, whichever is larger.
-            The default is a few units of float32 rounding, because devices add in another order.
-        reference: The result of `train_plain`, if it is known already.
+            The default is a few units of float32 rounding, because several devices add numbers in another order.
+        reference: The result of `train_plain`, if you have it already.
 
     Raises:
-        AssertionError: If the results differ. Names the first leaf that differs, and by how much.
+        AssertionError: If the results differ. The error names the first leaf that differs, and the difference.
     """
     expected, losses = reference or train_plain(tx.config.tx, loss_fn, params, batches)
     state, step = tx.create(params), tx.train_step(loss_fn, accumulate=accumulate)

@@ -1,4 +1,4 @@
-"""Bytes and seconds as text: three digits and a unit."""
+"""Format bytes and seconds as text with three digits and a unit, and parse sizes."""
 
 import math
 import re
@@ -13,7 +13,7 @@ def byte_unit(count: float) -> tuple[str, float]:
 
 
 def format_bytes(count: float | None) -> str:
-    """Return a size as `1.88 GB`, in decimal units, or a dash if it is unknown."""
+    """Return a size as text such as `1.88 GB`, in decimal units, or a dash for None."""
     if count is None:
         return "-"
     unit, size = byte_unit(count)
@@ -21,7 +21,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time as `4.05 ms`."""
+    """Return a time as text such as `4.05 ms`."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
     return f"{seconds / size:.3g} {unit}"
 
@@ -30,17 +30,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kKMGT]?)(i?)B?\s*")
 
 
 def parse_bytes(argument: str, given: float | str, *, least: int = 0) -> int:
-    """Return the bytes of `72e9`, `"72 GB"` or `"1 GiB"`.
+    """Return the number of bytes for a size such as `72e9`, `"72 GB"` or `"1 GiB"`.
 
     Args:
-        argument: The argument's name, for errors.
+        argument: The name of the caller's argument, for error messages.
         given: A number of bytes, or a number with a unit: B, kB, MB, GB, TB (powers of 1,000), KiB, MiB, GiB, TiB
             (powers of 1,024).
         least: The fewest bytes allowed.
 
     Raises:
-        TypeError: If it is neither a number nor text.
-        ValueError: If the text is no size, or the number is below `least` or not finite.
+        TypeError: If `given` is neither a number nor text.
+        ValueError: If the text is not a size, or the number is below `least` or not finite.
     """
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         raise TypeError(f'{argument} is a number of bytes or a size such as "1 GiB", not {given!r}.')

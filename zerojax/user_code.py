@@ -1,4 +1,4 @@
-"""Arguments of the command line: numbers, names, and objects in the user's own files."""
+"""Read arguments of the command line: numbers, names, and objects in the user's files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from zerojax.planning.estimate import has_init, model_shapes
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8
 MAKE_STEP = "make_step"
-PRESETS = ("fp32", "bf16", "fp16")  # of `Precision`
+PRESETS = ("fp32", "bf16", "fp16")  # the presets of `Precision`
 
 
 def load_object(text: str) -> Any:
-    """Load an object from a file, given as `"model.py:make_model"`: the file, a colon, and a name that it defines."""
+    """Load the object that text such as `"model.py:make_model"` refers to: a file, and a name that the file defines."""
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
     path, name = split_reference(text)
@@ -35,13 +35,13 @@ def load_object(text: str) -> Any:
 
 
 def load_from_file(path: Path, name: str) -> Any:
-    """Run a file and return the object that it defines by this name. Raise a `ValueError` if that is not possible."""
+    """Run a file, and return the object that it defines under a name. Raise a `ValueError` if this fails."""
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(f"zerojax user file {path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file. Give FILE.py or FILE.py:NAME.")
-    # Dataclasses, and so Linen modules, look up their module here. The name has spaces, so it shadows no other module.
+    # Dataclasses, such as Linen modules, look up their module in sys.modules. A name with spaces shadows no module.
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -61,7 +61,7 @@ def running(path: Path) -> Iterator[None]:
     Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output.
 
     Raises:
-        ValueError: If the code exits.
+        ValueError: If the code raises `SystemExit`.
     """
     errors = io.StringIO()
     sys.path.insert(0, str(path.parent))
@@ -87,7 +87,7 @@ def split_reference(text: str) -> tuple[Path, str]:
 
 
 def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
-    """Call a function of the user's. Any error becomes a `ValueError` that begins with `what` and `how`."""
+    """Call a function of the user. Convert any error to a `ValueError` whose message begins with `what` and `how`."""
     try:
         return make()
     except Exception as error:
@@ -116,10 +116,10 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
 
 
 def load_model(text: str) -> Any:
-    """Return a number, such as `"7.5e9"`, or the shapes or the model of a file, such as `"model.py:make_model"`.
+    """Return a number for text such as `"7.5e9"`, or a model or its shapes for text such as `"model.py:make_model"`.
 
     A function that returns parameters or an NNX module is traced, not run. A function that returns a Linen module and
-    the inputs of its `init` is run, and `init` is traced. Another module, or a tree of arrays, is returned as it is.
+    the inputs of its `init` is run, and `init` is traced. Any other module, or a tree of arrays, is returned unchanged.
     """
     with contextlib.suppress(ValueError):
         return float(text)
@@ -131,7 +131,7 @@ def load_model(text: str) -> Any:
 
 
 def shapes_of(found: Any) -> Any:
-    """Return the shapes of a Linen module, with its inputs, or of a function's result. Return a tree unchanged."""
+    """Return the shapes of a Linen module's parameters, or of a function's result. Return other objects unchanged."""
     module, *inputs = found if isinstance(found, tuple) and found and not has_init(found) else (found,)
     if has_init(module):
         return model_shapes(module, inputs)
@@ -146,7 +146,7 @@ def shapes_of(found: Any) -> Any:
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:
-    """Load an optimizer by its name in optax, with any learning rate, or from a file: `"adamw"` or `"train.py:tx"`."""
+    """Load an optimizer from optax by a name such as `"adamw"`, or from a file by text such as `"train.py:tx"`."""
     if REFERENCE.fullmatch(text):
         given: Any = load_object(text)
         if hasattr(given, "update"):
@@ -162,7 +162,7 @@ def load_transformation(text: str) -> optax.GradientTransformation:
         made = make(1e-3)
         if isinstance(made, optax.GradientTransformation):
             jax.eval_shape(made.init, {"w": jax.ShapeDtypeStruct((2, 2), "float32")})
-    except Exception as error:  # for optax.chain, the rate is a transformation, and only `init` notices
+    except Exception as error:  # optax.chain accepts the learning rate as a transformation, and only `init` fails
         raise ValueError(f"optax.{text} is not made of a learning rate alone. Give FILE.py:NAME instead.") from error
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(f"optax.{text} is no optimizer. Give one such as adamw, lion or adafactor, or FILE.py:NAME.")
@@ -170,14 +170,14 @@ def load_transformation(text: str) -> optax.GradientTransformation:
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """Return the preset of `Precision` with this name, or None."""
+    """Return the preset of `Precision` with this name. For None, return None."""
     if text is not None and text not in PRESETS:
         raise ValueError(f"Unknown precision {text!r}. Give one of {', '.join(PRESETS)}.")
     return None if text is None else getattr(Precision, text)()
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the option that offloads optimizer state to `"host"` or `"disk"`, or None."""
+    """Return the option that offloads optimizer state to `"host"` or `"disk"`. For None, return None."""
     if text is None:
         return None
     return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]

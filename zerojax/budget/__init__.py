@@ -1,6 +1,6 @@
 """Choose which values a block saves for its backward pass, within a budget of bytes.
 
-Read `remat.py` first: it is the public function. It names every value of the block, asks `graph.py` which values the
-backward pass reads and what each costs to compute (`flops.py`), and `choice.py` which names to save. The recomputation
-itself is `jax.checkpoint`'s.
+Read `remat.py` first: it has the public function. It gives every value of the block a name. `graph.py` finds out which
+values the backward pass reads, and `flops.py` what each value costs to compute. `choice.py` chooses the names to save.
+`jax.checkpoint` then recomputes the other values.
 """

@@ -1,8 +1,8 @@
-"""Which values to save: the cheapest recomputation that a budget of bytes allows, as an integer program.
+"""Choose which values to save, by an integer program: minimise the recomputation within a budget of bytes.
 
-Every equation is recomputed or not, and every named value saved or not. A residual, and whatever a recomputed
-equation reads, must be saved or recomputed. Without the budget this is a minimum cut, whose relaxation is integral.
-The budget is one row more, a knapsack, so that few branches are needed.
+Every equation is recomputed or not, and every named value is saved or not. Each residual, and each value that a
+recomputed equation reads, must be saved or recomputed. Without the budget this is a minimum cut, whose relaxation is
+integral. The budget adds one knapsack constraint, so that the solver needs few branches.
 
 References:
     Jain et al. 2020, arXiv 1910.02653 (Checkmate): rematerialisation as an integer program.
@@ -19,23 +19,23 @@ import numpy as np
 from zerojax.budget.graph import Graph
 
 Fate = Literal["save", "recompute", "offload"]
-# The cost is within this part of the least one. The search ends after so many branches, so that it gives the same on
-# any machine.
+# The relative gap to the least cost at which the search may end, and the limit on its branches. A limit on time would
+# give different choices on different machines.
 _GAP, _BRANCHES = 1e-3, 5000
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a block saves, and what its backward pass computes again.
+    """The values that a block saves, and the FLOPs that its backward pass repeats.
 
     Attributes:
-        saved: Names of the values that stay on the device.
-        offloaded: Names of the values that wait in host memory.
+        saved: Names of the values that are saved on the device.
+        offloaded: Names of the values that are saved in host memory.
         saved_bytes: Bytes saved on the device per call, without the block's arguments.
-        offloaded_bytes: Bytes in host memory per call.
+        offloaded_bytes: Bytes saved in host memory per call.
         flops: FLOPs that the backward pass repeats.
-        most_bytes: Bytes of everything that the backward pass reads, without the block's arguments.
-        most_flops: FLOPs that the backward pass repeats if nothing is saved.
+        most_bytes: Bytes of all values that the backward pass reads, without the block's arguments.
+        most_flops: FLOPs that the backward pass repeats if no value is saved.
     """
 
     saved: tuple[str, ...]
@@ -53,11 +53,11 @@ def choose(
     """Return the choice that repeats the fewest FLOPs.
 
     Args:
-        graph: The block's.
-        budget: Bytes that may be saved on the device.
-        fates: What the user decided for names of the user's own.
+        graph: The graph of the block.
+        budget: The largest number of bytes that may be saved on the device.
+        fates: What to do with the values that the user named, by name.
         repeat_collectives: Whether the backward pass may repeat collectives.
-        host_bytes: Bytes that may be offloaded besides those that the user decided.
+        host_bytes: The largest number of bytes that may be offloaded in addition to the values that `fates` offloads.
 
     Raises:
         ValueError: If the values that must be saved need more than the budget.
@@ -77,8 +77,8 @@ def choose(
 class _Program:
     """The integer program of one block.
 
-    Its variables are, in this order: for each equation whether it is recomputed, for each value whether it is
-    saved, for each value whether it is offloaded.
+    It has three groups of variables, in this order: for each equation, whether it is recomputed; for each value,
+    whether it is saved; for each value, whether it is offloaded.
     """
 
     def __init__(self, graph: Graph, fates: Mapping[str, Fate], repeat_collectives: bool):
@@ -102,16 +102,16 @@ class _Program:
         self.pinned = self.lower[self.equations + self.values :] @ self.bytes
 
     def _only_by_name(self, equation: int) -> None:
-        """Forbid to save a value under the name that this library gave it before the user's."""
+        """Forbid saving a value under the name that zerojax gave it before the user named it."""
         for i, value in enumerate(self.graph.values):
             if value.equation in self.graph.equations[equation].reads and not value.users_name:
                 self.upper[[self.equations + i, self.equations + self.values + i]] = 0
 
     def _available(self) -> tuple:
-        """Return the rows `recomputed + saved + offloaded - read >= bound`, and their bounds."""
+        """Return the matrix and the bounds of the constraints `recomputed + saved + offloaded - reader >= bound`."""
         from scipy import sparse
 
-        ways = [{i: 1} for i in range(self.equations)]  # in which the results of an equation can be there
+        ways = [{i: 1} for i in range(self.equations)]  # the variables that make an equation's results available
         for i, value in enumerate(self.graph.values):
             ways[value.equation] |= {self.equations + i: 1, self.equations + self.values + i: 1}
         readers = [(source, reader) for reader, eqn in enumerate(self.graph.equations) for source in eqn.reads]
@@ -123,14 +123,14 @@ class _Program:
         return sparse.csr_array((x, (i, j)), shape=(len(rows), len(self.upper))), np.array(bounds, float)
 
     def _run(self, objective: np.ndarray, budget: float, host_bytes: float) -> np.ndarray | None:
-        """Return the best variables, or None if there are none."""
+        """Return the variables with the least objective, or None if the constraints cannot be met."""
         import scipy.optimize
         from scipy import sparse
 
-        optimize: Any = scipy.optimize  # whose annotations say `float` where arrays belong
+        optimize: Any = scipy.optimize  # its annotations say `float` where it accepts arrays
         matrix, bounds = self._available()
         allowed = np.array([budget, host_bytes + self.pinned])
-        # In thousandths of the limits: the solver rounds to 1e-6, which must be less than a byte of a small budget.
+        # Sizes are in thousandths of the limits. The solver's tolerance of 1e-6 is then below a byte of small budgets.
         sizes = 1000 * sparse.kron(sparse.diags_array(1 / np.maximum(allowed, 1)), self.bytes)
         limits = sparse.hstack([sparse.csr_array((2, self.equations)), sizes])
         too_large = np.concatenate([np.zeros(self.equations, bool), *(self.bytes > limit for limit in allowed)])
@@ -149,11 +149,11 @@ class _Program:
         return None if found.x is None else np.round(found.x).astype(bool)
 
     def solve(self, budget: float, host_bytes: float) -> Choice | None:
-        """Return the choice that costs least, or None if the budget is below what must be saved."""
+        """Return the choice with the least cost, or None if the values that must be saved exceed the budget."""
         if not self.equations:
             return Choice((), (), 0, 0, 0, 0, 0)
         scale = max(self.cost.sum(), 1.0)
-        # Nothing is saved, and still less is offloaded, that makes no recomputation unnecessary.
+        # A small price per byte: a value is only saved if that avoids recomputation. Offloading costs twice as much.
         price = 1e-7 * self.bytes / max(self.bytes.sum(), 1.0)
         found = self._run(np.concatenate([self.cost / scale, price, 2 * price]), budget, host_bytes)
         if found is None:
@@ -172,7 +172,7 @@ class _Program:
         )
 
     def least_bytes(self, host_bytes: float) -> int:
-        """Return the bytes that must be saved in any case."""
+        """Return the least number of bytes that must be saved."""
         objective = np.concatenate([np.zeros(self.equations), self.bytes, np.zeros(self.values)])
         found = self._run(objective / max(self.bytes.sum(), 1.0), self.bytes.sum(), host_bytes)
         assert found is not None, "everything can be saved"

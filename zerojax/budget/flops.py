@@ -1,4 +1,4 @@
-"""Count the FLOPs of an equation, as XLA's cost analysis does: two per multiply-add, one per element otherwise."""
+"""Count the FLOPs of an equation as XLA's cost analysis does: two per multiply-add, otherwise one per element."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from zerojax import compat, jaxprs
 
-# Equations that move or rename elements.
+# Equations that only move or rename elements, and cost no FLOPs.
 _FREE = frozenset(
     "broadcast_in_dim bitcast_convert_type concatenate convert_element_type copy copy_p device_put dynamic_slice "
     "dynamic_update_slice expand_dims gather iota name optimization_barrier pad random_clone random_seed random_unwrap "
     "random_wrap reshape rev slice split squeeze stop_gradient transpose".split()
 )
-# The rounds of Threefry, which makes random bits in 32-bit words.
+# FLOPs per 32-bit word of random bits: the rounds of Threefry.
 _RANDOM_BITS = 100
 
 
 def flops_of(eqn: Any) -> int:
-    """Return the FLOPs of one equation; those of the equations inside it for a loop, a branch or a call."""
+    """Return the FLOPs of one equation. A loop, a conditional or a call has the FLOPs of the equations inside it."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -49,7 +49,7 @@ def bytes_written(eqn: Any) -> int:
 
 
 def is_array(atom: Any) -> bool:
-    """Return whether a value is an array of numbers, not a PRNG key, a ref or a token."""
+    """Return whether a value is an array of numbers, and not a PRNG key, a ref or a token."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and hasattr(dtype, "itemsize") and hasattr(atom.aval, "size") and not compat.is_ref(atom)
 

@@ -1,4 +1,4 @@
-"""What the backward pass of a block reads, and what each value of its forward pass costs to compute again."""
+"""Find the values that a block's backward pass reads, and how much it costs to compute each of them again."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from zerojax import compat, jaxprs
 from zerojax.budget.flops import bytes_written, flops_of, is_array
 
 PREFIX = "zerojax_value_"
-# Equations that other devices take part in: to repeat one costs a link, and not only this device's time.
+# Equations in which other devices take part. Repeating such an equation uses the links, not only this device's time.
 _COLLECTIVES = frozenset(
     "psum psum_invariant pmin pmax ppermute pshuffle all_gather all_gather_invariant all_to_all reduce_scatter "
     "psum_scatter ragged_all_to_all pbroadcast".split()
 )
-# Equations that give an argument of the block in another form. They are not saved: the argument is there already.
+# Equations that give a value another form. Forms of the block's arguments are not saved: the arguments stay in memory.
 _FORMS = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims name reshape slice squeeze stop_gradient transpose".split()
 )
-# Bytes count a thousandth of a FLOP: they decide between values that cost equally many FLOPs.
+# A byte costs a thousandth of a FLOP, so that bytes decide between values that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value that can be saved: what `jax.checkpoint` knows under a name.
+    """A value that can be saved, because `jax.checkpoint` knows it by a name.
 
     Attributes:
-        name: Its name, given by `named` or by the user with `checkpoint_name`.
-        equation: Index of the equation that gives it its name, in `Graph.equations`.
-        bytes: Its size.
+        name: The name, given by `named`, or by the user with `checkpoint_name`.
+        equation: The index in `Graph.equations` of the equation that names the value.
+        bytes: The size of the value.
         users_name: Whether the user gave the name.
-        is_form_of_argument: Whether it is an argument of the block in another shape or type.
+        is_form_of_argument: Whether the value is an argument of the block in another shape or type.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """An equation of the forward pass or of its derivative, as far as the backward pass needs it.
+    """An equation of the forward pass, or of its derivative, on which the backward pass depends.
 
     Attributes:
-        reads: Equations whose results it reads.
-        cost: FLOPs to compute it again, and a small part of the bytes that it writes.
-        flops: FLOPs to compute it again.
-        is_collective: Whether other devices take part in it.
+        reads: The indices of the equations whose results it reads.
+        cost: The FLOPs to compute the equation again, plus a small part of the bytes that it writes.
+        flops: The FLOPs to compute the equation again.
+        is_collective: Whether other devices take part in the equation.
     """
 
     reads: tuple[int, ...]
@@ -69,10 +69,10 @@ class Graph:
     """The values that a block's backward pass depends on.
 
     Attributes:
-        equations: In the order of their computation.
-        values: Values that can be saved.
-        residuals: Equations whose results the backward pass reads.
-        bytes: Bytes of everything that the backward pass reads, without the block's arguments.
+        equations: The equations, in the order in which they are computed.
+        values: The values that can be saved.
+        residuals: The indices of the equations whose results the backward pass reads.
+        bytes: Bytes of all values that the backward pass reads, without the block's arguments.
     """
 
     equations: tuple[Equation, ...]
@@ -82,7 +82,7 @@ class Graph:
 
 
 def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with its calls inlined and a name for each value, for a policy of `jax.checkpoint`."""
+    """Evaluate a jaxpr with calls inlined, and name each value, so that a `jax.checkpoint` policy can select values."""
     return _with_names(itertools.count(), jaxpr, consts, *args)
 
 
@@ -101,7 +101,7 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
 
 
 def _name(x: Any, var: Any, numbers: itertools.count) -> Any:
-    """Name an array. Scalars cost nothing to keep, and JAX keeps or recomputes them as it likes."""
+    """Name an array. Scalars get no name: they cost almost no memory, and JAX decides whether to keep them."""
     number = next(numbers)
     return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
 
@@ -110,9 +110,9 @@ def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
     """Return the graph of a block, from the jaxpr of its forward pass.
 
     Args:
-        jaxpr: The block's, open.
-        consts: Values of its constants.
-        avals: Shapes and types of its arguments.
+        jaxpr: The open jaxpr.
+        consts: The values of the jaxpr's constants.
+        avals: The shapes and types of the jaxpr's arguments.
     """
 
     def residuals(*args):

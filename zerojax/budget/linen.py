@@ -1,4 +1,4 @@
-"""`zerojax.remat` for Linen modules, whose variables Flax must hand in and out."""
+"""Apply `zerojax.remat` to Linen modules. Their variables must become arguments and results."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from zerojax.budget import remat as plain
 
 
 def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: Any = None, **options: Any) -> Any:
-    """Rematerialise a Linen module within a budget of memory, as `zerojax.remat` does a function.
+    """Rematerialise a Linen module within a budget of memory, as `zerojax.remat` does for a function.
 
-    Use it where `flax.linen.remat` goes, for a module class or a method, inside `nn.scan` too. Parameters, other
-    variables and PRNG keys of the module count as arguments: they are no part of the budget.
+    Use it like `flax.linen.remat`: for a module class or a method, and also inside `nn.scan`. The module's parameters,
+    other variables and PRNG keys count as arguments, so they do not count towards the budget.
 
     Args:
-        target: A module class, or a method in the definition of one.
+        target: A module class, or a method in the definition of a module class.
         static_argnums: Positional arguments that are no arrays; `self` is number 0, as for `flax.linen.remat`.
-        methods: Names of the methods to transform; by default `__call__`.
+        methods: Names of the methods to transform. Default: `__call__`.
         **options: Options of `zerojax.remat`, such as `budget="1 GiB"`.
 
     Returns:
         A module class or method that is used like `target`.
 
     Raises:
-        TypeError: If `budget` is no size.
+        TypeError: If `budget` is not a size.
         ValueError: As for `zerojax.remat`.
 
     Examples:
@@ -36,7 +36,7 @@ def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: A
         >>> layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=24)
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-    # Flax passes `self` apart, and the variables and PRNG keys come first.
+    # Flax passes `self` separately. `_lifted` puts the variables and PRNG keys in front.
     rematerialised = functools.partial(plain.remat, static_argnums=tuple(i + 1 for i in numbers), **options)
     rematerialised(lambda: ())  # checks the options where they are given
 
@@ -47,7 +47,7 @@ def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: A
 
 
 def _lifted(rematerialised: Callable, fn: Callable) -> Callable:
-    """Lift a function of a Flax scope: its variables and PRNG keys become arguments, changed variables results."""
+    """Lift a function of a Flax scope. The scope's variables and PRNG keys become arguments of a pure function."""
 
     def inner(scope_of, repack, variables, rngs, *args, **kwargs):
         def pure(variables, rngs, *args, **kwargs):

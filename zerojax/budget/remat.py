@@ -1,4 +1,4 @@
-"""`jax.checkpoint` whose policy is a number of bytes."""
+"""Define `remat`: a `jax.checkpoint` with a budget of bytes instead of a policy."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def remat(
 ) -> Remat:
     """Rematerialise a function within a budget of memory.
 
-    Between its forward and its backward pass, a call keeps at most `budget` bytes besides its arguments. Of all choices
-    within the budget, `remat` takes the one that repeats the fewest FLOPs, to 0.1%. A budget of 0 is `jax.checkpoint`.
-    From `choice(...).most_bytes` on, everything that the backward pass reads is saved, and nothing is repeated. Values
-    and gradients are those of `fn`.
+    Between its forward and its backward pass, a call keeps at most `budget` bytes in addition to its arguments. Within
+    this budget, `remat` chooses the values to save so that the fewest FLOPs are repeated, to within 0.1%. With a budget
+    of 0, it is `jax.checkpoint`. With at least `choice(...).most_bytes`, all values that the backward pass reads are
+    saved, and nothing is repeated. Values and gradients equal those of `fn`.
 
     Args:
-        fn: Any function that `jax.checkpoint` takes, such as one block of a model. It needs no mesh.
-        budget: Bytes per call that may be saved, over all devices that compute the call: a number, or text such as
-            `"1 GiB"`. In a `jax.lax.scan` each iteration is a call.
-        named: What happens to values that `fn` names with `jax.ad_checkpoint.checkpoint_name`, by name: `"save"`,
+        fn: Any function that `jax.checkpoint` accepts, such as one block of a model. No mesh is needed.
+        budget: The bytes that a call may save, in total over all devices that compute the call: a number, or text such
+            as `"1 GiB"`. In a `jax.lax.scan` each iteration is a call.
+        named: The fate of each value that `fn` names with `jax.ad_checkpoint.checkpoint_name`, by name: `"save"`,
             `"recompute"`, or `"offload"` to host memory. Saved values count towards the budget.
-        offload: Bytes per call that may also wait in pinned host memory, where that saves FLOPs.
+        offload: The bytes per call that may be saved in pinned host memory if this avoids FLOPs.
         repeat_collectives: Whether collectives inside `fn` may be repeated. Otherwise their results are saved.
-        prevent_cse: As for `jax.checkpoint`: False in a `scan`, whose compiled loop needs no barriers.
+        prevent_cse: As for `jax.checkpoint`. Use False in a `scan`, whose compiled loop needs no barriers.
         static_argnums: Positional arguments that are no arrays, such as flags.
 
     Returns:
-        A function with the arguments and results of `fn`. Its method `choice(*args)` says what a call saves.
+        A function with the arguments and results of `fn`. Its method `choice(*args)` returns what a call saves.
 
     Raises:
-        TypeError: If `budget` or `offload` is no size.
-        ValueError: If a size or a fate is unknown; when the result is called, if the values that must be saved need
-            more than the budget.
+        TypeError: If `budget` or `offload` is not a size.
+        ValueError: If a size or a fate is unknown. The returned function raises it if the values that must be saved
+            need more than the budget.
 
     References:
         Jain et al. 2020, arXiv 1910.02653 (Checkmate): the integer program.
@@ -81,9 +81,9 @@ def remat(
 
 
 class Remat:
-    """A function that keeps within a budget of bytes; made by `remat`.
+    """A function that saves at most a budget of bytes for its backward pass. `remat` returns it.
 
-    Blocks that compute the same share one choice and one traced function.
+    Calls with the same jaxpr share one choice and one traced function.
     """
 
     def __init__(self, fn: Callable, options: dict[str, Any], *, prevent_cse: bool, static_argnums: tuple[int, ...]):
@@ -92,7 +92,7 @@ class Remat:
         self._known: dict[Any, tuple[Callable, Choice]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; differentiating it recomputes what is not saved."""
+        """Call the function. Its backward pass recomputes the values that are not saved."""
         closed, structure, leaves = self._traced(args, kwargs)
         jaxpr, consts = compat.opened(closed)
         run, _ = self._rematerialised(jaxpr, consts)
@@ -102,8 +102,8 @@ class Remat:
         """Return what a call saves and repeats.
 
         Args:
-            *args: As for the function; arrays may be `jax.ShapeDtypeStruct`.
-            **kwargs: Likewise.
+            *args: The function's arguments. Arrays may be `jax.ShapeDtypeStruct`.
+            **kwargs: The function's keyword arguments, in the same form.
         """
         closed, _, _ = self._traced(args, kwargs)
         return self._rematerialised(*compat.opened(closed))[1]
@@ -123,7 +123,7 @@ class Remat:
         return closed, jax.tree.structure(shapes), leaves
 
     def _rematerialised(self, jaxpr: Any, consts: Any) -> tuple[Callable, Choice]:
-        """Return a function of constants and arguments that keeps within the budget, and its choice."""
+        """Return a function of constants and arguments that saves at most the budget, and the choice that it uses."""
         key = jaxprs.signature(jaxpr)
         if key is None or key not in self._known:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]

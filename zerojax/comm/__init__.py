@@ -7,8 +7,8 @@ In reading order:
 2. What is sent: `buckets` packs leaves that share a collective, `encoding` chooses types, and `quantised` has formats
    of few bits.
 3. How it is sent: `collectives` has the interface, and its implementation inside a `shard_map` (device view).
-   `global_collectives` has the implementation outside (global view), which needs `partial_sums`. `owners` brings
+   `global_collectives` has the implementation outside (global view), which needs `partial_sums`. `owners` sends
    matrices to the devices that update them.
-4. Under these: `mapped` is the `shard_map` that all of them use, and `barriers` fixes an order.
+4. Helpers: `mapped` is the `shard_map` that these modules use, and `barriers` fixes the order of operations.
 5. Without devices: `events` publishes the calls of each process, and `processes` exchanges messages.
 """

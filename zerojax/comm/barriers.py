@@ -1,4 +1,4 @@
-"""Order collectives and compute by data dependence: XLA's schedulers keep no other order."""
+"""Order collectives and compute through data dependences, because XLA's schedulers keep no other order."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from jax import lax
 
 
 def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """Return `anchor` and `groups` behind a barrier: no operation reads any of them before all are computed.
+    """Return the arrays after one optimization barrier: no operation reads any of them before all are computed.
 
-    There is no barrier if the anchor is empty, or all groups are.
+    If the anchor is empty, or all groups are empty, there is no barrier.
     """
     if not anchor or not any(groups):
         return list(anchor), [list(group) for group in groups]
@@ -19,9 +19,9 @@ def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[
 
 
 def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
-    """Return an int32 zero that depends on `anchor`, in a way that no simplification of XLA removes.
+    """Return an int32 zero that depends on `anchor`. XLA cannot simplify this dependence away.
 
-    XLA:CPU removes barriers before it schedules, and then starts operations without operands first.
+    A barrier alone is not enough: XLA:CPU removes barriers, and then schedules operations without operands first.
     """
     zero, place = lax.optimization_barrier(jnp.int32(0)), first_float(anchor)
     if place is None:

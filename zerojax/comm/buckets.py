@@ -1,7 +1,7 @@
-"""Group leaves into buckets that share a collective, and pack them.
+"""Group leaves into buckets, and pack each bucket for one collective.
 
-Many small collectives cost more than a few large ones. The leaves of a bucket are packed as rows, `(shards, elements)`:
-row i holds the elements of shard i.
+Many small collectives cost more than a few large ones. The leaves of a bucket are packed as one array of shape
+`(shards, elements)`, whose row i holds the elements of shard i.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list[list[int]]:
-    """Group arrays into buckets, as lists of indices.
+    """Group arrays into buckets, and return the indices of each bucket's arrays.
 
     - Flat leaves of one type share a bucket.
     - Consecutive sharded leaves of one type share a bucket of up to `limit` logical bytes.
-    - A leaf that other mesh axes shard, too, is a bucket alone: packing it would gather it over these axes.
-    - A replicated leaf is a bucket alone.
+    - A leaf that is also sharded over other mesh axes is alone in its bucket. Packing would gather it over these axes.
+    - A replicated leaf is alone in its bucket.
 
-    A bucket is quantised as a whole, or not at all.
+    Quantised and unquantised leaves never share a bucket.
     """
     found: list[list[int]] = []
     filled: dict = {}
@@ -68,10 +68,10 @@ def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Arra
 
 
 def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
-    """Split the last dim of a bucket's rows by leaves.
+    """Split the last dim of a bucket's rows into one array per leaf.
 
-    A barrier hides from XLA where each leaf begins. So all leaves of one shape are read by one kernel. A kernel per
-    leaf took most of the time to compile.
+    A barrier hides from XLA where each leaf begins, so that XLA compiles one kernel for all leaves of one shape. One
+    kernel per leaf took most of the compile time.
     """
     if len(leaves) == 1:
         return [rows]
@@ -87,5 +87,5 @@ def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " sto
 
 
 def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Return a flat storage array in its logical shape."""
+    """Undo `flatten`: return the array in logical shape, without the padding."""
     return trim(storage, 0, leaf.size).reshape(leaf.shape)

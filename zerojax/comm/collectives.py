@@ -1,7 +1,7 @@
-"""Gather shards into full arrays, and reduce gradients to shards: every explicit collective of leaves.
+"""Gather shards into full arrays, and reduce gradients to shards, with explicit collectives.
 
 `Collectives` is the interface that the other rooms use. `ManualCollectives` implements it inside a `shard_map`, where
-an array is one device's part. `GlobalCollectives`, in its own file, implements it outside of any `shard_map`.
+an array is one device's part. `GlobalCollectives`, in another file, implements it outside of any `shard_map`.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
     from zerojax.jaxprs import Rule
 
-# For each of several values, where it holds the rows of the batch.
+# For each value, what is known about the dims that hold the rows of the batch.
 Rows = Sequence[State]
-# Matches the scopes below in the name of an operation of a compiled program: the kind of collective, and its leaves.
+# Finds the name scope of a collective below in an operation's name. The groups are the kind and the leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
-UPDATE = "zerojax_update"  # the scope of the optimizer's update in a step's program
+UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 
 
 @dataclasses.dataclass(frozen=True)
 class Collectives(abc.ABC):
-    """Move leaves between shards and full arrays.
+    """Gather and reduce leaves.
 
-    A shard is one device's part of an array in one implementation, and a global sharded array in the other. Callers
-    need not know which. The methods that are not abstract are right where every array belongs to one worker.
+    In device view (`ManualCollectives`), a shard is one device's part of an array. In global view
+    (`GlobalCollectives`), it is the global array in storage shape. Methods that are not abstract suit device view.
 
     Attributes:
-        axes: The data axes: they divide the rows of the batch, and gradients are summed over them. A leaf is sharded
+        axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
-        bucket_bytes: The most logical bytes of sharded leaves that share a bucket. 0: every leaf has its own bucket.
+        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. 0: no two of them share one.
         encoding: The types and formats in which collectives send values.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
 
@@ -59,7 +59,7 @@ class Collectives(abc.ABC):
     """
 
     axes: tuple[str, ...]
-    # Measured on the GPT yardstick (8 x H200, unrolled): 32 MiB hides 87% of the bytes, 128 MiB, a full layer, 96%.
+    # In the GPT benchmark on 8 x H200, compute hides 87% of the bytes with 32 MiB, and 96% with 128 MiB, a full layer.
     bucket_bytes: int = BUCKET_BYTES
     encoding: Encoding = dataclasses.field(default_factory=Encoding)
     defers: bool = False
@@ -76,39 +76,39 @@ class Collectives(abc.ABC):
     @property
     @abc.abstractmethod
     def losses(self) -> int:
-        """Return how many losses a program computes at once: one per worker, or one. The result is their mean."""
+        """Return how many losses a program computes: one per worker, or one in all. The step's loss is their mean."""
 
     @abc.abstractmethod
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a shard."""
+        """Return the shape of a leaf's shard."""
 
     @abc.abstractmethod
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Reduce a tree over the workers' losses. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
+        """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
 
     @abc.abstractmethod
     def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
         """Gather shards into full arrays, in logical shape.
 
         Args:
-            shards: One shard per leaf, as `Encoding.encode_param` returned it.
+            shards: One shard per leaf, converted by `Encoding.encode_param`.
             leaves: The layout of each shard. A replicated leaf is returned unchanged.
-            exposed: Whether no compute of another block hides these collectives.
+            exposed: Whether no compute of another block can overlap with these collectives.
         """
 
     @abc.abstractmethod
     def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Sum gradients over the axes of their leaves, and return the shards, with zeros in the padding.
+        """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        These axes are all data axes, except with hybrid sharding: then `across` returns the other data axes.
+        Without hybrid sharding, a leaf's axes are all data axes. With it, `across` returns the remaining data axes.
 
         Args:
             grads: One gradient per leaf, in logical shape.
-            leaves: The layout of each sum. The gradient of a replicated leaf is all-reduced over all workers.
-            exposed: Whether no compute of another block hides these collectives.
+            leaves: The layout of each result. The gradient of a replicated leaf is all-reduced over all workers.
+            exposed: Whether no compute of another block can overlap with these collectives.
 
         Returns:
-            One shard per leaf, in the type of the reduction. `Encoding.decode_grad` converts it.
+            One shard per leaf, in the type of the reduction, which `Encoding.decode_grad` converts.
         """
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
@@ -117,18 +117,18 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a leaf's gradient after the backward pass."""
+        """Return the shape that a leaf's gradient has after the backward pass."""
 
     @abc.abstractmethod
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Complete the sums over all workers, given the results of `reduce_scatter`.
+        """Sum the results of `reduce_scatter` over the axes that `across` returns. This completes the gradients.
 
-        If a gradient is divided further than its leaf, return this device's part of the shard.
+        If gradients are sharded over more axes than parameters, each device keeps only its part of the shard.
         """
 
     @abc.abstractmethod
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return the error that quantisation in `reduce_across` makes in each shard, in float32."""
+        """Return, in float32, the errors that `reduce_across` makes when it quantises the shards."""
 
     def backward(
         self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
@@ -137,13 +137,13 @@ class Collectives(abc.ABC):
 
         Args:
             fn: The backward pass: a function of a list of residuals and cotangents that returns a tree of results.
-            values: These residuals and cotangents.
-            rows: For each value, where it holds the rows of the batch. Only global view reads it.
+            values: The residuals and cotangents.
+            rows: For each value, which dims hold the rows of the batch. Only global view reads `rows`.
             grads: The indices of the results that are gradients for `reduce_scatter`.
-            rule: Evaluates the equations of the pass, as for `jaxprs.evaluate`. None: as they are.
+            rule: A rule for `jaxprs.evaluate`. None: the equations of the pass are evaluated unchanged.
 
         Returns:
-            The leaves of the results. A gradient may have a leading dim with one partial sum per worker.
+            The leaves of the tree of results. A gradient may have a leading dim with one partial sum per worker.
         """
         if rule is None:
             return jax.tree.leaves(fn(values))
@@ -177,15 +177,15 @@ class Collectives(abc.ABC):
 
     @property
     def follower(self) -> Follower | None:
-        """Return the analysis that follows the rows of the batch. None: every array belongs to one worker."""
+        """Return the analysis that finds the rows of the batch in each value. None: device view does not need it."""
         return None
 
     def element(self, x: Array, rows: State) -> Array:
-        """Return any one element of an array, without communication if the dim of its rows is known."""
+        """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
         return x.ravel()[0]
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return `barriers.zero_after`, without communication if the dim of `anchor`'s rows is known."""
+        """Return `barriers.zero_after`. If `rows` says which dim holds rows, this needs no communication."""
         return zero_after(anchor)
 
 
@@ -239,7 +239,7 @@ class ManualCollectives(Collectives):
         return leaf.local_shape if self.defers else leaf.part_shape
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce shards over the axes of `across`; see `Collectives`."""
+        """Sum shards over the axes that `across` returns; see `Collectives`."""
         sums = list(shards)
         for i, leaf in enumerate(leaves):
             if (axes := self.across(leaf)) and leaf.further == 1:
@@ -277,10 +277,10 @@ class ManualCollectives(Collectives):
         exposed: bool = False,
         from_last: bool = False,
     ) -> list[Array]:
-        """Run a collective on each bucket, in a scope that names it and its leaves.
+        """Run a collective on each bucket, in a name scope with the kind of collective and the leaves.
 
-        Exposed collectives hide only behind the compute of their own block, which begins when its first leaves have
-        arrived. So their buckets are smaller. With `from_last`, each bucket waits for the bucket behind it.
+        Exposed collectives overlap only with the compute of their own block, which begins when its first leaves have
+        arrived. So their buckets are smaller. With `from_last`, each bucket waits for the next; the last runs first.
         """
         results, before = list(arrays), []
         found = buckets(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)

@@ -17,7 +17,7 @@ from zerojax.layout.leaf import Leaf
 class Encoding:
     """The types and formats in which parameters are gathered and gradients are summed.
 
-    A gathered parameter is decoded where it is used: the model casts it, or `gather/evaluate.py` widens it.
+    A gathered parameter is converted back where it is used: the model casts it, or `gather/evaluate.py` widens it.
 
     Attributes:
         reduce: The floating type in which gradients are summed over the devices. None: each gradient's own type.
@@ -28,11 +28,11 @@ class Encoding:
     formats: Wire | None = None
 
     def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Convert a parameter's shard for a gather, for uses that read `dtype`."""
+        """Convert a parameter's shard, before its gather, to the type in which the model uses the parameter."""
         return lax.convert_element_type(shard, dtype)
 
     def encode_grad(self, grad: jax.Array) -> jax.Array:
-        """Convert a device's gradient for a reduction."""
+        """Convert a gradient to the type in which it is reduced."""
         return grad.astype(self.reduce_dtype(grad.dtype))
 
     def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -40,15 +40,15 @@ class Encoding:
         return lax.convert_element_type(grad, dtype)
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:
-        """Return the quantisation of a leaf's shards in a gather. None: they are sent unchanged."""
+        """Return the codec that quantises a leaf's shards for a gather. None: the shards are sent unquantised."""
         return self.formats and self._codec(leaf, self.formats.gather)
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:
-        """Return the quantisation of a leaf's gradients in a reduction. None: they are sent unchanged."""
+        """Return the codec that quantises a leaf's gradients for a reduction. None: they are sent unquantised."""
         return self.formats and self._codec(leaf, self.formats.reduce, self.formats.rounding == "stochastic")
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the axes of a leaf over which collectives send it quantised."""
+        """Return the mesh axes over which collectives send a leaf quantised."""
         over = self.formats and self.formats.over
         return tuple(axis for axis in leaf.axes if over is None or axis in over)
 
@@ -70,6 +70,6 @@ class Encoding:
 
 
 def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
-    """Replace a floating type narrower than bfloat16 by bfloat16: a sum in float8 loses most of its digits."""
+    """Replace a floating type narrower than bfloat16 by bfloat16, because a sum in float8 loses most of its digits."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 2
     return np.dtype(jnp.bfloat16) if narrow else dtype

@@ -1,9 +1,9 @@
 """Publish the calls of each process of a run, in order, so that the other processes can read them.
 
-Every process of a run makes the same calls in the same order: `create`, steps, evaluations, saves. If calls with the
-same number have different names on two processes, the programs differ, whatever the processes wait for. One thread per
-process publishes its calls through JAX's coordination service. If a call does not end, it reads the calls of the other
-processes. No device takes part. A process that ends says why before, so that the others can say why they end, too.
+Every process of a run must make the same calls in the same order: `create`, steps, evaluations, saves. If two processes
+give different names to calls with the same number, their programs differ. A thread in each process publishes the
+process's calls through JAX's coordination service, without devices. If a call takes too long, the thread compares it
+with the calls of the other processes. A process that ends publishes the reason, which the other processes report.
 """
 
 import atexit
@@ -26,13 +26,13 @@ from jax.sharding import Mesh
 from zerojax.compat import coordination_client
 
 PERIOD_S = 1.0
-MOST_PER_SECOND = 64  # messages of all processes to the coordinator
-REMEMBERED = 32  # the number of last calls that are published
-STUCK_S = 5.0  # after this time a call is compared with the calls of other processes
-SILENT_S = 6.0  # after this time a process that publishes nothing is taken for dead, if another process failed
+MOST_PER_SECOND = 64  # messages to the coordinator from all processes together
+REMEMBERED = 32  # how many of the last calls a process publishes
+STUCK_S = 5.0  # a call that takes longer is compared with the calls of other processes
+SILENT_S = 6.0  # after a failure, a process that publishes nothing for this time counts as dead
 LAST_WORDS_S = 10.0  # how long a process that failed waits until the others end
-END_S = 60.0  # how long a process that ended well waits for the others, before JAX waits
-AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h: try again
+END_S = 60.0  # how long a process that ended without error waits for the others, before JAX's shutdown waits
+AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h, which asks to try again
 STATE, NOTICE = "zerojax/state", "zerojax/notice"
 THE_END = "the end of the program"
 
@@ -42,12 +42,12 @@ class Call:
     """A call that all processes make.
 
     Attributes:
-        number: Its place in the run, from 0. -1: it is not counted.
-        name: What is called, such as `"step 3"`.
-        watched: Whether the call ends when its `result` is ready. A call that exchanges messages has its own timeout.
-        result: An array that the call computes. None: it is not dispatched yet.
+        number: The number of the call in the run, from 0. -1: the call is not counted.
+        name: The name of the call, such as `"step 3"`.
+        watched: Whether the call ends when its `result` is ready. Calls that exchange messages have a timeout instead.
+        result: An array that the call computes. None: the call has not dispatched it yet.
         failed: Whether the call raised an error.
-        begun: When it began, by the monotonic clock.
+        begun: When the call began, by the monotonic clock.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Call:
 
 @functools.lru_cache(maxsize=64)
 def is_of_all(mesh: Mesh) -> bool:
-    """Return whether there are several processes, and all of them have devices of a mesh."""
+    """Return whether there are several processes, and each of them has devices of the mesh."""
     if jax.process_count() == 1:
         return False
     return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
@@ -77,7 +77,7 @@ def is_of_all(mesh: Mesh) -> bool:
 def rank() -> tuple[int, int]:
     """Return the index of this process and the number of processes.
 
-    Both are cached: at exit, a question to JAX would initialise its backend again.
+    Both are cached, because asking JAX at exit would initialise its backend again.
     """
     return jax.process_index(), jax.process_count()
 
@@ -95,19 +95,19 @@ class Events:
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
         self._thread: int | None = None  # the thread whose calls are counted
-        self._watcher: threading.Thread | None = None  # not made here: a fork would end it
+        self._watcher: threading.Thread | None = None  # made by the first call: a forked process has no threads
         self._at_end = threading.Event()
         self._said: set[int] = set()
 
     def __reduce__(self):
-        """Pickle the name `EVENTS`: another process has its own calls."""
+        """Pickle only the name `EVENTS`: a process that unpickles it gets its own `EVENTS`."""
         return "EVENTS"
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh | None = None) -> Iterator[Call]:
-        """Count a call, and watch the `result` that the caller sets. Every process gives the same name.
+        """Count a call, and yield it, so that the caller can set its `result`. All processes must give the same name.
 
-        If a process has no devices of the mesh on which the call computes, the call is not counted.
+        If some process has no devices of `mesh`, on which the call computes, the call is not counted.
         """
         counts = jax.process_count() > 1 if mesh is None else is_of_all(mesh)
         call = self.begin(name, watched=True) if counts else Call(-1, name)
@@ -118,7 +118,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call if the thread that made the first call makes it: calls of two threads have no order."""
+        """Count a call, unless another thread made the first call: calls of two threads have no fixed order."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
@@ -142,7 +142,7 @@ class Events:
         coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
 
     def others(self) -> dict[int, dict[str, Any]]:
-        """Return the last state of each other process: `beat`, `frozen` (seconds), and `calls` by number."""
+        """Return what each other process published last: `beat`, `frozen` (in seconds), and `calls` by number."""
         found = _read(STATE)
         return {i: one | {"calls": {int(n): name for n, name in one["calls"].items()}} for i, one in found.items()}
 
@@ -161,11 +161,11 @@ class Events:
         )
 
     def failures(self) -> dict[int, str]:
-        """Return, by process, why other processes failed."""
+        """Return the reasons why other processes failed, by the index of the process."""
         return {index: notice["text"] for index, notice in _failed(_read(NOTICE)).items()}
 
     def leave(self, status: int, text: str) -> None:
-        """Print why, tell the other processes, and end this process at once."""
+        """Print why this process ends, tell the other processes, and end it at once."""
         say(f"zerojax: {text}")
         self.last_words(status, text)
         _exit(status)
@@ -174,13 +174,13 @@ class Events:
         return {call.number: call.name for call in list(self._calls)}
 
     def last_words(self, status: int, text: str) -> None:
-        """Tell the other processes why this process ends. Process 0 waits until they have read it."""
+        """Tell the other processes why this process ends. Process 0 waits until they have read the message."""
         if rank()[1] == 1 or coordination_client() is None:
             return
         with suppress(Exception):
             give_notice(status, text, leaves=True)
             if rank()[0] == 0:
-                time.sleep(3 * period())  # JAX aborts the others as soon as the service is gone
+                time.sleep(3 * period())  # the service ends with process 0, and JAX then aborts the others
 
     def _watch(self) -> None:
         """Publish the calls of this process and read notices of others, until the process ends. Runs in a thread."""
@@ -196,7 +196,7 @@ class Events:
             before = time.monotonic()
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
-        """Print which processes failed. End this process if it waits for one, or for a process with other calls."""
+        """Print which processes failed. End this process if its call hangs and another failed or made other calls."""
         (index, count), failed = rank(), _failed(notices)
         for other in sorted(failed.keys() - self._said):
             self._said.add(other)
@@ -214,7 +214,7 @@ class Events:
             self.leave(1, difference)
 
     def _at_exit(self) -> None:
-        """End together with the other processes, or alone if some are dead: JAX would wait for them."""
+        """End together with the other processes, or alone if some are dead, because JAX would wait for the dead."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is None:
@@ -234,7 +234,7 @@ class Events:
                 self._watcher.join(STUCK_S)
 
     def _end_well(self) -> None:
-        """Wait until the other processes end, and end with an error if one of them fails."""
+        """Wait until the other processes end. End this process with an error if one of them fails."""
         if self._thread == threading.get_ident():
             self.begin(THE_END)
         self.publish()
@@ -251,7 +251,7 @@ class Events:
             time.sleep(0.1)
 
     def _end_badly(self, error: BaseException) -> None:
-        """Wait until the other processes fail as well. End without them if they do not, or if they are dead."""
+        """Wait a limited time until the other processes fail, too, and then end. Do not wait for dead processes."""
         text, begun = one_line(error), time.monotonic()
         first = {index: state["beat"] for index, state in self.others().items()}
         give_notice(1, text)
@@ -288,12 +288,12 @@ def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
 
 
 def period() -> float:
-    """Return the seconds between two publications of a process: longer if there are many processes."""
+    """Return the seconds between two publications of one process. The period is longer if there are many processes."""
     return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
 
 
 def gap_since(before: float, slept: float) -> float:
-    """Return for how long a debugger or the machine stopped the process while a thread slept."""
+    """Return for how many seconds a debugger or the machine stopped the process while a thread slept."""
     gap = time.monotonic() - before - slept
     return gap if gap > 1.0 else 0.0
 
@@ -328,4 +328,4 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-EVENTS = Events()  # one per process, as the coordination service is
+EVENTS = Events()  # one per process, like the client of the coordination service

@@ -1,11 +1,11 @@
 """Move arrays between the caller's mesh, which may have Explicit axes, and the same devices with Auto axes.
 
-On Explicit axes the type of an array says how it is sharded, and every operation must follow it. zerojax computes on
-Auto axes. Public functions move their arguments to the Auto mesh, and their results to the caller's mesh, with
-`on_auto_mesh`. Functions that run at every step do so while they are traced.
+On Explicit axes an array's type says how the array is sharded, and every operation must be valid for the types. zerojax
+computes on Auto axes. Public functions use `on_auto_mesh` to move their arguments to the Auto mesh, and their results
+back to the caller's mesh. Functions that run at every step move arrays during tracing.
 
-Live arrays keep their buffers: donating a moved array donates the caller's. A traced array changes its type, and no
-operation runs if its sharding stays the same.
+Moving a concrete array keeps its buffers, so donating the moved array donates the caller's array. Moving a traced
+array changes its type. This runs no operation if the sharding stays the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_typed(x: Any) -> bool:
 
 
 def with_types(tree: PyTree) -> Any:
-    """Wrap the arrays that Explicit axes divide as `Typed`, so that their types are known on the Auto mesh."""
+    """Wrap each array that is divided over Explicit axes in `Typed`, which keeps its type on the Auto mesh."""
 
     def one(x):
         mesh = mesh_of(x)
@@ -67,10 +67,10 @@ def on_auto_mesh(
 
     Args:
         mesh: The caller's mesh. None: the mesh of the first argument that has one.
-        fn: A function. Arrays, shapes and shardings of `mesh` among its arguments are moved to the Auto mesh.
-        *args: The arguments.
-        shardings: A function of the results that returns their shardings or specs, as a tree or a prefix of one.
-            Traced results need it: their types do not say how Auto axes divide them. Default: replicated. `Typed`
+        fn: The function to call.
+        *args: Its arguments. Arrays, shapes and shardings on `mesh` are moved to the Auto mesh.
+        shardings: A function of the results that returns their shardings or specs, as a tree or a tree prefix. Traced
+            results need it, because their types do not say how Auto axes divide them. Default: replicated. `Typed`
             results do not need it.
     """
     mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
@@ -83,7 +83,7 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes, whatever `jax.set_mesh` says. Also usable as a decorator.
+    """Enter a context without Explicit axes, even inside `jax.set_mesh`. Also usable as a decorator.
 
     Code that may be traced must pass the caller's mesh.
     """
@@ -151,6 +151,6 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Remove all but the Explicit axes from a spec: a type names no others."""
+    """Remove all but the Explicit axes from a spec, because a type names only Explicit axes."""
     kept = lambda entry: tuple(axis for axis in entry_axes(entry) if axis in mesh.explicit_axes)
     return PartitionSpec(*(kept(entry) or None for entry in spec))

@@ -1,4 +1,4 @@
-"""Collectives in global view: arrays are global, the compiler divides them, and the loss sees all rows.
+"""Implement `Collectives` in global view: arrays are global, the compiler divides them, and the loss sees all rows.
 
 Gathers and reductions are as explicit as in device view: each calls `ManualCollectives` in a small `shard_map`.
 """
@@ -49,7 +49,7 @@ class GlobalCollectives(Collectives):
 
     @functools.cached_property
     def manual(self) -> ManualCollectives:
-        """Return the same collectives for use inside a `shard_map`."""
+        """Return collectives with the same options for use inside a `shard_map`."""
         return ManualCollectives(self.axes, self.bucket_bytes, self.encoding, self.defers)
 
     @property
@@ -92,7 +92,7 @@ class GlobalCollectives(Collectives):
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """Reduce-scatter gradients; see `Collectives`. If the compiler has summed one, each device keeps its shard."""
+        """Reduce-scatter gradients; see `Collectives`. Gradients that the compiler has summed are only sharded."""
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
@@ -108,7 +108,7 @@ class GlobalCollectives(Collectives):
         return [reduced[i] for i in range(len(leaves))]
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return a gradient's shape after the backward pass: with partial sums per group if the pass defers them."""
+        """Return a gradient's shape after the backward pass. With `defers`, hybrid sharding adds a dim of groups."""
         groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 
@@ -181,7 +181,7 @@ class GlobalCollectives(Collectives):
         return Follower(self._workers)
 
     def element(self, x: Array, rows: State) -> Array:
-        """Return an element of each device's own rows; see `Collectives`."""
+        """Return an element of some device's rows; see `Collectives`."""
         return self._on_rows(lambda x: x.ravel()[0], x, rows)
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
@@ -198,35 +198,35 @@ class GlobalCollectives(Collectives):
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
         """Return the partial sums, one per worker, of an equation that sums over rows.
 
-        The equation of a transposed product names the sharding of its result. `jax.vmap` checks it against the mesh,
-        whose axes are Manual in this `shard_map`. So the sharding is left out.
+        The equation of a transposed product names the sharding of its result. `jax.vmap` checks this sharding against
+        the mesh, whose axes are Manual in this `shard_map`. So the sharding is left out.
         """
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
         row = lambda *values: eqn.primitive.bind(*divided.closed(values), **params)[None]
         return self._mapped(row, divided.specs(spec_entry(self.axes)), self._divided)(*divided.opened(values))
 
     def _alike(self, grad: Array) -> Array:
-        """Pin a gradient that all workers compute alike: every worker has it in full. Other mesh axes stay free.
+        """Replicate a gradient, which all workers compute alike, over the workers. Other mesh axes stay free.
 
-        Otherwise the compiler would divide the operations that compute a gradient like its shards, which the padding
-        makes uneven. There XLA aborts on the gradient of a sort, and computes wrong gradients of an index past the end
-        and of a maximum over windows. A sharding constraint would not do: it cannot leave the other axes free.
+        Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
+        divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
+        an index past the end and of a window maximum. A sharding constraint could not leave the other axes free.
 
-        The barrier keeps the slice that takes a device's shard apart from the operations before it. Before jax 0.12,
-        XLA merges two slices, and clamps their indices as if there were one.
+        The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
+        merges two slices, and clamps their indices as if there were one slice.
         """
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
-        """Compute a scalar from each device's own rows. The result is one device's."""
+        """Compute a scalar on each device from its rows of `x`, and return the scalar of one device."""
         place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
-        if place is None:  # the compiler knows where one element is
+        if place is None:  # let the compiler fetch the first element
             return fn(x[(slice(1),) * x.ndim])
         spec = PartitionSpec(*[None] * place.dim, *self._divided)
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Return the layouts that leaves have inside `_mapped`."""
+        """Return the layouts that leaves have inside `_mapped`, where other mesh axes divide them already."""
         return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -1,12 +1,12 @@
-"""`mapped`: a `jax.shard_map` that `checkify` leaves alone.
+"""Define `mapped`, a `jax.shard_map` that `checkify` does not look into.
 
-`checkify` carries its error through every equation. Behind a `shard_map` the error has one entry per device, and behind
-the next one an entry per pair of devices. A step of zerojax has dozens of them: the error would take terabytes, and
-checks behind the first `shard_map` fail because shapes do not fit. The automatic checks need not look inside, because
-the results show any NaN. So each `shard_map` of zerojax is one equation for which `checkify` has no rule.
+`checkify` carries its error through every equation. After one `shard_map` the error has one entry per device, and after
+the next `shard_map` one entry per pair of devices. A step of zerojax has dozens of `shard_map`s. The error would take
+terabytes, and checks after the first `shard_map` fail because shapes do not fit. Automatic checks need not look inside,
+because the results show any NaN. So each `shard_map` of zerojax is one equation for which `checkify` has no rule.
 
-A loss in device view may contain checks of the user. `mapped` takes their error out of the `shard_map`, and raises the
-first one that fails on any device behind it.
+A loss in device view may contain checks of the user. `mapped` returns their errors from the `shard_map`, and then
+raises the error of the first device on which a check failed.
 """
 
 import functools
@@ -27,7 +27,7 @@ from zerojax import compat
 def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
     """Map a function over shards, as `jax.shard_map` does with these arguments and `check_vma=False`.
 
-    The result is the plain `shard_map` if it is differentiated, under `vmap`, or if `fn` makes a `jax.Ref`.
+    The plain `shard_map` is used if the call is differentiated or batched by `vmap`, or if `fn` creates a `jax.Ref`.
     """
     over_shards = jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
@@ -45,7 +45,7 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
     def call(*args):
         closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
-        if compat.makes_refs(jaxpr.effects):  # JAX removes refs by a rule per primitive: shard_map has one, ours not
+        if compat.makes_refs(jaxpr.effects):  # JAX removes refs with a rule per primitive: mapped_p has no such rule
             return over_shards(*args)
         if any(map(compat.is_check, jaxpr.effects)):
             return checked(*args)
@@ -57,13 +57,13 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
 
 
 def _with_error(fn: Callable, *args: Any) -> tuple[Any, Any]:
-    """Return the error of the user's checks in a function, with a leading dim, and the function's results."""
+    """Return the error of the user's checks in `fn`, with a leading dim, and the results of `fn`."""
     error, results = checkify.checkify(fn, errors=checkify.user_checks)(*args)
     return jax.tree.map(lambda x: jnp.asarray(x)[None], error), results
 
 
 def _evaluate(*args: Any, jaxpr: Any) -> list:
-    """Evaluate the `shard_map` of an equation."""
+    """Evaluate the plain `shard_map` that an equation contains."""
     return jax.core.eval_jaxpr(jaxpr, (), *args)
 
 
@@ -97,6 +97,6 @@ mapped_p.def_impl(_evaluate)
 mapped_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[mapped_p] = _differentiated
 batching.primitive_batchers[mapped_p] = _batched
-# JAX calls this rule if a value has a hijax type: the `shard_map` lowers it.
+# JAX calls this rule if a value has a hijax type. The plain `shard_map` lowers such values.
 setattr(mapped_p, "to_lojax", _evaluate)  # noqa: B010
 mlir.register_lowering(mapped_p, mlir.lower_fun(_evaluate, multiple_results=True))

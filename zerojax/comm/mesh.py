@@ -1,4 +1,4 @@
-"""Choose and check the mesh, and make the shardings that depend on the mesh and a leaf alone."""
+"""Choose and check the mesh, and make the shardings that depend only on the mesh and a leaf."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from zerojax.layout.padded import pad
 
 
 def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
-    """Return the axes that the caller named in an argument as a tuple. None is allowed in any argument but `axis=`.
+    """Return the axes that the caller named, as a tuple. `axis=` must name an axis, and other arguments may be None.
 
     Raises:
         TypeError: If the value is neither a name nor a tuple or list of names.
-        ValueError: If it has no name, or a name twice.
+        ValueError: If the value has no name, or the same name twice.
     """
     if axis is None and argument != "axis":
         return ()
@@ -33,12 +33,12 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """Check the given mesh, or make a mesh of all devices on one axis.
 
     Args:
-        mesh: A mesh of real or absent devices. None: all devices.
+        mesh: A mesh. Its devices may be GPUs that this machine does not have. None: all devices.
         axes: The data axes.
 
     Raises:
         TypeError: If `mesh` is not a `jax.sharding.Mesh`.
-        ValueError: If the mesh lacks one of the axes or has Manual axes, or `axes` are several without a mesh.
+        ValueError: If the mesh lacks one of the axes or has Manual axes, or if several axes are given without a mesh.
     """
     if mesh is None:
         if len(axes) > 1:
@@ -63,23 +63,23 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
 
 
 def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
-    """Constrain a stored array to the sharding of its layout, inside jit."""
+    """Constrain a stored array, inside jit, to the sharding that its layout says."""
     spec = leaf.spec
-    if len(mesh.axis_names) > 1 and not leaf.others:  # the compiler decides about the other axes
+    if len(mesh.axis_names) > 1 and not leaf.others:  # the compiler chooses the sharding over the other axes
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(s or free for s in (*spec, *[None] * (stored.ndim - len(spec)))))
     return jax.lax.with_sharding_constraint(stored, NamedSharding(mesh, spec))
 
 
 def in_storage_shape(value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Pad or flatten a logical array as its layout says, without placing it. A stored flat array stays as it is."""
+    """Pad or flatten a logical array as its layout says. A flat array that is already in storage shape is unchanged."""
     if leaf.kind == "flat":
         return flatten(value, leaf)
     return value if leaf.dim is None else pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
 
 
 def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Convert a logical array, or a stored flat one, to storage: in storage shape, and pinned to its layout."""
+    """Convert an array to its storage shape, and constrain it to its sharding. See `in_storage_shape`."""
     return constrain(mesh, in_storage_shape(value, leaf), leaf)
 
 
@@ -89,19 +89,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
-    """Return the sharding of dim 0 over the batch axes."""
+    """Return the sharding that divides dim 0 over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(spec_entry(data.batch)))
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Return shardings: of arrays whose dim 0 is as long as the batch's like the batch, of others replicated."""
+    """Return a tree of shardings. Arrays with as many rows as the batch are sharded like it, all others replicated."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)
 
 
 def wait_if_simulated(mesh: Mesh, arrays: Any) -> None:
-    """Wait for a program if devices are simulated, before another program begins.
+    """Wait until arrays are computed, if devices are simulated on a CPU, before another program begins.
 
     Simulated devices share one pool of threads, in which the collectives of two programs starve each other until XLA
     aborts.

@@ -1,10 +1,10 @@
-"""Bring sharded matrices to owners that compute with whole matrices, and bring the results back.
+"""Send sharded matrices to owners, which compute with whole matrices, and send the results back.
 
-Matrices of one shape make a stack. In storage, device r has slice r of each matrix. One all-to-all takes the stack to
-its owners, so that each owner has some of the matrices. One all-to-all takes the results back.
+Matrices of one shape form a stack. In storage, device r has slice r of every matrix. One all-to-all sends the slices
+to the owners, so that each owner has some whole matrices. Another all-to-all sends the results back.
 
-If there are fewer matrices than devices, an owner is several devices. They are neighbours in the mesh, and so in one
-host. Each has a slice of the matrix, and the compiler divides the products among them.
+If there are fewer matrices than devices, each owner consists of several devices. They are neighbours in the mesh, and
+so in one host. Each has a slice of the owner's matrix, and the compiler divides the products among them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
 OWNER, WITHIN = "zerojax_owner", "zerojax_within"
-EXCHANGE = "zerojax_all_to_all["  # in the name of an operation that takes matrices to their owners, or back
+EXCHANGE = "zerojax_all_to_all["  # in the name of each operation that sends matrices to their owners, or back
 
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """The devices of some mesh axes, as owners.
+    """The owners that the devices of some mesh axes form.
 
-    Owners differ along `axes`, and the devices of one owner along `within`. In the mesh, `within` come after `axes`.
+    There is one owner per position along `axes`. Its devices lie along `within`, which follows `axes` in the mesh.
     """
 
     mesh: Mesh
@@ -45,7 +45,7 @@ class Owners:
 
     @classmethod
     def of(cls, mesh: Mesh, axes: tuple[str, ...], within: int) -> Owners:
-        """Return owners of `within` devices each. If that is more than one device, `axes` must be a single axis."""
+        """Return owners of `within` devices each. If `within` is more than 1, `axes` must be a single axis."""
         if within == 1:
             return cls(mesh, axes)
         (axis,) = axes
@@ -73,18 +73,18 @@ class Owners:
         shared: Sequence[Array],
         outs: Sequence[Leaf],
     ) -> tuple[list[Array], list[Array]]:
-        """Compute a function of each item of a stack: each owner computes it for its own items.
+        """Apply a function to each item of a stack. Each owner computes its own items.
 
         Args:
-            fn: `fn(*arrays, *small, *shared) -> [*outs, *small_outs]` of one item, in logical shapes.
-            arrays: For each of these arrays, stacks in storage shape. `fn` sees the items of all of them, in order.
-            leaves: The layout of an item of each of these arrays.
+            fn: `fn(*arrays, *small, *shared) -> [*outs, *small_outs]`, a function of one item in logical shapes.
+            arrays: For each array that `fn` takes, a list of stacks in storage shape, which are joined to one stack.
+            leaves: For each of `arrays`, the layout of one item.
             small: Small arrays, stacked: one row per item.
             shared: Arrays that are the same for all items.
-            outs: The layout of an item of each result.
+            outs: For each of the results `outs`, the layout of one item.
 
         Returns:
-            `(outs, small_outs)`, stacked. The former are sharded by their leaves, the latter replicated.
+            `(outs, small_outs)`, stacked. `outs` are sharded as their layouts say, and `small_outs` are replicated.
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)
@@ -136,10 +136,10 @@ class Owners:
         return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
 
     def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
-        """Send each row of `(owners, slots, ...)` to its owner, with one all-to-all per element type.
+        """Send row i of each array `(owners, slots, ...)` to owner i, or back, with one all-to-all per element type.
 
-        If an owner is several devices, each must get neighbouring slices of its matrices. An all-to-all over `axes`
-        alone takes slices from devices that are `each` apart. So slices are permuted among all devices first.
+        If an owner has several devices, each device must get neighbouring slices of a matrix. An all-to-all over `axes`
+        alone takes slices from devices that are `each` positions apart. So slices are first permuted among all devices.
         """
         shapes = [x.shape if back else (self.count, -1, *x.shape[1:]) for x in rows]
         flat = [x.reshape(self.count, -1) for x in rows]
@@ -176,7 +176,7 @@ class Owners:
 
 
 def at(leaf: Leaf) -> int:
-    """Return the dim of a leaf that is sharded."""
+    """Return the sharded dim of a leaf."""
     assert leaf.dim is not None
     return leaf.dim
 
@@ -188,7 +188,7 @@ def _repeated(stack: Array, slots: int) -> Array:
 
 
 def _merged(x: Array, dim: int) -> Array:
-    """Convert `(sources, slots, *slice)` to `(slots, *item)`: join the slices along a dim of the item."""
+    """Convert `(sources, slots, *slice)` to `(slots, *item)`: join the slices from all sources along `dim`."""
     x = jnp.moveaxis(x, 0, dim + 1)
     return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
 

@@ -1,14 +1,13 @@
-"""Leave gradients of global view as partial sums, one per worker, until zerojax reduces them.
+"""In global view, keep gradients as partial sums, one per worker, until zerojax reduces them.
 
-In global view the compiler divides the rows of the batch. The gradient of a parameter is a product whose contracted
-dim holds rows, and the compiler would all-reduce it where the product is computed. This module computes the product in
-a small `shard_map` instead: each worker's partial sum is a row of a global array `(workers, *shape)`, divided on dim 0.
-The reduction is then a separate, explicit step, as in device view. The backward pass between the product and the
-gradient is linear, and is applied to each row.
+In global view the compiler divides the rows of the batch. A parameter's gradient is a product whose contracted dim
+holds rows, and the compiler would all-reduce it where the product is computed. This module computes the product in a
+small `shard_map` instead: each worker's partial sum is a row of a global array `(workers, *shape)`, divided on dim 0.
+The reduction is then a separate step, as in device view. Linear operations after the product are applied to each row.
 
-A sum equals the sum of its parts, so this is exact for any model. Which dim is divided decides only how many bytes
-move. It has to be the dim that holds the rows of the batch, which `zerojax.dims` follows through the program. The
-compiler reduces all other sums: those over other dims, and those over dims that are not known.
+The result is right for any model and any divided dim, because a sum equals the sum of its parts. The divided dim only
+decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` follows through the program. If
+a sum is over other dims, or the place of the rows is unknown, the compiler reduces the sum.
 """
 
 import dataclasses
@@ -25,16 +24,16 @@ from jax.sharding import PartitionSpec
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State
 
-# The scope, in a compiled program, of a gradient's sum that may be over rows: the analysis does not know.
+# The name scope of a sum in a gradient's computation, if the analysis does not know whether the sum is over rows.
 ROWS_UNKNOWN = "zerojax_rows_unknown"
 _SUMS = frozenset("dot_general conv_general_dilated reduce_sum scatter-add".split())
-# Operations that are linear in one operand: in the only one that is a partial sum.
+# Operations that can be applied to each partial sum if exactly one operand is a partial sum.
 _LINEAR = frozenset(
     "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
     "reshape rev sharding_constraint slice split squeeze transpose".split()
 )
-# Operations that are linear in several operands together, and which operands these are. They are the transposes of
-# operations that slice a parameter, or join several.
+# Operations that are linear in several operands together, with the slice that selects these operands. JAX creates them
+# when it transposes operations that slice or join parameters.
 _JOINTLY = MappingProxyType(
     {
         "add": slice(2),
@@ -63,20 +62,20 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """Where the operands of an equation that sums over rows hold these rows, which are divided over the workers.
+    """The dims that hold the rows in the operands of an equation that sums over rows. The workers divide the rows.
 
-    The place of an operand is None if every worker has the operand in full.
+    The place is None for an operand that every worker has in full.
     """
 
     places: tuple[Place | None, ...]
 
     def specs(self, entry: Any) -> tuple[PartitionSpec, ...]:
-        """Return the `PartitionSpec`s of the operands after `opened`; `entry` names the axes of the workers."""
+        """Return the `PartitionSpec` of each result of `opened`. `entry` names the mesh axes of the workers."""
         dim_of = lambda place: place.dim + place.is_split
         return tuple(PartitionSpec() if p is None else PartitionSpec(*[None] * dim_of(p), entry) for p in self.places)
 
     def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Split each dim in which the rows are not the outermost factor, so that a dim begins with the rows."""
+        """Split each dim that holds the rows as an inner factor, so that the rows begin a separate dim."""
         return [_split(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
 
     def closed(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -94,13 +93,13 @@ def _merged(x: jax.Array, place: Place) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How `evaluate` evaluates the equations of a backward pass.
+    """The options of `evaluate`.
 
     Attributes:
         workers: The number of data-parallel workers.
-        island: `island(eqn, divided, values)` returns the partial sums of an equation that sums over rows.
-        alike: Pins a gradient that is computed from parameters alone. None: leave it to the compiler.
-        rule: Evaluates any other equation, as for `jaxprs.evaluate`. None: as it is.
+        island: `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums.
+        alike: Constrains a gradient that is computed from parameters alone. None: the compiler decides.
+        rule: A rule for `jaxprs.evaluate`, for all other equations. None: they are evaluated unchanged.
     """
 
     workers: int
@@ -114,10 +113,10 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
 
     Args:
         backward: The backward pass, as a closed jaxpr.
-        args: Its arguments. An argument that the pass only adds to gradients may be a `PartialSum`.
-        how: How its equations are evaluated.
+        args: The arguments of the pass. An argument that it only adds to gradients may be a `PartialSum`.
+        how: The options.
         grads: The indices of the results that are gradients of parameters.
-        rows: For each argument, where it holds the rows of the batch.
+        rows: For each argument, which dims hold the rows of the batch.
 
     Returns:
         The results. A gradient that is left as partial sums has the shape `(workers, *shape)`.
@@ -141,7 +140,7 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
         loop = compat.loop_of(eqn)
         if loop is not None and not only_grads.isdisjoint(eqn.outvars):
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads]
-            in_body = Evaluation(how.workers, how.island)  # `alike` pins what the loop returns, behind the loop
+            in_body = Evaluation(how.workers, how.island)  # `alike` constrains the loop's results, after the loop
             body_rows = follower.into_loop(loop, states_of(eqn))
             inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, how.workers)
@@ -179,9 +178,9 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], inside: Callable, workers: int) -> list:
-    """Evaluate a loop. The results `grads` are used for gradients alone.
+    """Evaluate a loop. The results with the indices `grads` are only used to compute gradients.
 
-    A result that the loop adds up or stacks stays a partial sum. `inside(args, grads)` evaluates the loop's body.
+    Such a result stays a partial sum if the loop adds it up or stacks it. `inside(args, grads)` evaluates the body.
     """
     summed = _added_up(loop, grads)
     rows = [*summed, *(i for i in grads if i >= loop.carry)]
@@ -204,7 +203,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], ins
 
 
 def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
-    """Return the indices of the carries, among `grads`, to which the loop only adds."""
+    """Return those indices in `grads` that belong to a carry to which the loop only adds."""
     jaxpr, _ = compat.opened(loop.body)
     carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
     while carries:
@@ -217,7 +216,7 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
-    """Return the variables that are used for the results `grads` alone, and linearly."""
+    """Return the variables that affect no results but `grads`, and affect these linearly."""
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
@@ -232,9 +231,9 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 
 
 def _is_linear(eqn) -> bool:
-    """Return whether an equation may be applied to each partial sum.
+    """Return whether an equation can be applied to each partial sum.
 
-    A cast to float8 must not: it would round each partial sum.
+    A cast to float8 cannot, because it would round each partial sum.
     """
     if eqn.primitive.name == "convert_element_type":
         dtype = np.dtype(eqn.params["new_dtype"])
@@ -272,9 +271,9 @@ def as_rows(value: jax.Array, workers: int) -> jax.Array:
 
 
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """Return where the operands of an equation hold the rows that it sums over, or None if it sums over no rows.
+    """Return the places of the rows in the operands of an equation that sums over them. None: it sums over no rows.
 
-    The result must hold no rows. If it does, as a batched product of rows with rows does, a later equation sums them.
+    Also return None if the result still holds rows, as in a batched product: a later equation sums over them.
     """
     known = [state for state in states if state is not None]
     if len(known) < len(states) or result is None or result.places:
@@ -283,7 +282,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
     if name == "dot_general":
         return _paired(known, zip(*eqn.params["dimension_numbers"][0], strict=True))
     if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
-        # In the gradient of a kernel, the dim that the convolution takes for features holds the rows.
+        # In the gradient of a kernel, the feature dim of the convolution holds the rows.
         numbers = eqn.params["dimension_numbers"]
         return _paired(known, [(numbers.lhs_spec[1], numbers.rhs_spec[1])])
     if name == "reduce_sum":
@@ -295,7 +294,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
 
 def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
-    """Find the pair of contracted dims that holds the rows. One operand may hold none: it is the same for every row."""
+    """Find the pair of contracted dims that holds the rows. If one operand holds none, it is the same for every row."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
@@ -304,7 +303,7 @@ def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
 
 
 def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """Return the places of the rows in a scatter-add into zeros: in its indices, if they hold rows, and its updates."""
+    """Return the places of the rows in a scatter-add into zeros. Its updates hold rows, and its indices may."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)

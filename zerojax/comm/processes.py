@@ -1,6 +1,6 @@
 """Exchange messages between the processes of a run, through JAX's coordination service, within a timeout.
 
-No device takes part, so a thread can do it while the main thread trains. A process notices if a process that it waits
+This needs no device, so a thread can do it while the main thread trains. A process notices if a process that it waits
 for has died.
 """
 
@@ -19,16 +19,16 @@ from zerojax.compat import coordination_client
 TIMEOUT_S = 300  # as long as jax.distributed.initialize waits
 MOST_DIFFERENCES = 3
 LOOK_EVERY_S = 1.0
-# The service accepts each key once per run. So keys are numbered: all processes exchange the messages about one purpose
-# in the same order.
+# The service accepts each key only once per run, so keys are numbered. The numbers agree, because all processes
+# exchange the messages about one purpose in the same order.
 SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
 class Processes:
-    """All processes of the run, and the index of this process. It waits for the others for `timeout` seconds."""
+    """The processes of the run, and the index of this process, which waits up to `timeout` seconds for the others."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
-        """Prepare messages about one purpose, or about a counted call."""
+        """Prepare to exchange messages about one purpose, or about a counted call."""
         self.index, self.count = jax.process_index(), jax.process_count()
         self.timeout = TIMEOUT_S if timeout is None else timeout
         place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
@@ -36,22 +36,22 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process does work that is done once."""
+        """Return whether this process does the work that only one process does."""
         return self.index == 0
 
     def exchange(self, topic: str, message: str) -> list[str]:
-        """Send a message to all other processes, and wait for theirs.
+        """Send a message to all other processes, and wait for their messages.
 
         Args:
-            topic: What the process is about to do, as a verb, such as `"begin"`.
-            message: The message; not empty.
+            topic: A verb that says what this process is about to do, such as `"begin"`.
+            message: The message. It must not be empty.
 
         Returns:
-            The message of each process, in order.
+            The message of each process, in the order of their indices.
 
         Raises:
-            TimeoutError: If a process sends nothing within the timeout, or has ended. The error names it.
-            ValueError: If another process makes another call. The error names both calls.
+            TimeoutError: If a process sends nothing within the timeout, or has ended. The error names the process.
+            ValueError: If another process makes a different call. The error names both calls.
         """
         if self.count == 1:
             return [message]
@@ -81,7 +81,7 @@ class Processes:
         return [text for _, (_, text) in sorted(found.items())]
 
     def _wait_for(self, missing: list[int], key: str, seconds: float, topic: str) -> None:
-        """Wait a while for a message. Raise an error if a missing process ended, or makes another call."""
+        """Wait a while for a message. Raise an error if a missing process ended, or makes a different call."""
         try:
             coordination_client().blocking_key_value_get(key, max(1, round(1000 * seconds)))
         except Exception as error:
@@ -99,14 +99,14 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
     """Check that all processes are about to do the same, so that none waits for another in vain.
 
     Args:
-        topic: What they are about to do, as a verb, such as `"begin"`.
+        topic: A verb that says what the processes are about to do, such as `"begin"`.
         record: Values that must be the same on all processes, by name.
         partial: Whether a name may be missing on some processes.
         timeout: How long to wait for the others, in seconds. Default: `TIMEOUT_S`.
 
     Raises:
         ValueError: On every process, if a value differs. The error names the values and two processes.
-        TimeoutError: If a process does not call this within the timeout. The error names it.
+        TimeoutError: If a process does not call this function within the timeout. The error names the process.
     """
     if jax.process_count() == 1:
         return
@@ -125,7 +125,7 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
 
 
 def first_difference(records: list[dict[str, str]], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
-    """Return the first process whose record differs, a process it differs from, and the names; None if all agree."""
+    """Return the first process whose record differs, a process it differs from, and the differing names, or None."""
     first_with: dict[str, int] = {}
     for index, record in enumerate(records):
         names = record if partial else {**records[0], **record}

@@ -1,8 +1,8 @@
-"""Gather and reduce quantised values: blocks of few bits, each with a scale. One array of bytes holds both.
+"""Gather and reduce quantised values. Each block of narrow elements has a scale, and one array of bytes holds both.
 
-A gather sends each shard's bytes, and decodes the received bytes. A reduction goes axis by axis, the innermost first:
-an all-to-all brings each device the bytes of its own shard from all others, and the device sums them in float32. So no
-partial sum along one axis is rounded.
+A gather sends each shard's bytes, and decodes the received bytes. A reduction handles the mesh axes one by one, the
+innermost first. An all-to-all sends each device the bytes of its shard from all other devices, and the device sums the
+decoded values in float32. So partial sums along one axis are not rounded.
 
 References:
     Wang et al. 2023, arXiv 2306.10209, sections 3.2 and 3.4: ZeRO++.
@@ -31,19 +31,19 @@ INTEGER_LIMITS = {"int4": 7, "int8": 127}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Encode blocks in a format. A float32 scale per block maps its largest magnitude to the largest of the format.
+    """Encode blocks of elements. A scale per block maps the block's largest magnitude to the format's largest.
 
-    The largest error of an element, with `max` for the largest magnitude in its block:
+    The error of an element has these bounds, where `max` is the largest magnitude in its block:
 
-    - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, less than twice as much.
-    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's smallest normal number, scaled.
+    - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, the bound is twice as large.
+    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's scaled smallest normal if that is larger.
 
     Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
 
     Attributes:
         format: One of `FORMATS`.
         block: The number of elements that share a scale; even.
-        stochastic: Whether integers are rounded up or down at random, so that the mean is right.
+        stochastic: Whether integers are rounded up or down at random, so that rounding is unbiased.
     """
 
     format: str
@@ -93,14 +93,14 @@ class Codec:
         if self.format not in INTEGER_LIMITS:
             return lax.bitcast_convert_type(x, jnp.dtype(self.format)).astype(jnp.float32)
         signed = lax.bitcast_convert_type(x, jnp.int8)
-        if self.format == "int4":  # an arithmetic shift spreads the sign
+        if self.format == "int4":  # the arithmetic right shift extends the sign bit
             signed = jnp.concatenate([lax.shift_left(signed, jnp.int8(4)), signed], axis=-1)
             signed = lax.shift_right_arithmetic(signed, jnp.int8(4))
         return signed.astype(jnp.float32)
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
-    """Draw a number in [0, 1) for each number, by a hash of its bits and its position.
+    """Return a pseudo-random number in [0, 1) for each element of `x`: a hash of the element's bits and position.
 
     References:
         The finaliser of MurmurHash3 (Appleby 2011), which mixes 32 bits.
@@ -115,7 +115,7 @@ def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
 def all_gather(
     shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
 ) -> list[Shaped[Array, "*logical"]]:
-    """Gather one bucket: quantised over the axes `over`, and unchanged over its other axes."""
+    """Gather one bucket. Shards are sent quantised over the axes `over`, and unquantised over the other axes."""
     axes, sizes = leaves[0].axes, [shard.size for shard in shards]
     narrow, plain = (tuple(axis for axis in axes if (axis in over) is on) for on in (True, False))
     payload = jnp.concatenate([codec.encode(shard.ravel()) for shard in shards])
@@ -132,7 +132,7 @@ def all_gather(
 def reduce_scatter(
     values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
 ) -> list[Float[Array, "*local"]]:
-    """Reduce-scatter one bucket: quantised over the axes `over`, and exact over its other axes. Returns float32."""
+    """Reduce-scatter one bucket, and return float32. Gradients are quantised only over the axes `over`."""
     axes = leaves[0].axes
     counts = [lax.axis_size(axis) for axis in axes]
     rows = [to_rows(*pair).reshape(*counts, -1) for pair in zip(values, leaves, strict=True)]

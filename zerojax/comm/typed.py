@@ -1,11 +1,11 @@
 """Evaluate functions that are written for Explicit axes (`out_sharding=`, `reshard`, `typeof`) on Auto axes.
 
 Such a function is traced once on the caller's mesh, where the type of every array says how it is sharded. Its jaxpr is
-then evaluated on the same devices with Auto axes. Equations lose the shardings among their parameters. A type becomes a
-sharding constraint in two cases: the equation names its result's sharding, or the type divides rows and no operand has
-the same type. Values that depend on parameters alone are not divided over the data axes. They get no constraint, so
-that `gather` recognises them. A function that names no sharding gets no constraint at all: its program is the one that
-tracing on the Auto mesh gives.
+then evaluated on the same devices with Auto axes. Shardings are removed from the parameters of equations. A result's
+type becomes a sharding constraint in two cases: the equation names its result's sharding, or the type divides rows and
+no operand has the same type. Values that depend on parameters alone are not divided over the data axes. They get no
+constraint, so that `gather` recognises them. A function that names no sharding gets no constraint at all. Its program
+equals the program that tracing on the Auto mesh gives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHARDINGS = ("out_sharding", "sharding")
 
 
 def typed_mesh(mesh: Mesh) -> AbstractMesh:
-    """Return the caller's mesh for types of arrays. Axes that are Manual in the context stay Manual."""
+    """Return the caller's mesh, for use in the types of arrays. Axes that are Manual in the context stay Manual."""
     return _with_manual(mesh.abstract_mesh, jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -56,7 +56,7 @@ class TypedFunction:
         """Trace a function on a mesh, and return the traced function and the tree of the shapes of its results.
 
         The mesh has Explicit axes, and may have Manual axes. The arguments `values` may be on any mesh, because only
-        their shapes and types are read. `specs` are their shardings.
+        their shapes and types are read. `specs` are their shardings in the trace.
         """
         avals = [_typed(jax.typeof(x), mesh, tuple(spec)) for x, spec in zip(values, specs, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):
@@ -69,7 +69,7 @@ class TypedFunction:
         return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
 
     def __call__(self, *values: Array) -> list[Array]:
-        """Evaluate the function on the mesh of the context: its axes are Auto, or Manual as in the trace."""
+        """Evaluate the function on the mesh of the context. Its axes are Auto, or Manual if the trace's are Manual."""
         jaxpr, consts = compat.opened(self.closed)
         constrains = any(map(_names_sharding, jaxprs.equations(jaxpr)))
         evaluation = _Evaluation(self.mesh, self.axes, constrains, {})
@@ -84,7 +84,7 @@ class _Evaluation:
         mesh: The mesh that the types name.
         axes: The mesh axes that divide the rows of the batch.
         constrains: Whether a type that divides rows becomes a constraint. False if no equation names a sharding.
-        known: The inner jaxprs that were traced again, so that equal layers stay one program.
+        known: A cache of inner jaxprs that were traced again, so that equal layers stay one program.
     """
 
     mesh: AbstractMesh
@@ -100,7 +100,7 @@ class _Evaluation:
         name = eqn.primitive.name
         if name in _RESHARDS:
             aval = eqn.outvars[0].aval
-            # On the way to Auto axes, as into `auto_axes`, a type without axes says nothing.
+            # If the result has Auto axes, as on entry to `auto_axes`, a type that names no axes requires nothing.
             return [self._constrained(values[0], aval, replicates=bool(aval.sharding.mesh.explicit_axes))]
         if name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
             return [self._constrained(values[0], eqn.outvars[0].aval, tuple(_divided(eqn.params["sharding"].spec)))]
@@ -118,10 +118,10 @@ class _Evaluation:
         return self.constrains and not self.axes.isdisjoint(axes_of(spec_of(aval))) and _type(aval) not in given
 
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
-        """Constrain a value to be sharded as its type says, over those axes that are Auto on the mesh of the context.
+        """Constrain a value to be sharded as its type says, over the axes that are Auto on the mesh of the context.
 
-        `others` are the entries of a sharding constraint, which may name axes that are Auto on the caller's mesh, too.
-        With `replicates`, a type that names no axis becomes a constraint, too. A dropped value is None.
+        `others` are the entries of a sharding constraint of the function. They may also name axes that are Auto on the
+        caller's mesh. With `replicates`, a type that names no axis becomes a constraint, too. A dropped value is None.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if x is None or not mesh.auto_axes or mesh.size == 1:
@@ -170,7 +170,7 @@ class _Evaluation:
         if key not in self.known:
             run = lambda *values: self.evaluate(jaxpr, to_auto(list(consts)), values)
             again = jax.make_jaxpr(run)(*(_typed(var.aval, mesh) for var in jaxpr.invars))
-            self.known[key] = closed, compat.like(again, closed)  # `closed` lives as long as its id is a key
+            self.known[key] = closed, compat.like(again, closed)  # keeps `closed` alive, so that no other gets its id
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
@@ -188,7 +188,7 @@ class _Evaluation:
         )(*values)
 
     def _custom_rule(self, eqn: Any, values: Sequence) -> Sequence:
-        """Evaluate a function with its own derivatives. They are traced on the caller's mesh too, when they are needed.
+        """Evaluate a call of a `jax.custom_jvp` or `jax.custom_vjp`. Its derivative is traced when it is needed.
 
         As in JAX, values that the function closes over have no derivative.
         """
@@ -211,9 +211,9 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class _DerivativeRule:
-    """The derivative of an equation of a function with its own derivatives, traced on the caller's mesh.
+    """The derivative of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp`, traced on the caller's mesh.
 
-    `consts` has the first operands of the equation: the values that the function closes over.
+    `consts` are the equation's first operands: the values that the function closes over. The rest are its arguments.
     """
 
     evaluation: _Evaluation
@@ -227,7 +227,7 @@ class _DerivativeRule:
 
     @property
     def _args(self) -> list:
-        """Return the types of the operands that the function does not close over."""
+        """Return the types of the function's arguments."""
         return self._types[len(self.consts) :]
 
     @property
@@ -236,7 +236,7 @@ class _DerivativeRule:
         return [var.aval for var in self.eqn.outvars]
 
     def jvp_of(self, value: Callable) -> Callable:
-        """Return a `jax.custom_jvp` of `value`, a function of the operands that the function does not close over."""
+        """Return a `jax.custom_jvp` of `value`, which computes the result from the function's arguments."""
 
         def both(*values):
             operands, tangents = values[: len(self._types)], values[len(self._types) :]
@@ -255,8 +255,8 @@ class _DerivativeRule:
         return made
 
     def vjp_of(self, value: Callable) -> Callable:
-        """Return a `jax.custom_vjp` of `value`, a function of the operands that the function does not close over."""
-        kept: dict[str, Any] = {}  # the structure and the types of the residuals, from the trace of the forward pass
+        """Return a `jax.custom_vjp` of `value`, which computes the result from the function's arguments."""
+        kept: dict[str, Any] = {}  # the structure and the types of the residuals, set while the forward pass is traced
 
         def forward(*values):
             fn, args = self._opened(values)
@@ -285,7 +285,7 @@ class _DerivativeRule:
         return made
 
     def _opened(self, operands: Sequence) -> tuple[Callable, Sequence]:
-        """Return the equation as a function of the operands that the function does not close over, and these."""
+        """Split the operands: return the equation as a function of the arguments, and the arguments."""
         consts, args = operands[: len(self.consts)], operands[len(self.consts) :]
         return lambda *xs: compat.evaluate_one(self.eqn, (*consts, *xs)), args
 
@@ -296,13 +296,13 @@ class _DerivativeRule:
         return TypedFunction(self.evaluation.mesh, closed, self.evaluation.axes)
 
     def _run(self, traced: TypedFunction, values: Sequence) -> list:
-        """Evaluate a traced function on values on Auto axes."""
+        """Evaluate a traced function with values that are on Auto axes."""
         jaxpr, consts = compat.opened(traced.closed)
         return self.evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
 
 def spec_of(aval: Any) -> PartitionSpec:
-    """Return the sharding that a type names; replicated if it names none."""
+    """Return the sharding that a type names. A type that names none is replicated."""
     sharding = getattr(aval, "sharding", None)
     return _divided(sharding.spec) if isinstance(sharding, NamedSharding) else PartitionSpec()
 
@@ -317,7 +317,7 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """Put a type on a mesh."""
+    """Return an array's type with the sharding `spec` on a mesh."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))
@@ -339,7 +339,7 @@ def _differentiable(avals: Sequence, values: Sequence) -> list:
 
 
 def _with_zeros(avals: Sequence, tangents: Sequence) -> tuple:
-    """Undo `_differentiable` for tangents or cotangents: add the zeros of all other types."""
+    """Undo `_differentiable` for tangents or cotangents: insert zeros for the types without tangents."""
     given = iter(tangents)
     return tuple(next(given) if _has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals)
 

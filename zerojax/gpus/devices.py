@@ -1,4 +1,4 @@
-"""Describe a GPU: memory and peak rates, from XLA's description, and link bandwidths, from data sheets."""
+"""Describe a GPU: memory and peak rates from XLA's description, and link bandwidths from data sheets."""
 
 import dataclasses
 import re
@@ -10,23 +10,23 @@ from zerojax.gpus.topology import Topology, target_config
 
 # Element types for which matrix units have rates, by their numbers in XLA (xla_data.proto).
 TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf16", "19": "f8e5m2", "20": "f8e4m3fn"}
-# The share of memory for programs, as in XLA (xla_gpu_memory_limit_slop_factor). The CUDA context, NCCL and
+# The share of memory that programs may use, as in XLA (xla_gpu_memory_limit_slop_factor). The CUDA context, NCCL and
 # fragmentation take the remaining memory.
 USABLE = 0.95
 
 
 class Links(NamedTuple):
-    """Peak bytes per second that one GPU sends in one direction: to the GPUs of its host, and to other hosts.
+    """Peak bytes per second that one GPU sends: `link` to GPUs of its host, and `network` to other hosts.
 
-    It reaches other hosts through its share of the host's network adapters.
+    `network` is the GPU's share of its host's network adapters.
     """
 
     link: float
     network: float
 
 
-# NVLink: half of the data sheets' figure, which counts both directions. Network: one adapter per GPU, as in DGX A100
-# (8 x 200 Gbit/s), and in DGX H100, H200 and B200 (8 x 400 Gbit/s).
+# NVLink: half of the figure in the data sheets, which counts both directions. Network: one adapter per GPU, as in DGX
+# A100 (8 x 200 Gbit/s), and in DGX H100, H200 and B200 (8 x 400 Gbit/s).
 LINKS = {
     "a100-80": Links(300e9, 25e9),
     "b200": Links(900e9, 50e9),
@@ -41,10 +41,10 @@ class Device:
 
     Attributes:
         memory: Bytes of memory.
-        bandwidth: Bytes per second of memory.
+        bandwidth: Bytes per second that memory reads and writes.
         rates: Dense FLOP/s of the matrix units, by the HLO type of the operands. `"f32"` is TF32, which XLA uses unless
             the precision is `HIGHEST`.
-        scalar: FLOP/s in float32 without matrix units.
+        scalar: FLOP/s in float32 outside the matrix units.
         links: Link bandwidths.
         per_host: The number of GPUs in a host.
     """
@@ -58,7 +58,7 @@ class Device:
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
-        """Return the GPU of a topology. `link` and `network` replace the table's figures, in bytes per second.
+        """Return the GPU of a topology. `link` and `network`, in bytes per second, replace the figures of `LINKS`.
 
         Raises:
             ValueError: If `link` or `network` is not above 0.
@@ -85,14 +85,14 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products by the operands' HLO type. A type without matrix units has the scalar rate."""
+        """Return the FLOP/s of products of an HLO type. It is the scalar rate if no matrix unit has this type."""
         return self.rates.get(dtype, self.scalar)
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:
         """Return the bytes per second that each device of a group sends over a ring.
 
-        The ring enters and leaves a host once per device that the group has there, through this device's own network
-        adapter. `group` has the devices' numbers in the mesh, which counts host by host.
+        The ring enters and leaves a host once for each device of the group in that host, through this device's network
+        adapter. `group` has the devices' numbers in the mesh, where the devices of one host have adjacent numbers.
         """
         in_host = Counter(device // self.per_host for device in group)
         if len(in_host) <= 1:

@@ -1,4 +1,4 @@
-"""Make meshes of absent GPUs, so that a machine without GPUs can compile for them.
+"""Make meshes of GPUs that this machine does not have, so that it can compile programs for them.
 
 This needs the extra `aot`, which installs the CUDA compiler plugin of jaxlib's version. It needs no driver.
 """
@@ -21,7 +21,7 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Absent GPUs of one of `KINDS`: the same number in each host."""
+    """GPUs of one of `KINDS`, the same number in each host. This machine does not have them."""
 
     kind: str
     hosts: int
@@ -54,14 +54,14 @@ class Topology:
 
 
 def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
-    """Return a mesh of absent GPUs with Auto axes. Programs can be compiled for it, but cannot run.
+    """Return a mesh of GPUs that this machine does not have. Programs can be compiled for it, but cannot run.
 
     Args:
         topology: GPUs in the form that `Topology.parse` reads.
-        axes: One axis for all GPUs, or two axes: the hosts, and the GPUs of a host.
+        axes: The names of the Auto axes: one axis for all GPUs, or two axes for the hosts and the GPUs of a host.
 
     Raises:
-        ValueError: If the topology is unknown, or more axes are named than it has levels.
+        ValueError: If the topology is unknown, or there are more than two axes.
         ModuleNotFoundError: If the extra `aot` is not installed.
     """
     parsed = Topology.parse(topology)
@@ -77,16 +77,16 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 
 
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
-    """Return a mesh of absent GPUs with the axes of another mesh.
+    """Return a mesh of GPUs that this machine does not have, with the axes of another mesh.
 
     Args:
-        mesh: The mesh that has the axes, and their types.
+        mesh: The mesh with the names, types and sizes of the axes.
         topology: GPUs in the form that `Topology.parse` reads.
-        axes: The data axes. If they are two, the first is resized to the hosts, and the second to the GPUs of a host.
-            Otherwise the first alone is resized. All other axes keep their sizes, within a host.
+        axes: The data axes. Of two, the first is resized to the number of hosts, and the second to the GPUs that are
+            left in a host. Otherwise only the first is resized, to fit all GPUs. All other axes keep their sizes.
 
     Raises:
-        ValueError: If the topology is unknown, or the axes do not multiply to its GPUs.
+        ValueError: If the topology is unknown, or the sizes of the axes do not multiply to its number of GPUs.
         ModuleNotFoundError: If the extra `aot` is not installed.
     """
     devices = absent_mesh(topology).devices.flatten()
@@ -107,7 +107,7 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
 
 
 def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
-    """Return a mesh without devices, for layouts alone. If it has several axes, the first has the hosts."""
+    """Return a mesh without devices, for computing layouts. The first of several axes has the size `hosts`."""
     sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -126,7 +126,7 @@ def target_config(kind: str) -> str:
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Return descriptions of the devices. They are cached, because the results of two calls are not equal."""
+    """Return descriptions of the devices. They are cached, because two calls would return unequal devices."""
     description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,

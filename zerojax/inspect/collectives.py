@@ -1,4 +1,4 @@
-"""List the collectives of a compiled program: kinds, arrays, bytes, and how often each executes."""
+"""List the collectives of a compiled program, with their kinds, arrays and bytes, and how often each executes."""
 
 import math
 import re
@@ -29,7 +29,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 @dataclass(frozen=True)
 class Array:
-    """One array that a collective moves: its HLO dtype, and its full shape, before a scatter or after a gather."""
+    """One array that a collective moves. The shape is the full shape: before a scatter, or after a gather."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,23 +53,23 @@ class Array:
 class Collective:
     """One collective of a compiled program.
 
-    Sizes are those of the full tensor in one execution: of the result of an all-gather, and of the operand of every
-    other kind. So a parameter that is gathered and its gradient that is reduce-scattered have the same size.
+    Sizes are those of the full tensor in one execution: the result of an all-gather, or the operand of any other kind.
+    So a parameter's all-gather and its gradient's reduce-scatter have the same size.
 
     Attributes:
         kind: One of `KINDS`. A start and its done are one collective.
-        arrays: The arrays that it moves. There are several if XLA combined several tensors into one launch.
-        group: The devices that take part together, by their number in the mesh: the first of several groups. For a
-            permute, the devices that its pairs name.
-        times: Executions in one run of the program. None: the program does not fix the trip count of a loop around the
-            collective.
-        times_if_once: Executions in one run of the program, if each such loop has one iteration.
-        conditional: Whether it is in a branch of a conditional. The branch counts as executed.
-        computation: The HLO computation that contains it.
-        name: Its HLO instruction.
-        op_name: The JAX operation that it came from, or "".
-        frames: The Python stack that traced it, innermost first, as "file:line in function".
-        dim: The dim along which an all-gather joins its array, or an all-to-all exchanges it. None: another kind.
+        arrays: The arrays that the collective moves. XLA may combine several tensors into one collective.
+        group: The devices of the first group that communicates, by their number in the mesh. For a permute, the devices
+            that its pairs name.
+        times: How often one run of the program executes the collective. None: the collective is in a loop whose trip
+            count the program does not fix.
+        times_if_once: How often one run executes the collective if each such loop has one iteration.
+        conditional: Whether the collective is in a branch of a conditional. The branch counts as executed.
+        computation: The HLO computation that contains the collective.
+        name: The name of the HLO instruction.
+        op_name: The JAX operation that the collective came from, or "".
+        frames: The Python stack that traced the operation, innermost first, as "file:line in function".
+        dim: The dim along which an all-gather joins arrays, or an all-to-all exchanges them. None for other kinds.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Return the number of devices that take part together."""
+        """Return the number of devices in one group."""
         return len(self.group)
 
     @property
@@ -106,7 +106,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that one device sends per execution over a ring: x(n-1)/n, or 2x(n-1)/n if all-reduced."""
+        """Return the bytes that each device sends per execution in a ring: x(n-1)/n, or 2x(n-1)/n to all-reduce."""
         return self._ring(self.bytes)
 
     @property
@@ -122,7 +122,7 @@ class Collective:
 
 
 class Volume(NamedTuple):
-    """Sizes of the full tensors of collectives in one run, and bytes and elements that one device sends over a ring."""
+    """Totals over collectives in one run: the size of the full tensors, and what one device sends over a ring."""
 
     elements: int
     bytes: int
@@ -131,7 +131,7 @@ class Volume(NamedTuple):
 
 
 class CompiledCollectives(tuple[Collective, ...]):
-    """The collectives of one compiled program, callers before callees. Print it for a table of totals."""
+    """The collectives of one compiled program. Callers come before callees. `print` shows a table of totals."""
 
     __slots__ = ()
 
@@ -139,7 +139,7 @@ class CompiledCollectives(tuple[Collective, ...]):
         """Return the collectives of some kinds, in the program's order.
 
         Args:
-            kinds: Some of `KINDS`. Without any, all collectives are returned.
+            kinds: Names from `KINDS`. If there are none, all collectives are returned.
 
         Raises:
             ValueError: If a kind is not one of `KINDS`.
@@ -149,10 +149,10 @@ class CompiledCollectives(tuple[Collective, ...]):
         return CompiledCollectives(c for c in self if not kinds or c.kind in kinds)
 
     def moved(self, *kinds: str, unknown_once: bool = False) -> Volume:
-        """Add up the collectives of some kinds, in all of their executions.
+        """Add up the sizes of the collectives of some kinds, over all executions.
 
         Args:
-            kinds: Some of `KINDS`. Without any, all collectives are added up.
+            kinds: Names from `KINDS`. If there are none, all collectives are added up.
             unknown_once: Whether to count a loop of unknown trip count as one iteration.
 
         Raises:
@@ -194,16 +194,16 @@ class CompiledCollectives(tuple[Collective, ...]):
 
 
 def collectives(compiled: Any) -> CompiledCollectives:
-    """List every collective of a compiled program, with the arrays that it moves and the number of its executions.
+    """List every collective of a compiled program, with the arrays that it moves and how often it executes.
 
-    Executions are counted from the entry through loops, calls, fusions and asynchronous computations:
+    Loops, calls, fusions and asynchronous computations around a collective decide how often it executes:
 
-    - The trip count of a loop is the number that XLA noted. Without a note, it is computed from a counter that starts
-      at a constant, steps by a constant, and is compared with a constant. It is unknown if there is no such counter.
+    - The trip count of a loop is the number that XLA wrote into the program. Without this number, the trip count is
+      computed from a counter with a constant start, step and bound. It is unknown if there is no such counter.
     - Every branch of a conditional counts as executed.
 
     Dtypes are those of the compiled program: XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
-    sends, these are not listed.
+    sends, the sends are not listed.
 
     Args:
         compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
@@ -225,7 +225,7 @@ def collectives_of(module: Module) -> CompiledCollectives:
         computation, count = module.computations[name], module.executions[name]
         for i in computation.instructions:
             kind = i.opcode.removesuffix("-start")
-            # A start that calls a computation wraps a collective of that computation, which is listed instead.
+            # A start that calls a computation wraps a collective of that computation. That collective is listed.
             if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
                 continue
             dim = re.search(r"\bdimensions=\{(\d+)\}", i.attributes)
@@ -248,27 +248,27 @@ def collectives_of(module: Module) -> CompiledCollectives:
 
 
 def cause_of(c: Collective) -> str:
-    """Return the leaves that the engine noted, or the innermost line of the model, or the operation."""
+    """Return the leaves that a zerojax collective names, otherwise the innermost line of the model or the operation."""
     if leaves := leaves_in(c.op_name):
-        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one
+        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one of them
         return f"{leaves} and {more} combined with it" if more else leaves
     return next(iter(lines_of_model(c.frames)), c.op_name or c.name)
 
 
 def leaves_in(op_name: str) -> str:
-    """Return the leaves that the engine noted in the name of an operation, or ""."""
+    """Return the leaves that zerojax wrote into the name of an operation, or ""."""
     found = LABEL.search(op_name)
     return found[2].replace("\\", "") if found else ""
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames of the model, without the frames of the code that calls this function."""
+    """Return the frames that are in the user's model. Frames of the code that calls this function are left out."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Return the arrays of an HLO shape; the elements of a tuple in order."""
+    """Return the arrays of an HLO shape. For a tuple, return its elements in order."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)
@@ -279,7 +279,7 @@ def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[A
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
     if kind == "all-gather":
         arrays = arrays_of(i.shape)
-        # The shape of a start lists operands, results and context. How they are nested differs.
+        # The shape of a start lists operands, then results, then context. Their nesting varies.
         return tuple(arrays if i.opcode == kind else arrays[len(operands) : 2 * len(operands)])
     if missing := [name for name in operands if name not in computation.by_name]:
         raise ValueError(
@@ -300,7 +300,7 @@ def _group(module: Module, i: Instruction) -> tuple[int, ...]:
         return tuple(numbers.transpose(order or None).reshape(-1, int(iota[1]))[0].tolist())
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-        # How far apart neighbours along each axis are numbered.
+        # For each axis, the difference between the numbers of neighbouring devices.
         strides = {name: math.prod([*sizes.values()][k + 1 :]) for k, name in enumerate(sizes)}
         numbers = np.zeros((), int)
         # A sub-axis is written 'name':(size before)size.

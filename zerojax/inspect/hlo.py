@@ -1,6 +1,6 @@
-"""Parse the HLO text of a compiled program: its computations in schedule order, and how often each executes.
+"""Parse the HLO text of a compiled program into computations, in schedule order, and count how often each executes.
 
-`read` passes over the lines once. Operands, attributes and callees of an instruction are parsed when they are used.
+`read` scans the lines once. An instruction's operands, attributes and callees are parsed when they are used.
 """
 
 import re
@@ -17,15 +17,15 @@ _CALLEES = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# Other instructions name computations, too, such as the sum of an all-reduce. They do not run them as a program.
+# Other instructions also name computations, such as the sum of an all-reduce, but those are not run as programs.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_DEPTH = 12  # instructions through which a loop counter is traced back: bounds the work on values that are no counters
+_DEPTH = 12  # how many instructions a loop counter is traced back through: bounds the work on other values
 
 
 class Instruction(NamedTuple):
-    """One line of HLO. `rest` is the unparsed line from the operands on, and `root` marks a computation's result."""
+    """One line of HLO. `rest` is the line from the operands on, not parsed. `root` marks a computation's result."""
 
     name: str
     opcode: str
@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """Return the text between the parentheses: operands, a constant's value, or a parameter's number."""
+        """Return the text between the parentheses: the operands, a constant's value, or a parameter's number."""
         depth = 1
         for bracket in re.finditer(r"[()]", self.rest):
             depth += 1 if bracket.group() == "(" else -1
@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Return the names of the operands; none for a parameter or a constant."""
+        """Return the names of the operands. A parameter or a constant has none."""
         if self.opcode in ("parameter", "constant"):
             return []
         literal = self.literal
@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """Return the text behind the operands, without metadata and backend config, whose text could match anything."""
+        """Return the text after the operands, without metadata and backend config, where any text may occur."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property
@@ -72,13 +72,13 @@ class Instruction(NamedTuple):
 
     @property
     def is_synchronous(self) -> bool:
-        """Return whether there is no start, or XLA:GPU marked the pair of start and done as synchronous."""
+        """Return whether this is no asynchronous start, or a start that XLA:GPU marked as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
 @dataclass(frozen=True)
 class Computation:
-    """One HLO computation: its instructions by name, and in the order of the text, which is the schedule."""
+    """One HLO computation. `instructions` are in the order of the text, which is the schedule."""
 
     name: str
     instructions: list[Instruction]
@@ -86,7 +86,7 @@ class Computation:
 
     @property
     def root(self) -> str:
-        """Return the name of the instruction whose value the computation returns."""
+        """Return the name of the instruction whose result the computation returns."""
         return next((i.name for i in reversed(self.instructions) if i.root), "")
 
     @cached_property
@@ -100,7 +100,7 @@ class Computation:
 
 
 class Call(NamedTuple):
-    """An instruction that runs a computation `trip_count` times. None: the program does not fix the number."""
+    """An instruction that runs a computation `trip_count` times. None: the program does not fix this number."""
 
     instruction: Instruction
     callee: str
@@ -165,7 +165,7 @@ class Module:
         return counts
 
     def callee(self, instruction: Instruction) -> Computation | None:
-        """Return the first computation that an instruction names, such as a fusion's."""
+        """Return the first computation that an instruction names, such as the body of a fusion."""
         return next((self.computations.get(name) for _, name in instruction.callees), None)
 
     def frames(self, instruction: Instruction) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class Module:
 
 
 class Executions(NamedTuple):
-    """Executions of a computation in one run of the program.
+    """How often one run of the program executes a computation.
 
     Attributes:
         times_if_once: The number of executions, if each loop of unknown trip count has one iteration.
@@ -221,7 +221,7 @@ def read(compiled: Any) -> Module:
         compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
 
     Raises:
-        TypeError: If `compiled` is no compiled program.
+        TypeError: If `compiled` is not a compiled program.
         ValueError: If the text is not HLO.
     """
     if not isinstance(compiled, str) and not (hasattr(compiled, "as_text") and hasattr(compiled, "memory_analysis")):
@@ -257,7 +257,7 @@ def read(compiled: Any) -> Module:
 
 
 class _Affine(NamedTuple):
-    """An integer in a loop: `offset` plus element number `element` of the carry, if that is not None."""
+    """An integer in a loop: `offset`, plus the carry's element number `element` unless `element` is None."""
 
     element: int | None
     offset: int
@@ -273,10 +273,10 @@ def _trace(
 ) -> _Affine | None:
     """Trace a value, or an `element` of a tuple, back to a constant or to an element of the loop's carry.
 
-    In a fusion or a call, `arguments` are its traced arguments. Without them, the parameter is the carry.
+    In a fusion or a call, `arguments` are the traced arguments. If `arguments` is None, the parameter is the carry.
     """
     i = c.by_name.get(name)
-    # A counter is an integer scalar, alone or in a tuple; tracing anything else could fan out without end.
+    # A counter is an integer scalar, alone or in a tuple. Tracing other values could take exponential time.
     if i is None or depth == 0 or not re.match(r"[su]\d+\[\]|\(", i.shape):
         return None
     operands, follow = i.operands, lambda name, at=None: _trace(module, c, name, at, arguments, depth - 1)
@@ -307,7 +307,7 @@ def _trace(
 def _comparison(
     module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
 ) -> tuple | None:
-    """Return `(left, right, direction)` of the compare that ends a loop. None: the condition is no compare."""
+    """Return `(left, right, direction)` of the comparison that ends a loop. None: the condition is no comparison."""
     i = c.by_name.get(name)
     if i is None or i.opcode not in ("compare", "fusion", "call"):
         return None
@@ -320,7 +320,7 @@ def _comparison(
 
 
 def _trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Return the iterations of a loop if its counter has a constant start, step and bound; otherwise None."""
+    """Return the number of iterations of a loop if its counter has a constant start, step and bound, otherwise None."""
     callees = dict(loop.callees)
     condition, body = (module.computations.get(callees.get(key, "")) for key in ("condition", "body"))
     compared = condition and _comparison(module, condition, condition.root)

@@ -1,4 +1,4 @@
-"""The memory that a compiled program takes on one device: XLA's totals, and the gathered parameters that it holds."""
+"""Compute the memory that a compiled program takes on one device, and list the gathered parameters that it holds."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,28 +7,28 @@ from typing import Any
 from zerojax.inspect.hlo import Computation, Module
 from zerojax.inspect.pieces import Piece
 
-# Operations that give the same array another name. The array is held as long as the result is read.
+# Operations whose result is the same array as an operand. The array is held as long as the result is read.
 _ALIASES = frozenset(
     {"all-gather-done", "bitcast", "get-tuple-element", "opt-barrier", "reshape", "transpose", "tuple"}
 )
 
 
 def memory_analysis(compiled: Any) -> Any:
-    """Return `compiled.memory_analysis()`, which every supported backend gives."""
+    """Return `compiled.memory_analysis()`, which every supported backend has."""
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Return bytes per device: arguments, results that do not alias donated arguments, and temporary memory."""
+    """Return the bytes per device of arguments, results that do not alias donated arguments, and temporary memory."""
     memory = memory_analysis(compiled)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def held_at_once(module: Module, gathers: Iterable[Piece]) -> list[Piece]:
-    """Return those of a scheduled program's gathered parameters that it holds when it holds most of their bytes."""
+    """Return the gathered parameters that a scheduled program holds when their total bytes are at a maximum."""
     inside: dict[str, list[Piece]] = defaultdict(list)
     for piece in gathers:
         inside[piece.collective.computation].append(piece)
@@ -37,9 +37,9 @@ def held_at_once(module: Module, gathers: Iterable[Piece]) -> list[Piece]:
 
 
 def _held_in(c: Computation, gathers: Sequence[Piece]) -> list[Piece]:
-    """Return the gathered parameters that one computation holds when it holds most of their bytes."""
+    """Return the gathered parameters that one computation holds when their total bytes are at a maximum."""
     order = {i.name: at for at, i in enumerate(c.instructions)}
-    last = dict(order)  # where each result is read last
+    last = dict(order)  # the position where each result is read last
     for i in reversed(c.instructions):
         for name in i.operands:
             if name in last:
@@ -50,5 +50,5 @@ def _held_in(c: Computation, gathers: Sequence[Piece]) -> list[Piece]:
 
 
 def _bytes(which: Sequence[Piece]) -> int:
-    """Return the bytes of one execution."""
+    """Return the total bytes of pieces in one execution."""
     return sum(piece.bytes // max(piece.collective.times_if_once, 1) for piece in which)

@@ -1,4 +1,4 @@
-"""Find out how much of a compiled program's communication hides behind its matrix products."""
+"""Find out how much of a compiled program's communication runs during its matrix products, which hide it."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from zerojax.inspect.collectives import Collective, collectives_of
 from zerojax.inspect.hlo import Module, read
 
 _PRODUCTS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
-# Library calls that are products. cuBLAS also solves triangular systems, and cuDNN also normalises.
+# Library calls that are products. The pattern leaves out cuBLAS's triangular solves and cuDNN's normalisations.
 _LIBRARY = re.compile(r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?!norm)|__onednn\$matmul|[^"]*gemm)')
 
 
@@ -21,13 +21,13 @@ class InFlight:
 
     @property
     def bytes(self) -> int:
-        """Return bytes of the full tensor in all executions. A loop of unknown trip count counts as one iteration."""
+        """Return the full tensor's bytes in all executions. A loop of unknown trip count counts as one iteration."""
         return self.collective.bytes * self.collective.times_if_once
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives of one program, each with the number of products that hide it. Print it for a table."""
+    """The collectives of one program, each with the number of products that hide it. `print` shows a table."""
 
     in_flight: tuple[InFlight, ...]
 
@@ -37,12 +37,12 @@ class Overlap:
 
     @property
     def bytes(self) -> int:
-        """Return bytes of the full tensors of all collectives, in all executions."""
+        """Return the bytes of all collectives' full tensors, in all executions."""
         return sum(f.bytes for f in self.in_flight)
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the part of `bytes` in collectives that at least one product hides."""
+        """Return the bytes of the collectives that at least one product hides."""
         return sum(f.bytes for f in self.in_flight if f.products)
 
     @property
@@ -72,19 +72,19 @@ def overlap(compiled: Any) -> Overlap:
     """Count, for every collective, the matrix products that execute while it is in flight.
 
     A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. Between
-    a start and its done:
+    a collective's start and its done, products are counted as follows:
 
-    - A loop counts its products times its trip count, or once if the trip count is unknown.
-    - A conditional counts the products of the branch that has fewest.
+    - The products of a loop are multiplied by its trip count, or counted once if the trip count is unknown.
+    - For a conditional, the branch with the fewest products counts.
 
-    A synchronous collective has no products. If the done is in another computation, the collective is taken to be in
-    flight until the end of its own computation. A count is not a time: one small product hides a large collective.
+    No products hide a synchronous collective. If the done is in another computation, the collective counts as in flight
+    until the end of its computation. The count is no measure of time: even one small product hides a large collective.
 
     Args:
         compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
 
     Returns:
-        Each collective with its products, and the hidden share of the bytes.
+        Each collective with the number of products that hide it, and the hidden share of the bytes.
 
     Raises:
         TypeError: If `compiled` is not a compiled program.
@@ -103,7 +103,7 @@ def overlap(compiled: Any) -> Overlap:
     outer = dict.fromkeys(module.entries, 0)
     for caller in module.callers_first:
         for call in module.calls[caller]:
-            # A wrapped collective is in flight as long as its wrapper. The caller with fewest products counts.
+            # A wrapped collective is in flight as long as its wrapper. The caller with the fewest products counts.
             around = outer[caller] + windows[caller].get(call.instruction.name, 0)
             outer[call.callee] = min(around, outer.get(call.callee, around))
     return Overlap(
@@ -112,7 +112,7 @@ def overlap(compiled: Any) -> Overlap:
 
 
 def _schedule(module: Module, computation: str, products: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the products between each start and its done, and all products of a computation.
+    """Return the number of products between each start and its done, and the number in the whole computation.
 
     `products` has the number of products of each computation that this computation calls.
     """

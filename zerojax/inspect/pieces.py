@@ -1,7 +1,7 @@
-"""Separate the collectives of a program into pieces: the arrays that one JAX operation moves.
+"""Separate the collectives of a program into pieces. A piece has the arrays that one JAX operation moves.
 
-XLA combines collectives into one launch, and joins the names of their operations. So one collective may move a
-parameter's gradient, a loss and an activation. A piece has its own operation again, if the joined name tells which.
+XLA combines several collectives into one, and joins the names of their operations. So one collective may move a
+parameter's gradient, a loss and an activation. The joined name usually tells which operation moves which array.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from zerojax.comm.owners import EXCHANGE
 from zerojax.inspect.collectives import Collective, collectives_of, leaves_in, lines_of_model
 from zerojax.inspect.hlo import Instruction, Module
 
-# Losses, norms, weights and counts are free: arrays of at most this many elements per operation.
+# A piece of at most this many elements per operation counts as free. Losses, norms and counts are so small.
 FREE = 64
-_NESTED = "\0"  # marks, in a name, the place of a label
-_MOST = 300  # instructions that `Nearest` visits, which bounds its work if no line is near
+_NESTED = "\0"  # marks the place of a label in a name
+_MOST = 300  # how many instructions `Nearest` visits at most, which bounds its work if no line is near
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Piece:
     """The part of a collective that one JAX operation moves.
 
     Attributes:
-        collective: The collective. It may move other pieces, too.
+        collective: The collective, which may move other pieces, too.
         op_name: The JAX operation that the piece came from, or "".
-        elements: Elements of the full tensors, in all executions.
-        bytes: Bytes of the full tensors, in all executions.
-        once: Elements of the full tensors, in one execution.
-        is_free: Whether the piece has so few elements that it costs nothing.
-        nearest: Finds the model's line for a collective that has none.
+        elements: The number of elements of the full tensors, in all executions.
+        bytes: The number of bytes of the full tensors, in all executions.
+        once: The number of elements of the full tensors, in one execution.
+        is_free: Whether the piece has so few elements that its cost does not count.
+        nearest: Finds a line of the model near a collective that has no line.
     """
 
     collective: Collective
@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """Return the kind of zerojax's own collective: `"gather"`, `"reduce_scatter"` or `"all_reduce"`, or `""`."""
+        """Return `"gather"`, `"reduce_scatter"` or `"all_reduce"` for a collective of zerojax, and `""` for others."""
         found = LABEL.search(self.op_name)
         return found[1] if found else ""
 
@@ -62,30 +62,30 @@ class Piece:
 
     @property
     def is_exchange(self) -> bool:
-        """Return whether the piece takes matrices to their owners, or back."""
+        """Return whether the piece sends matrices to their owners, or back."""
         return EXCHANGE in self.op_name
 
     @property
     def cause(self) -> str:
-        """Return the leaves that the engine noted, or `line`."""
+        """Return the leaves that zerojax wrote into the operation's name, or `line` if there are none."""
         return leaves_in(self.op_name) or self.line
 
     @functools.cached_property
     def line(self) -> str:
-        """Return the model's line, or the nearest line of the model, or the operation."""
+        """Return the model's line of the collective. If it has none, return the nearest line, or the operation."""
         c = self.collective
         own = lines_of_model(c.frames)
         return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name
 
 
 def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[Piece]:
-    """Return the pieces of a program's collectives, or of `only` some of them, in the program's order."""
+    """Return the pieces of a program's collectives, in the program's order, or of the collectives `only`."""
     nearest = Nearest(module)
     for c in collectives_of(module) if only is None else only:
         names = operations(c.op_name)
         if len(names) == len(c.arrays):
             parts = [(name, array.elements, array.bytes) for name, array in zip(names, c.arrays, strict=True)]
-        else:  # XLA flattened several arrays, or one operation moves several: a parameter among them decides
+        else:  # names and arrays do not match: keep one piece, and prefer a name with a label
             name = next((name for name in names if LABEL.search(name)), names[0])
             parts = [(name, c.elements, c.bytes)]
         free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once
@@ -94,7 +94,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
 
 
 def operations(op_name: str) -> list[str]:
-    """Split a name that XLA joined from several operations, `prefix/(a:b:c)`; any other name is returned alone."""
+    """Split a name that XLA joined from several operations, `prefix/(a:b:c)`. Any other name is the only result."""
     labels: list[str] = []
 
     def keep(label: re.Match) -> str:
@@ -108,7 +108,7 @@ def operations(op_name: str) -> list[str]:
 
 
 def _joined(name: str) -> tuple[str, list[str]]:
-    """Return the prefix of joined names, and the names."""
+    """Split `prefix/(a:b:c)` into the prefix and the names. Any other name has an empty prefix."""
     depth, start, ends = 0, None, []
     for at, char in enumerate(name):
         if char == "(":
@@ -126,7 +126,7 @@ def _joined(name: str) -> tuple[str, list[str]]:
 
 
 class Nearest:
-    """Find the model's line nearest to an instruction that has none, such as a barrier or a copy by the compiler."""
+    """Find the line of the model nearest to an instruction without a line, such as a barrier or a compiler's copy."""
 
     def __init__(self, module: Module):
         """Prepare to search a program."""
@@ -137,10 +137,10 @@ class Nearest:
                 self._callers[call.callee].append((where, call.instruction.name))
 
     def __call__(self, computation: str, name: str) -> str:
-        """Return the line of the nearest instruction that has one, or "".
+        """Return the model's line of the nearest instruction that has one, or "".
 
-        The operands of an instruction come before its users. The search leaves the body of a loop, or of a call,
-        through the instruction that runs it.
+        An instruction's operands are visited before its users. From the body of a loop or call, the search goes on to
+        the instruction that runs the body.
         """
         pending, seen = deque([(computation, name)]), {(computation, name)}
         while pending and len(seen) < _MOST:
@@ -156,7 +156,7 @@ class Nearest:
         return ""
 
     def _neighbours(self, where: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        """Return operands and users; for a parameter or a root also the instructions that run the computation."""
+        """Return operands and users. For a parameter or a root, add the instructions that run its computation."""
         yield from ((where, name) for name in i.operands)
         yield from ((where, user.name) for user in self.module.computations[where].users.get(i.name, ()))
         if i.opcode == "parameter" or i.root:

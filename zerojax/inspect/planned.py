@@ -1,4 +1,4 @@
-"""The plan of each leaf of a live tree: from a `ZeroState`, or from a transformation and parameters."""
+"""Find the plan of each leaf of a tree of arrays, from a `ZeroState`, or from a transformation and parameters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Planned:
     """The plan of the leaves of a tree.
 
     Attributes:
-        leaves: The plan of each leaf, by its path in the tree.
+        leaves: The planned layout of each leaf, by its path in the tree.
         notes: Why each leaf is not sharded, how it is padded, and why it is not trained, by its path in the tree.
         data: The mesh axes that divide the batch.
     """
@@ -30,12 +30,12 @@ class Planned:
 
 
 def planned(state: Any, tx: Any = None) -> Planned:
-    """Return the plan of the leaves of a tree; an empty one if the plan is not known.
+    """Return the plan of the leaves of a tree, or an empty `Planned` if the plan is not known.
 
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx` also parameters
             or an optimizer state.
-        tx: The transformation. None: the transformation that the state holds.
+        tx: The transformation. None: the transformation that the state contains.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
         errors = [leaf for _, leaf in plan.errors]
@@ -64,14 +64,14 @@ def has_parts(state: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-    """Return whether a plan has one leaf for this node."""
+    """Return whether a plan counts this pytree node as one leaf."""
     return is_padded(x) or is_chunked(x)
 
 
 def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, list[Leaf]] | None = None) -> Planned:
     """Index the leaves of a plan by their paths in a tree.
 
-    `prefixes` has the paths of `"params"` and `"opt_state"`, and `more` the leaves of other parts, by the part's path.
+    `prefixes` has the paths of `"params"` and `"opt_state"` in the tree. `more` has the leaves of other parts by path.
     """
     of_part = {"params": plan.layout.params, "opt_state": plan.state}
     parts = {at: of_part[part] for part, at in prefixes.items()} | dict(more or {})
@@ -84,7 +84,7 @@ def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, lis
 
 
 def note_from_layout(leaf: Leaf) -> str:
-    """Explain why a leaf is not sharded by dim, and its padding; empty for a sharded leaf without padding."""
+    """Explain why a leaf is replicated or flat, and how it is padded. Empty for a sharded leaf without padding."""
     padding = f"padded by {leaf.padding} elements" if leaf.padding else ""
     if leaf.kind == "sharded":
         return padding and f"dim {leaf.dim} {padding}"

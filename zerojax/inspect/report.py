@@ -1,4 +1,4 @@
-"""Count the bytes of live arrays on each device, leaf by leaf."""
+"""Count the bytes of a state's arrays on each device, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state. Prints as a tree, by part and module. rich's consoles show it in colours.
+    """Bytes per device of a state. `print` shows a tree of parts and modules. A console of rich shows it in colours.
 
     Attributes:
-        bytes: For each part, bytes on the device that has most of it.
+        bytes: For each part, the bytes on the device that holds the most bytes of this part.
         per_device: For each device, the bytes of all parts.
         rows: One row per leaf.
-        host: For each part that is offloaded to host memory, bytes there for the device that has most.
-        disk: For each part that is offloaded to disk, bytes there for the device that has most.
-        update: Where the offloaded part of the update runs, and why; empty if nothing is offloaded.
-        matrices: Which matrices owners update, what that saves, and why owners do not update the others; one per line.
-        groups: The groups of the update, and where the state of each waits; one per line. Empty without offload.
-        misplaced: Leaves that are not placed as planned, by path: how they were planned, and how they were found.
+        host: For each part offloaded to host memory, the bytes there that belong to the device with the most.
+        disk: For each part offloaded to disk, the bytes there that belong to the device with the most.
+        update: Where the offloaded part of the update runs, and why. Empty if nothing is offloaded.
+        matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
+        groups: The groups of the update, and where the state of each waits, one per line. Empty without offload.
+        misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
     """
 
     bytes: dict[str, int]
@@ -50,12 +50,12 @@ class Report:
 
     @property
     def total(self) -> int:
-        """Return bytes on the fullest device."""
+        """Return the bytes on the fullest device."""
         return max(self.per_device.values(), default=0)
 
     @functools.cached_property
     def tree(self) -> Node:
-        """Return bytes by part, module and leaf. `tree["master"]` has the master weights, apart from `opt_state`."""
+        """Return the bytes by part, module and leaf. Master weights are a separate part, `tree["master"]`."""
         return build_tree(self.rows)
 
     @property
@@ -72,7 +72,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """Return totals, how matrices are updated, and a line per part, module and leaf. Equal modules share a line."""
+        """Return totals, notes, and a line per part, module and leaf. Equal modules share a line."""
         return f"{self._head}\n\n{as_text(self.tree)}"
 
     __repr__ = __str__
@@ -87,7 +87,7 @@ class Report:
 
     @property
     def padding(self) -> str:
-        """Describe padded parameters in one line; empty if there are none."""
+        """Describe the padded parameters in one line. Empty if no parameter is padded."""
         count = sum(row.part == "params" and "padded" in row.note for row in self.rows)
         if not count:
             return ""
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """Describe how many leaves are not placed as planned, and the first of them; empty if all are."""
+        """Describe how many leaves are not placed as planned, and the first of them. Empty if there are none."""
         if not self.misplaced:
             return ""
         path, how = next(iter(self.misplaced.items()))
@@ -105,10 +105,10 @@ class Report:
 
 
 def report(state: Any, tx: Any = None) -> Report:
-    """Count the bytes of a state's live arrays on each device.
+    """Count the bytes of a state's arrays on each device.
 
-    The plan is known for a `ZeroState`, for a `TrainState` whose `tx` is zerojax's, and if `tx` is given. For other
-    trees the report reads the arrays alone.
+    The plan is known for a `ZeroState`, for a `TrainState` whose `tx` is zerojax's, and if `tx` is given. For any other
+    tree, the report only describes the arrays.
 
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its
@@ -116,12 +116,12 @@ def report(state: Any, tx: Any = None) -> Report:
         tx: The transformation that made `state`, if `state` is parameters or an optimizer state.
 
     Returns:
-        Bytes per device by part, and a row for each leaf: its sharding, why it is not sharded, and how it was planned
-        if it is placed in another way.
+        The bytes per device of each part, and a row for each leaf. A row has the leaf's sharding, the reason if it is
+        not sharded, and the planned placement if the leaf is not placed as planned.
 
     Raises:
         TypeError: If a leaf is not an array (shapes have no bytes: use `tx.shardings`), or `state` is None.
-        ValueError: If an array was donated to an earlier step. The error names it.
+        ValueError: If an array was donated to an earlier step. The error names the array.
     """
     if state is None:
         raise TypeError(
@@ -132,7 +132,7 @@ def report(state: Any, tx: Any = None) -> Report:
 
 
 def measured(state: Any, tx: Any) -> Report:
-    """Return the report of a tree of live arrays."""
+    """Return the report of a tree of arrays."""
     plan = planned(state, tx)
     elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []
@@ -172,14 +172,14 @@ def measured(state: Any, tx: Any) -> Report:
 
 
 def place_of(array: jax.Array | Chunked) -> str:
-    """Return the memory of an array: `"device"`, `"host"` or `"disk"`."""
+    """Return where an array is stored: `"device"`, `"host"` or `"disk"`."""
     if isinstance(array, Chunked):
         return "host" if array.store is None else "disk"
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
 
 
 def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Return bytes of an array for each device of this process that has a shard."""
+    """Return the bytes of an array's shards for each device of this process that has a shard."""
     if isinstance(array, Chunked):
         return dict.fromkeys(array.sharding.addressable_devices, array.leaf.local_bytes)
     sizes = Counter[jax.Device]()
@@ -189,12 +189,12 @@ def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
 
 
 def global_bytes(array: jax.Array | Chunked) -> int:
-    """Return bytes of the global array, one copy, in storage shape."""
+    """Return the bytes of one copy of the global array in storage shape."""
     return math.prod(array.shape) * itemsize(array)
 
 
 def itemsize(array: jax.Array | Chunked) -> int:
-    """Return bytes of one element; for a PRNG key, the bytes of its key data."""
+    """Return the bytes of one element. For a PRNG key, these are the bytes of its key data."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(array)
         return math.prod(words.shape[array.ndim :]) * words.dtype.itemsize
@@ -202,7 +202,7 @@ def itemsize(array: jax.Array | Chunked) -> int:
 
 
 def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:
-    """Describe an array that has no plan: its padding, or that it is replicated."""
+    """Describe the padding of an array that has no plan, or say that the array is replicated."""
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
@@ -211,7 +211,7 @@ def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, 
 
 
 def describe(array: jax.Array | Chunked) -> str:
-    """Describe the sharding of an array, its memory if that is not device memory, and its chunks."""
+    """Describe the sharding of an array, its memory unless this is device memory, and its chunks."""
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):

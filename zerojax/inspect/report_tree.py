@@ -1,4 +1,4 @@
-"""The tree of a report: parts, modules and leaves with their bytes. Equal siblings share one line."""
+"""Build and print the tree of a report: parts, modules and leaves with their bytes. Equal siblings share one line."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf.
+    """One leaf of a state.
 
     Attributes:
         part: The field of the state that contains the leaf: `"params"`, `"opt_state"`, ...
-        path: Its path within the part.
-        keys: Its path in the tree of the report: the part, then key by key. Master weights are a part here.
-        shape: Logical shape if that is known, otherwise storage shape.
+        path: The leaf's path within the part.
+        keys: The leaf's path in the report's tree: the part, then one key per level. Master weights are a part here.
+        shape: The logical shape if it is known, otherwise the storage shape.
         dtype: Element type.
         place: One of `PLACES`.
-        device_bytes: Bytes in this place for each device, padding included.
+        device_bytes: For each device, the bytes in this place, with padding.
         total: Bytes of the global array in storage.
-        sharding: The `PartitionSpec` and memory kind, or a description of another sharding.
-        note: Why the leaf is replicated or flat, or how it is padded; empty for a sharded leaf without padding.
+        sharding: The `PartitionSpec` and the memory kind. A sharding without a spec is described in words.
+        note: Why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding.
     """
 
     part: str
@@ -48,11 +48,11 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Return bytes on the device that has most."""
+        """Return the bytes on the device that has the most."""
         return max(self.device_bytes.values(), default=0)
 
     def __str__(self) -> str:
-        """Return type, shape and sharding, and why the leaf is not sharded."""
+        """Return the type, shape and sharding, and why the leaf is not sharded."""
         text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
         return f"{text}  ({self.note})" if self.note else text
 
@@ -61,13 +61,13 @@ class Row:
 class Node:
     """A state, a part, a module, or a leaf.
 
-    Two nodes are equal if everything below them is equal: their own names are not compared.
+    Two nodes are equal if all nodes below them are equal. Only the names of the two nodes may differ.
 
     Attributes:
         device: Bytes in device memory, on the fullest device.
-        host: Bytes in host memory, for the device that has most there.
-        disk: Bytes on disk, for the device that has most there.
-        text: A leaf's type, shape and sharding, and why it is not sharded; otherwise empty.
+        host: Bytes in host memory that belong to the device with the most bytes there.
+        disk: Bytes on disk that belong to the device with the most bytes there.
+        text: A leaf's type, shape and sharding, and why it is not sharded. Empty if the node is not a leaf.
         children: The names and nodes below this node.
     """
 
@@ -88,7 +88,7 @@ class Line(NamedTuple):
     Attributes:
         depth: The indent; 0 for a part.
         label: The names of the nodes that share the line.
-        count: The number of these nodes. They are equal, and the line shows the bytes of one.
+        count: The number of these nodes. They are equal, and the line shows the bytes of one of them.
         node: The first of these nodes.
     """
 
@@ -99,7 +99,7 @@ class Line(NamedTuple):
 
 
 def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:
-    """Build the tree of leaves whose paths share their first `depth` keys."""
+    """Build the tree of the leaves in `rows`. Their paths have the same first `depth` keys."""
     branches: dict[str, list[Row]] = {}
     totals: dict[str, Counter] = {place: Counter() for place in PLACES}
     text = ""
@@ -126,7 +126,7 @@ def lines(node: Node, depth: int = 0) -> Iterator[Line]:
 
 
 def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str], Node]]:
-    """Return runs of equal children, such as layers, whose names differ by one number that counts up."""
+    """Return runs of equal children, such as layers: their names differ only in a number, which increases by 1."""
     first: dict[str, int] = {}
     for i, (name, _) in enumerate(children):
         first.setdefault(NUMBER.sub("#", name), i)
@@ -142,7 +142,7 @@ def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str]
 
 
 def run_key(index: int, child: tuple[str, Node]) -> tuple:
-    """Return a key that the children of one run share: name without number, number minus index, and node."""
+    """Return a key that is equal within a run: the name without its number, number minus index, and the node."""
     name, node = child
     numbers = NUMBER.findall(name)
     return (NUMBER.sub("#", name), int(numbers[0]) - index, node) if len(numbers) == 1 else (name,)
@@ -165,7 +165,7 @@ def as_text(node: Node) -> str:
 
 
 def size_text(line: Line, place: str) -> str:
-    """Return the bytes of a line in one place; empty if all of them are in other places."""
+    """Return the bytes of a line in one place, as text. Empty if all bytes are in other places."""
     size = getattr(line.node, place)
     if not size and (place != "device" or line.node.host or line.node.disk):
         return ""

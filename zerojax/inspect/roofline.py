@@ -1,7 +1,7 @@
-"""Compute a lower bound on a compiled program's time: from FLOPs of products, bytes of kernels, and bytes sent.
+"""Compute a lower bound on a compiled program's time, from its products' FLOPs, its kernels' bytes and its collectives.
 
-A kernel is an instruction that the device launches: a fusion, a product, a copy, a library call. Its time is that of
-its FLOPs or of its bytes, whichever is longer.
+A kernel is an instruction that the device launches, such as a fusion, a product, a copy or a library call. It takes at
+least the time of its FLOPs, and at least the time of its bytes.
 
 References:
     Williams et al. 2009, doi 10.1145/1498765.1498785: the roofline model.
@@ -22,7 +22,7 @@ from zerojax.inspect.overlap import Overlap
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
 _NAMES = "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier"
-# Instructions that are no kernels: they take no time on the compute stream.
+# Instructions that are no kernels, because they take no time on the compute stream.
 NO_KERNELS = frozenset({*CONTROL, *_NAMES.split(), *(kind + part for kind in KINDS for part in ("", "-start"))})
 FUSIONS = frozenset({"fusion", "fusion-start"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
@@ -34,11 +34,11 @@ class Kernel(NamedTuple):
     """One instruction that the device launches.
 
     Attributes:
-        name: Its HLO instruction.
+        name: The name of the HLO instruction.
         times: Executions in one run of the program. A loop of unknown trip count counts as one iteration.
-        operations: FLOPs of its matrix products in one execution, by type of the operands.
-        traffic: Bytes that it reads and writes in one execution. A slice reads only the sliced part.
-        unknown: The library function that it calls, if the FLOPs of that are not known; otherwise empty.
+        operations: FLOPs of the kernel's matrix products in one execution, by type of the operands.
+        traffic: Bytes that the kernel reads and writes in one execution. A slice reads only the sliced part.
+        unknown: The library function that the kernel calls, if its FLOPs are not known; otherwise empty.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Roofline:
         traffic: Bytes that kernels read and write.
         products: Seconds of the products alone.
         memory: Seconds of the traffic alone.
-        kernels: Seconds of all kernels. Each takes as long as its products or its traffic, whichever is slower.
+        kernels: Seconds of all kernels. Each takes the time of its products or of its traffic, whichever is longer.
         communication: Seconds of all collectives.
         exposed: Seconds of the collectives that no matrix product hides.
         unknown: Library functions whose FLOPs are not counted.
@@ -78,12 +78,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Return `max(kernels + exposed, communication)`: a hidden collective costs nothing while the link keeps up."""
+        """Return `max(kernels + exposed, communication)`: hidden collectives cost time only if the link is too slow."""
         return max(self.kernels + self.exposed, self.communication)
 
 
 def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
-    """Add up the kernels and the collectives of a program on a device. `overlap` has the collectives."""
+    """Add up the times of a program's kernels and collectives on a device. `overlap` has the collectives."""
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
@@ -100,7 +100,7 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
 
 
 def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
-    """Return FLOPs of the matrix products in one run on one device, by type of the operands."""
+    """Return the FLOPs of the matrix products in one run on one device, by type of the operands."""
     found = Counter[str]()
     for kernel in launched:
         found.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
@@ -113,14 +113,14 @@ def product_seconds(operations: dict[str, int], device: Device) -> float:
 
 
 def collective_seconds(c: Collective, device: Device) -> float:
-    """Return the seconds of all executions of a collective, on a ring at the links' peak bandwidth."""
+    """Return the seconds that a collective takes in all executions, on a ring at the links' peak bandwidth."""
     return c.sent * c.times_if_once / device.ring_bandwidth(c.group)
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:
     """Return whether an instruction is a kernel.
 
-    An asynchronous kernel is its start alone. A fusion that contains a collective is none.
+    Only the start of an asynchronous kernel counts. A fusion that contains a collective is not a kernel.
     """
     if i.opcode in NO_KERNELS or i.opcode.endswith(("-update", "-done")):
         return False
@@ -143,7 +143,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """Return FLOPs of the products in an instruction, and the library function that it calls if they are unknown."""
+    """Return the FLOPs of an instruction's products. If they are unknown, also return the name of the library call."""
     if i.opcode in FUSIONS:
         fused = module.callee(i)
         found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
@@ -159,7 +159,7 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
-    """Count two FLOPs for each element of the result and each contracted index."""
+    """Return the FLOPs of a product: two for each element of the result and each contracted index."""
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
@@ -167,7 +167,7 @@ def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
-    """Count two FLOPs for each output element of the forward convolution and each contributing kernel element."""
+    """Return the FLOPs of a convolution: two per element of the forward output and kernel element that it reads."""
     kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]
@@ -179,19 +179,19 @@ def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[st
 
 
 def _rate_dtype(i: Instruction, operand: Array) -> str:
-    """Return the type that decides at which rate a product runs."""
+    """Return the operand type that decides at which rate a product runs."""
     highest = operand.dtype == "f32" and re.search(r'operand_precision(?:=\{|":\[")highest', i.rest, re.IGNORECASE)
     return HIGHEST if highest else operand.dtype
 
 
 def _traffic(module: Module, c: Computation, i: Instruction) -> int:
-    """Return bytes that one execution of a kernel reads and writes, each operand once."""
+    """Return the bytes that one execution of a kernel reads and writes. Each operand is read once."""
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
     if i.opcode in UPDATES:
         return 2 * _update_bytes(c, i)
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
-        return _bytes(i.shape)  # lists operands, results and a context of 4 bytes
+        return _bytes(i.shape)  # the shape lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
         return sum(_bytes(c.by_name[name].shape) for name in i.operands if name in c.by_name) + _bytes(i.shape)
     fused = module.callee(i)
@@ -199,7 +199,7 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
 
 
 def _bytes_read(fused: Computation) -> int:
-    """Return bytes that a fused computation reads of its parameters."""
+    """Return the bytes that a fused computation reads from its parameters."""
 
     def read(i: Instruction) -> int:
         full, touched = _bytes(i.shape), 0
@@ -209,7 +209,7 @@ def _bytes_read(fused: Computation) -> int:
                 touched += read(user)
             elif user.opcode in SLICES and is_first:
                 touched += _bytes(user.shape)
-            elif user.opcode == "scatter" and is_first:  # in place, and may accumulate
+            elif user.opcode == "scatter" and is_first:  # an in-place update, which may read the old values
                 touched += _update_bytes(fused, user)
             elif user.opcode not in UPDATES or not is_first:
                 return full
@@ -219,7 +219,7 @@ def _bytes_read(fused: Computation) -> int:
 
 
 def _bytes_written(fused: Computation, name: str) -> int:
-    """Return bytes that a fused computation writes for one result. An update in place writes the updated bytes."""
+    """Return the bytes that a fused computation writes for one result. An in-place update writes only updated bytes."""
     root = fused.by_name.get(name)
     if root is None:
         return 0
@@ -231,7 +231,7 @@ def _bytes_written(fused: Computation, name: str) -> int:
 
 
 def _update_bytes(c: Computation, i: Instruction) -> int:
-    """Return bytes of the operand that an update in place writes."""
+    """Return the bytes that an in-place update writes: the size of its operand with the new values."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 

@@ -1,7 +1,7 @@
-"""Simulate the schedule of a compiled program: when it computes and communicates, at a device's peak rates.
+"""Simulate when a compiled program computes and communicates, at a device's peak rates.
 
-Order and overlap come from the program, durations from the roofline. Kernels run in order on one stream, and
-collectives in order on another. The compute stream waits if the program takes the result of an incomplete collective.
+Order and overlap come from the program, and durations from the roofline. Kernels run in order on one stream, and
+collectives in order on another. The compute stream waits if the program reads the result of an incomplete collective.
 """
 
 import math
@@ -24,14 +24,14 @@ class Span:
 
     Attributes:
         lane: `"compute"`, `"gather"`, `"reduce-scatter"`, or `"other"` for other collectives.
-        kind: In the compute lane `"forward"` and `"backward"` for kernels with matrix products, `"kernel"` for other
-            kernels, and `"waiting"` for a stall. In other lanes `"hidden"` for a collective with a product between its
-            start and its done, and `"exposed"` for a collective without.
-        begin: When it begins.
-        end: When it ends.
-        done: When the program takes the result of a collective; at `end` or later. For others `end`.
-        name: Its HLO instruction.
-        collective: The collective, or the one that a stall waits for. None: a kernel.
+        kind: In the compute lane `"forward"` or `"backward"` for a kernel with matrix products, `"kernel"` for another
+            kernel, and `"waiting"` for a stall. In the other lanes `"hidden"` for a collective with a product between
+            its start and its done, and `"exposed"` for a collective without such a product.
+        begin: When the span begins.
+        end: When the span ends.
+        done: When the program reads the result of a collective, at `end` or later. For kernels and stalls, `end`.
+        name: The name of the HLO instruction.
+        collective: The collective, or the collective that a stall waits for. None: the span is a kernel.
     """
 
     lane: str
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, of which one iteration is simulated, from `begin` to `end` in seconds.
+    """A loop. One iteration is simulated, from `begin` to `end` in seconds.
 
     `trip_count` is None if the program does not fix it. `depth` is the number of loops around this loop.
     """
@@ -58,12 +58,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One program on a device.
+    """The simulated run of one program on a device.
 
     Attributes:
         spans: Kernels, stalls and collectives, in schedule order.
-        loops: Loops of more than one iteration.
-        hidden_share: The share of the collectives' bytes that products hide, in all iterations.
+        loops: The loops that have more than one iteration.
+        hidden_share: The share of the collectives' bytes that matrix products hide, in all iterations.
     """
 
     spans: tuple[Span, ...]
@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Return when the last span is done, with one iteration of each loop."""
+        """Return when the last span is done, if each loop has one iteration."""
         return max((span.done for span in self.spans), default=0.0)
 
     @property
@@ -93,8 +93,8 @@ class Timeline:
 def simulate(compiled: Any, device: Device) -> Timeline:
     """Run a simulation of a compiled program on a device.
 
-    The longest branch of a conditional is simulated, and one iteration of a loop. A collective in flight around a loop
-    progresses during all of its iterations.
+    For a conditional, the longest branch is simulated, and for a loop, one iteration. A collective that is in flight
+    around a loop progresses during all iterations.
 
     Args:
         compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
@@ -113,9 +113,9 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
 
 def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """Merge spans of one lane that are too short to draw with the spans that follow.
+    """Merge spans of one lane that are too short to draw with the spans after them.
 
-    Return spans of at least `shortest` seconds. A merged span has the kind that takes most of its time.
+    All returned spans take at least `shortest` seconds. A merged span has the kind that takes most of its time.
     """
     merged, group = [], list[Span]()
     for span in [*spans, None]:
@@ -135,7 +135,7 @@ def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
 
 @dataclass
 class _Streams:
-    """The two streams: `now` is the time of the compute stream, and at `link_free` the last collective completes."""
+    """The two streams. `now` is the time on the compute stream. At `link_free`, the last collective completes."""
 
     module: Module
     device: Device
@@ -177,7 +177,7 @@ class _Streams:
             span.done = max(self.now, span.end)
 
     def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
-        """Return the collective of an instruction, which an asynchronous start or a fusion may wrap."""
+        """Return the collective that an instruction starts, or that its computation contains if it is a wrapper."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]
@@ -209,7 +209,7 @@ class _Streams:
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective))
 
     def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
-        """Run one iteration. Collectives in flight around the loop also progress during the other iterations."""
+        """Run one iteration. Collectives in flight around the loop also progress during the skipped iterations."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
         begin = self.now
         self.computation(body.callee, depth=depth + 1)
