@@ -339,7 +339,7 @@ def zero_shard(
 
     Raises:
         TypeError: If `tx` is not an optax transformation, or an option has a wrong type.
-        ValueError: If the stage is unknown, options contradict each other, or the mesh lacks an axis or has Manual ones.
+        ValueError: If the stage is unknown, options contradict each other, or a mesh axis is missing or Manual.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
