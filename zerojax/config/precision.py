@@ -28,8 +28,8 @@ class DynamicScale:
     """A loss scale that rises and falls, so that it stays just below the scale at which gradients overflow.
 
     A step whose gradients overflow is skipped. After `growth_interval` steps in a row without overflow, the scale is
-    multiplied by `factor`. The first `hysteresis - 1` overflows after that do not change the scale. Every later
-    overflow divides it by `factor`.
+    multiplied by `factor`. The first `hysteresis - 1` overflows, counted from the start or the last growth, do not
+    change the scale. Every later overflow divides it by `factor`.
 
     Attributes:
         initial: The scale of the first step.
