@@ -184,7 +184,7 @@ class ModuleLoss:
         Args:
             trained: The differentiated variables: a state, or a tuple of states.
             variables: The variables that the loss may update.
-            batch: The batch.
+            batch: The batch, as passed to the loss.
             graph: The structure of the NNX objects of all arguments together.
             constants: Parameters that are not differentiated. In device view, also PRNG keys.
             arrays: For each argument, its leaves that are not NNX objects; None for the batch.

@@ -326,9 +326,8 @@ def zero_shard(
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
             `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses only the first entries. None: only
             dim 0 is divided.
-        view: Which rows a loss function sees. `"global"`: the whole batch, as under `jax.jit` on one device.
-            `"device"`: the rows of its device, as under `pmap`. The loss is then averaged over devices, and may use
-            collectives over `axis`.
+        view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: the
+            rows of its device, as under `pmap`. The loss may then use collectives over `axis`, and is averaged over it.
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         matrix_updates: Which devices compute updates that multiply matrices, such as Muon's. `"owner"`: one device per
             matrix, or a few devices per matrix if there are fewer matrices than devices. `"sharded"`: all devices share

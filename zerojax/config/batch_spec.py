@@ -38,8 +38,7 @@ class BatchSpec:
     def check(self, axis: tuple[str, ...], sizes: Mapping[str, int]) -> None:
         """Raise a ValueError if a spec does not fit the mesh.
 
-        The first entry of a spec must be `axis`. A spec may name only axes of the mesh (the keys of `sizes`), and each
-        of them at most once.
+        The first entry must be `axis`. Only axes of the mesh (the keys of `sizes`) may be named, each at most once.
         """
         for spec in self.specs:
             named = axes_of(spec)

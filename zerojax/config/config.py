@@ -233,10 +233,7 @@ class Config:
 
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
-        """Return the cache of plans, by layout. A plan has the logical shapes of an optimizer state.
-
-        The cache is not a field, so it does not take part in equality and is not pickled.
-        """
+        """Return the cache of plans, by layout. It is no field, so that it is neither compared nor pickled."""
         return {}
 
     @functools.cached_property

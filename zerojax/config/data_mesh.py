@@ -46,9 +46,8 @@ class DataMesh:
     ) -> DataMesh:
         """Return the axes for a ZeRO stage. `sizes` has every axis of the mesh, and `axes` divide the batch.
 
-        The stage shards over `shard_axes` (empty: over all of `axes`) and replicates over the other axes. If
-        `params_axes` are given, parameters are sharded only over them, but gradients and optimizer state over the
-        other axes as well.
+        The stage shards over `shard_axes` (empty: over all of `axes`) and replicates over the other axes. Parameters
+        are sharded only over `params_axes` (empty: like gradients and optimizer state).
         """
         inner = shard_axes or axes
         inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))

@@ -28,8 +28,7 @@ class Offload:
             gather or an update. The device then holds only the shards for the next few uses. Gradients, and parameters
             of fewer than `persist_below` elements, stay on the device. None: all parameters stay on the device.
         update: Where the optax update runs. `"device"`: chunks of the state are copied to the device and back.
-            `"host"`: gradients are sent to the host, and new parameters to the device. `"auto"`: the faster of the two,
-            measured once.
+            `"host"`: gradients are sent to the host, and new parameters back. `"auto"`: a measurement decides.
         fraction: The fraction of the optimizer state's bytes that is offloaded, from 0 to 1. `"auto"`: the smallest
             fraction with which the model states fit into `budget`.
         budget: For `fraction="auto"`: the bytes per device for parameters, gradients, optimizer state and chunks in

@@ -84,9 +84,8 @@ class Precision:
         loss_scale: The loss scale. `train_step` multiplies the loss by it and divides the gradients by it. None, a
             constant, a `DynamicScale`, or `"dynamic"` for `DynamicScale()`. The loss should be float32, because float16
             cannot represent a cotangent of 2^16.
-        keep: `keep(path, leaf) -> bool` chooses parameters that the loss sees in `master` instead of `compute`, such as
-            norms and routers. `path` is "/"-separated, and `leaf` is a `jax.ShapeDtypeStruct` of logical shape. None:
-            no parameter.
+        keep: `keep(path, leaf) -> bool` chooses parameters that the loss sees in `master`, such as norms and routers.
+            `path` is "/"-separated, and `leaf` is a `jax.ShapeDtypeStruct` of logical shape. None: no parameter.
         cast_inputs: Whether float leaves of the batch are cast to `compute`. Without the cast, float32 inputs make a
             layer compute in float32. Integers, bools, leaves with one number per row (such as a target or a weight) and
             further arguments are never cast. Pass masks of tokens as bools, because the sum of a mask that was cast to

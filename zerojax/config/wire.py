@@ -31,9 +31,8 @@ class Wire:
         block: Number of elements that share a scale. At least 2, and even.
         rounding: How gradients are rounded to integers: `"nearest"` or `"stochastic"`. The expected value of stochastic
             rounding is the exact number. Its pseudo-random bits are a hash of the number and its position.
-        error_feedback: Whether the rounding errors of the reduction across hosts are kept in the state, in float32, and
-            added to the gradients of the next step. Needs `params_axis=`, with which gradients are reduced across hosts
-            once per step.
+        error_feedback: Whether rounding errors of the reduction across hosts are kept in the state, in float32, and
+            added to the next step's gradients. Needs `params_axis=`, so that there is one such reduction per step.
         over: The mesh axes whose collectives are quantised, such as `"host"`. None: all axes.
         where: The parameters that are quantised: a function of `(path, leaf)`, where `leaf` is a `jax.ShapeDtypeStruct`
             of logical shape, or shell patterns such as `("*/kernel",)`. None: all except vectors and parameters with

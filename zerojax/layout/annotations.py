@@ -76,8 +76,7 @@ def overwritten_leaves(
     """Return the indices of the overwritten leaves of a tree of parameters.
 
     `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
-    and shapes are known. `overwrite` chooses further leaves. `known` has the indices of leaves that the caller already
-    knows to be overwritten.
+    and shapes are known. `overwrite` chooses further leaves, and `known` has the indices of further leaves.
     """
     if isinstance(overwrite, LeafMask):
         overwrite.check(paths)

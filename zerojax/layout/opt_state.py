@@ -13,14 +13,12 @@ from zerojax.layout.undivided import keep_whole
 def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
     """Return, for each leaf of an optimizer state, the index of its parameter; None for a leaf such as a count.
 
-    The path of a state leaf ends with the path of its parameter, because transformations keep trees with the structure
-    of the parameters.
+    The path of a state leaf ends with its parameter's path, because optimizers keep trees like the parameters.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
     by_path = {path: i for i, (path, _) in enumerate(keyed)}
-    # If the parameters are a single array, its path is empty and matches every leaf. A scalar one is left out, because
-    # counts, which are scalars too, would be taken for its state.
+    # If the parameters are one array, its path is empty, and matches every leaf. A scalar would then match each count.
     by_path = {path: i for path, i in by_path.items() if path or layout.grads[i].shape}
     suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
     return tuple(next(iter(matches), None) for matches in suffixes)

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 class Padded:
     """An array that is padded at the end of one dim, so that it can be sharded evenly.
 
-    `Padded` is a pytree node, so `jax.tree.map` applies a function to the stored array. Loss functions and optimizers
-    that zerojax calls get logical arrays. In other code, `jax.numpy`, NumPy, operators and Flax's modules treat a
-    `Padded` as its logical array.
+    `Padded` is a pytree node, so `jax.tree.map` applies a function to the stored array. zerojax passes logical arrays
+    to losses and optimizers. `jax.numpy`, NumPy, operators and Flax's modules treat a `Padded` as its logical array.
 
     Attributes:
         storage: The stored array, in storage shape. It may have additional dims, as in a stack or a batch. A function

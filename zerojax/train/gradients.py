@@ -38,8 +38,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         loss: The mean loss.
-        grads: The gradient of the mean loss: one array per trained parameter, in the gradient's storage shape. NaN if
-            the weights are invalid.
+        grads: The gradient of the mean loss, per trained parameter, in storage shape. NaN if weights are invalid.
         aux: The combined auxiliary results, with None for each leaf in `rows`.
         rows: The auxiliary results with one entry per row, with None for each leaf in `aux`.
         mutable: The new mutable state, averaged over the devices.

@@ -28,9 +28,8 @@ def logical(tree: PyTree) -> PyTree:
     Under `jax.jit`, each logical array is a slice of the stored array. The compiler keeps it sharded, without a gather.
 
     Args:
-        tree: Parameters, gradients or updates in storage, a `ZeroState`, or a tree of these. The arrays of an optimizer
-            state alone do not show which of them are padded or flat. Pass the `ZeroState` instead, or call
-            `tx.unshard(opt_state)`.
+        tree: Parameters, gradients or updates in storage, a `ZeroState`, or a tree of these. For an optimizer state,
+            pass its `ZeroState`, which records which arrays are padded or flat, or call `tx.unshard(opt_state)`.
 
     Returns:
         The tree with logical arrays. In a `ZeroState`, the leaves of `opt_state` also get their logical shapes, and

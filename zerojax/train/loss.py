@@ -41,8 +41,7 @@ class Loss:
     Attributes:
         fn: `fn(params, batch, *args)`. In device view, `batch` has only the rows of the device.
         has_aux: Whether `fn` returns `(loss, aux)`.
-        weighted: Whether the loss is `(total, weight)`. The mean loss is the sum of the totals divided by the sum of
-            the weights.
+        weighted: Whether the loss is `(total, weight)`. The mean loss is the sum of totals over the sum of weights.
         mutable: Whether `fn` is `fn(params, mutable, batch, *args)` and returns `(loss, mutable)`, or
             `(loss, mutable, aux)` with `has_aux`.
     """
@@ -64,10 +63,7 @@ class Loss:
         return parts if isinstance(parts, str) else f"({', '.join(parts)})"
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
-        """Call `fn` on logical parameters, and check the values that it returns.
-
-        The further arguments `args` may be `packed` or not.
-        """
+        """Call `fn` on logical parameters, and check the values that it returns. `args` may be `packed` or not."""
         given = (mutable,) if self.mutable else ()
         value = call(self.fn, (params, *given), batch, args)
         aux = new = None

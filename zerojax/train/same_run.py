@@ -94,10 +94,7 @@ def require_same_values(config: Config, topic: str, **trees: Any) -> None:
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare programs with those of other processes, in order; see `require_same_program`.
-
-    With only one process, nothing is lowered.
-    """
+    """Compare programs over processes; see `require_same_program`. With only one process, nothing is lowered."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         for one in lower:
             require_same_program(what, one().as_text)

@@ -123,8 +123,7 @@ class Step:
 
         Args:
             state: The state that `create` or the previous step returned. It is donated.
-            batch: Arrays whose dim 0 has the rows of the global batch. The number of rows must be a multiple of devices
-                times microbatches.
+            batch: Arrays whose dim 0 has the rows of the global batch: a multiple of devices times microbatches.
             *args: Further arguments of the loss, which every device gets in full. Typed PRNG keys are folded with the
                 index of the microbatch and, in device view, of the device. Values that are neither arrays nor numbers,
                 such as flags, are not traced, so the step is compiled once per value.

@@ -116,7 +116,7 @@ class TreeForm:
         return unflatten_params(arrays, self.layout, self.grads, self.forms)
 
     def differentiate(self, loss: Loss, accumulate: int, params: Any, mutable: Any, batch: Any, *args: Any) -> Any:
-        """Return the combined results of a loss, and its gradient as a tree. All arrays are on a mesh with Auto axes."""
+        """Return the combined results of a loss, and its gradient as a tree, for arrays on a mesh with Auto axes."""
         layout = self.layout
         given = storage_leaves(params, layout.params)
         stored = cast(given, [leaf.dtype for leaf in layout.params])

@@ -172,8 +172,7 @@ class View:
         """Return the loss and gradient of one microbatch.
 
         The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
-        one that clips its cotangent. The gradients are divided later, when microbatches are added up or the loss scale
-        is divided out.
+        one that clips its cotangent. The gradients are divided later, with the sum over microbatches or the loss scale.
 
         Returns:
             `(returned, grads, factor, values)`:
@@ -230,10 +229,7 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs):
-        """Call the loss on parameters that every device holds in full.
-
-        Return the same as `_pulled_to_shards`, but the gradients are partial sums of the workers.
-        """
+        """Call the loss on full parameters. Unlike from `_pulled_to_shards`, gradients are partial sums per worker."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))

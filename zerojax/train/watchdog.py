@@ -70,8 +70,7 @@ class Watchdog:
 class _Waiting:
     """The work of the thread. It has no reference to the `Watchdog`, so that the `Watchdog` can be garbage-collected.
 
-    None in the queue `steps` ends the thread. `frozen` is the number of seconds for which another process is known to
-    have been stopped.
+    None in the queue `steps` ends the thread. `frozen` is for how many seconds another process has been stopped so far.
     """
 
     steps: queue.SimpleQueue[Call | None]
