@@ -83,7 +83,7 @@ def value_and_grad(
     weighted: bool = False,
     accumulate: int = 1,
 ) -> Callable:
-    """Return a function like that of `nnx.value_and_grad`, for modules whose parameters are in storage.
+    """Return a function that computes loss and gradient of modules in storage, like `nnx.value_and_grad`.
 
     Args:
         tx: A transformation that `zero_shard` returned.
@@ -143,7 +143,7 @@ def value_and_grad(
         with nnx.update_context(TAG):
             with nnx.split_context(TAG) as context:
                 graph, trained, constants, variables = context.split(nodes, *module_loss.groups)
-            # One state is passed without a tuple, which would add "0" to the paths that `trainable` and others get.
+            # Do not put a single state into a tuple: the paths that `trainable` gets would then begin with "0".
             params = tuple(trained[i] for i in filters) if several else trained[next(iter(filters))]
             returned, grads = differentiate(params, variables, batch, graph, constants, arrays, **keywords)
             loss, updated, (aux, graph, created) = returned
@@ -264,7 +264,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
         return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
-    # For each array after the loss: the index of the array before the loss that is returned unchanged as it, or None.
+    # For each array after the loss: the index of the array before the loss that has the same value, or None.
     sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
     ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
     unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
@@ -283,7 +283,7 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
 
 
 def check_integers(assigned: Collection, after: nnx.State) -> None:
-    """Raise a TypeError if the loss assigns to an integer in device view: the devices' values cannot be averaged."""
+    """Raise a TypeError if a loss in device view assigns to an integer: the devices' values cannot be averaged."""
     for path, x in nnx.to_flat_state(after):
         if path not in assigned or isinstance(x, nnx.RngCount):
             continue

@@ -1,4 +1,4 @@
-"""The public function `zero_shard`, and the class that it returns. Its methods only call functions of other rooms."""
+"""Define `zero_shard` and `ZeroTransformation`, the class of its result. Both only call functions of other files."""
 
 import functools
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
-        """Return the transformation for a configuration, such as `zero_shard` builds."""
-        # With partials, optax's names of arguments work as keywords, and a copy or unpickled object keeps the config.
+        """Return the transformation for a configuration that `zero_shard` built."""
+        # The partials contain `config`, so an object that is rebuilt from `init` and `update`, as by pickle, has it.
         return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
@@ -81,9 +81,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Args:
             tree: Parameters, gradients, updates, an optimizer state, or a part of an optimizer state, in storage.
-            params: The parameters or their shapes, if `tree` is an optimizer state. Needed in three cases: `init` or
-                `create` was not called for these parameters in this process, it was called for several models whose
-                states have the same storage shapes, or `tree` is a part of a state without any node of optax's.
+            params: The parameters or their shapes, if `tree` is an optimizer state. Needed if neither `init` nor
+                `create` was called for them in this process, if several models have states with the same storage
+                shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
 
         Returns:
             The tree as plain JAX and optax would have it. A state is returned as the state of the wrapped
@@ -109,7 +109,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
             ValueError: If the state belongs to other parameters or to another transformation.
-            TypeError: If the sharded state's type cannot represent a leaf.
+            TypeError: If a leaf has a type whose values the sharded state cannot represent.
         """
         return adopt(self.config, state, params)
 
@@ -138,10 +138,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
-            storage, such as `state.params`. `fn` sees them in the same types as a loss. If the devices cannot divide a
-            batch evenly, such as the last batch of an epoch, every device computes all of its rows. A loop over tokens,
-            or a loss that needs a teacher model, may call `step`. If `fn` contains a scan, parameters that all
-            iterations use are gathered before the first iteration and freed after the last.
+            storage, such as `state.params`. `fn` sees them in the types that a loss sees. If the devices cannot divide
+            the rows evenly, as in the last batch of an epoch, every device computes all rows. A loop over tokens, or a
+            loss that needs a teacher model, may call `step`. If `fn` contains a scan, parameters that all iterations
+            use are gathered before the first iteration and freed after the last.
 
         Examples:
             >>> accuracy = tx.eval_step(lambda params, batch: jnp.mean(predict(params, batch["x"]) == batch["y"]))
@@ -179,8 +179,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
             positional batch, the keyword arguments that contain arrays with rows are the batch: `f(params, x=x, y=y)`.
             `grads` has the structure, logical shapes and types of `params`. At stages 2 and 3 it is sharded like
-            `shardings(params).grads`. A leaf that is not trained, such as an integer array, gets a gradient of zeros in
-            its full size. `train_step` does not allocate such zeros. Only `train_step` applies a loss scale.
+            `tx.shardings(params).grads`. A leaf that is not trained, such as an integer array, gets a gradient of zeros
+            in its full size. `train_step` does not allocate such zeros. Only `train_step` applies a loss scale.
 
         Raises:
             ValueError: If devices and microbatches do not divide the rows evenly, or the loss is not a scalar.
@@ -227,15 +227,15 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 each device holds 1/N of the sum.
             has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
             weighted: As for `value_and_grad`. A step with a negative weight, or with weights that sum to zero, is
-                skipped. A later call raises an error as soon as that step has finished.
+                skipped. The first call after that step has finished raises an error.
             mutable: Whether the loss updates `state.mutable`. Each microbatch gets the mutable state that the previous
                 one returned. In device view, float leaves are averaged over the devices at the end of the step, with
                 equal weights, and all other leaves must be equal on every device. Keep PRNG keys out of the mutable
-                state in device view or with microbatches, and pass them in `*args`: only those are folded.
+                state in device view or with microbatches: only keys in `*args` are folded.
             skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
                 Always on with a loss scale.
-            max_skips: Number of steps in a row that may be skipped before the next call raises an error. None: any
-                number. Implies `skip_nonfinite`, and makes each call wait for the previous step.
+            max_skips: If more than this number of steps in a row were skipped, the next call raises an error. Implies
+                `skip_nonfinite`, and makes each call wait for the previous step. None: no limit.
             leaf_norms: Whether the metrics include `grad_norms`: the norm of each parameter's gradient, or
                 `optax.MaskedNode()` for a parameter that is not trained.
             timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
@@ -259,7 +259,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             params: Arrays or shapes. The mesh may consist of devices that this machine does not have.
 
         Returns:
-            Trees of `NamedSharding`. A padded parameter, stored as a `Padded`, has one sharding.
+            Trees of `NamedSharding`, with one `NamedSharding` instead of each `Padded` node.
         """
         return shardings(self.config, params)
 
@@ -298,14 +298,15 @@ def zero_shard(
             replicated (hybrid sharding, HSDP). None: all axes of `axis`.
         params_axis: Stage 3: the axes of `axis` over which parameters are sharded, such as `"gpu"`, so that they are
             gathered within a host. Gradients and optimizer state are sharded over all of `axis`. None: parameters are
-            sharded over `shard_axis`, too.
+            sharded like gradients and optimizer state.
         persist_below: A leaf with fewer elements is not sharded along a dim. Its parameter stays replicated at stage 3.
             Its gradient and optimizer state are flattened, and each device holds 1/N, if its update is elementwise.
         prefetch: Stage 3: how many uses ahead a parameter's gather may start; 0 disables prefetch. Each use ahead costs
             the memory of about one gathered layer. A scan always prefetches one iteration ahead.
         bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes.
         reshard_after_forward: Stage 3: whether gathered parameters are freed after the forward pass, and gathered again
-            for the backward pass. False keeps them, and reduces traffic from three to two times the parameters' bytes.
+            for the backward pass. If False, they are kept, and a step moves only two times the parameters' bytes
+            instead of three times.
         precision: The types in which a step computes, sums gradients and keeps parameters, such as `Precision.bf16()`.
             None: the types of the parameters and of the loss function. With master weights, put all transformations
             into `tx`. A transformation that follows `tx` in an `optax.chain` would not change the master weights.
@@ -331,7 +332,7 @@ def zero_shard(
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         matrix_updates: Which devices compute updates that multiply matrices, such as Muon's. `"owner"`: one device per
             matrix, or a few devices per matrix if there are fewer matrices than devices. `"sharded"`: all devices share
-            each product. `"auto"`: the choice with the shorter estimated time. The plan and the report show it.
+            each product. `"auto"`: the choice with the shorter estimated time, which `zerojax.report` shows.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.

@@ -78,7 +78,7 @@ class DataMesh:
 
     @property
     def across(self) -> tuple[str, ...]:
-        """Return the batch axes over which something that the stage shards is replicated (hybrid sharding)."""
+        """Return the batch axes over which shards are replicated, as in hybrid sharding."""
         parts = [part for part in (self.params, self.grads, self.opt_state) if part]
         return tuple(axis for axis in self.batch if any(axis not in part for part in parts))
 

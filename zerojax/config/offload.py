@@ -92,7 +92,7 @@ class Offload:
         return None
 
     def covers(self, path: str, leaf: Any) -> bool:
-        """Return whether `where` allows to offload the state of the parameter at a path.
+        """Return whether `where` lets the state of a parameter be offloaded.
 
         Args:
             path: The path of the parameter, "/"-separated.

@@ -20,8 +20,8 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
     """Return the layouts of the rounding errors for error feedback, by the path of the parameter.
 
     Each trained, quantised parameter whose gradient is reduced across groups of devices has one float32 array of
-    errors. Its logical shape is the parameter's, after a new dim 0 with one entry per group. Dim 0 is sharded over the
-    axes across groups, and the other dims like the parameter.
+    errors. Its logical shape is `(groups, *parameter_shape)`. Dim 0 is sharded over the axes across groups, and the
+    other dims like the parameter.
     """
     found = {}
     for i, leaf in enumerate(layout.params):
@@ -43,5 +43,5 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
 
 
 def summand_spec(leaf: Leaf) -> PartitionSpec:
-    """Return the spec of an array of errors without axes of the model, for `shard_map` over the data axes."""
+    """Return the part of the spec of an array of errors that names data axes, for `shard_map` over these axes."""
     return PartitionSpec(leaf.others[0], *leaf.local_spec[1:])

@@ -131,7 +131,7 @@ class Padded:
 
 
 def is_number_array(x: Any) -> bool:
-    """Return whether a value is an array of numbers, not of bools or PRNG keys. uint32 arrays may be raw PRNG keys."""
+    """Return whether a value is an array of numbers. False for bools, PRNG keys, and uint32, which may be raw keys."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not hasattr(x, "shape") or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return False

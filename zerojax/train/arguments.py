@@ -29,7 +29,7 @@ class Constant:
 class Keywords:
     """The keyword arguments of a loss, by name. zerojax packs them into the last positional argument.
 
-    `batch_too` says that the batch also consists of keyword arguments, as a dict.
+    If `batch_too` is true, the batch is a dict of keyword arguments as well.
     """
 
     values: dict[str, Any]
@@ -44,7 +44,7 @@ def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False
     `mutable`, `args` begins with a mutable state.
 
     Returns:
-        `(mutable state or None, batch, further arguments)`. `packed` has packed the further arguments.
+        `(mutable state or None, batch, further arguments)`. The further arguments are `packed`.
 
     Raises:
         TypeError: If there is no batch.

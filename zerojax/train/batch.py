@@ -113,7 +113,7 @@ def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, 
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:
-    """Move one leaf of a batch to a sharding. A traced leaf is returned unchanged."""
+    """Move one leaf of a batch to the devices of a sharding. A traced leaf is returned unchanged."""
     if isinstance(x, jax.core.Tracer):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -154,7 +154,7 @@ def is_untyped_key(x: Any) -> bool:
 
 
 def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
-    """Fold the typed PRNG keys in `args` with the index of a device or microbatch, so that each draws other numbers."""
+    """Fold typed PRNG keys with the index of a device or microbatch, so that each draws different numbers."""
 
     def fold(x):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):

@@ -1,4 +1,4 @@
-"""Check a loss that is called once per device or microbatch, for code that would then change its meaning."""
+"""Refuse code in a loss that gives wrong results if the loss is called once per device or microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute loss and gradient over all devices and microbatches, without the loss scale.
+"""Compute loss and gradient over all devices and microbatches. The loss scale is divided out.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -124,7 +124,7 @@ def check_trained(layout: Layout) -> None:
 
 
 def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
-    """Compute `loss_and_grads` on arrays in the shapes of the view: storage shape, or in device view local shape."""
+    """Compute `loss_and_grads` on arrays in the shape of the view: storage shape, or local shape in device view."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:
@@ -212,6 +212,6 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     """Return the sum of the squares of each gradient, in float32. One collective serves all gradients."""
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    # In device view, the collective adds up all workers. In hybrid sharding, several workers hold the same shard.
+    # In device view, the sum is over all workers. In hybrid sharding, several of them hold copies of the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
     return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))

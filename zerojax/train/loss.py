@@ -52,7 +52,7 @@ class Loss:
     mutable: bool = False
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
-        """Combine a loss, a mutable state and aux to a value or tuple in the form that `fn` returns."""
+        """Return a loss, a mutable state and aux in the form that `fn` returns: one value or a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 

@@ -111,7 +111,7 @@ def same_updates(config: Config) -> SameCalls:
 
 
 def check_context(config: Config) -> None:
-    """Raise a ValueError inside of a `jax.pmap` or `jax.shard_map` over an axis that is not in the mesh."""
+    """Raise a ValueError inside of a `jax.pmap` or `jax.shard_map` over an axis that `config.mesh` does not have."""
     others = sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - set(config.mesh.axis_names))
     if others:
         raise ValueError(

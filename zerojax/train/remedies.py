@@ -69,7 +69,7 @@ OF_REFS = (
 
 @contextlib.contextmanager
 def remedies(view: str, *, of_refs: bool = False) -> Iterator[None]:
-    """Replace an error of JAX that the calls inside raise about a loss, in this view, by an error that says what to do.
+    """Replace errors of JAX about a loss in this view, inside of the `with` block, by errors that say what to do.
 
     With `of_refs`, only errors about a `jax.Ref` are replaced. JAX raises these also outside of the call of the loss.
     """

@@ -24,7 +24,7 @@ from zerojax.train.arguments import is_constant
 from zerojax.train.same_values import checksums
 from zerojax.version import version
 
-OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # not `path`, which may differ
+OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # not `path`, which may differ by host
 # Options of JAX and environment variables that change numbers or programs.
 OF_JAX = tuple(
     "jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_threefry_partitionable "
@@ -84,7 +84,7 @@ def in_words(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare the values of arrays, and of shards, that several processes have copies of.
+    """Compare arrays and shards of which several processes hold a copy.
 
     `topic` is a verb phrase that says what the caller does, such as `"create a state"`. Raise a ValueError that names
     the leaves that differ, or a TimeoutError if another process does not make the same call.

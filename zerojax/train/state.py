@@ -117,7 +117,7 @@ def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Move a state back to the mesh, if the caller moved it to NumPy or another device. Return it for a step.
+    """Return a state on the mesh. If the caller moved it to NumPy or to another device, it is moved back.
 
     Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 

@@ -119,11 +119,11 @@ class Step:
         """Do one training step.
 
         The call does not wait until the devices have finished. On simulated devices, it first waits for the previous
-        step. In traces of `jax.profiler`, each call has its number.
+        step. Traces of `jax.profiler` show the number of each call.
 
         Args:
             state: The state that `create` or the previous step returned. It is donated.
-            batch: Arrays whose dim 0 has the rows of the global batch: a multiple of devices times microbatches.
+            batch: Arrays with all rows on dim 0. The number of rows is a multiple of devices times microbatches.
             *args: Further arguments of the loss, which every device gets in full. Typed PRNG keys are folded with the
                 index of the microbatch and, in device view, of the device. Values that are neither arrays nor numbers,
                 such as flags, are not traced, so the step is compiled once per value.
@@ -134,7 +134,7 @@ class Step:
             The next state, and a dict of metrics:
 
             - `loss`: the mean loss; float scalar.
-            - `grad_norm`: the norm of the unscaled, averaged gradient; float scalar.
+            - `grad_norm`: the norm of the gradient of the mean loss, without the loss scale; float scalar.
             - `skipped`: whether the step left the state unchanged; bool scalar.
             - `aux`: only with `has_aux`; the combined auxiliary results of the loss.
             - `loss_scale`: only with a loss scale; the loss scale that the step used.
@@ -186,7 +186,7 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
-        """Return labels of the compiled step's collectives outside of loops, for the most recent new shapes."""
+        """Return labels of the collectives outside of loops in the program for the last arguments of new shapes."""
         state, batch, args = self._shapes
         text = self.lower(state, batch, *args).compile().as_text() or ""
         entry = text.partition("\nENTRY ")[2]
@@ -194,7 +194,7 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run a step with offloaded state: one program up to the gradients, and then one program per chunk."""
+        """Run a step with offloaded state: a program without the update of this state, then a program per chunk."""
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)

@@ -172,7 +172,7 @@ class View:
         """Return the loss and gradient of one microbatch.
 
         The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
-        one that clips its cotangent. The gradients are divided later, with the sum over microbatches or the loss scale.
+        one that clips its cotangent. The gradients are divided later, with the loss scale or in the microbatch loop.
 
         Returns:
             `(returned, grads, factor, values)`:
@@ -229,7 +229,7 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs):
-        """Call the loss on full parameters. Unlike from `_pulled_to_shards`, gradients are partial sums per worker."""
+        """Call the loss on full parameters, like `_pulled_to_shards`. Gradients are partial sums, one per worker."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))
@@ -310,7 +310,7 @@ class View:
         """Reduce gradients across hosts, once per step. Return the sums, and the rounding errors of this reduction.
 
         `errors` has the rounding errors of the previous step, by the path of a parameter; empty without error feedback.
-        `grads` times `factor` are the gradients of the mean loss, and the errors are kept in units of these.
+        `grads` times `factor` are the gradients of the mean loss. Errors are kept with the same factor applied.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]

@@ -1,6 +1,6 @@
 """End the process if a step exceeds its time limit, and print what it waits for. A scheduler can then restart the run.
 
-Without a watchdog, all other processes would wait forever, in their next collective, for a process that hangs or died.
+Without a watchdog, the other processes would wait forever in their next collective if one process hangs or dies.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Watchdog:
 class _Waiting:
     """The work of the thread. It has no reference to the `Watchdog`, so that the `Watchdog` can be garbage-collected.
 
-    None in the queue `steps` ends the thread. `frozen` is for how many seconds another process has been stopped so far.
+    None in the queue `steps` ends the thread. `frozen`: seconds for which another process has been stopped so far.
     """
 
     steps: queue.SimpleQueue[Call | None]
