@@ -130,7 +130,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return as_params(self.config, mirror, params)
 
     def eval_step(self, fn: Callable) -> Callable:
-        """Jit a function of the parameters for evaluation or generation. Sharded parameters are gathered on use.
+        """Return a jitted function of the parameters, for evaluation or generation. They are gathered on use.
 
         Args:
             fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may

@@ -68,7 +68,7 @@ def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
 class Chunked:
     """A leaf of the optimizer state that is offloaded to host memory or disk, in chunks. A pytree node.
 
-    `chunks[k]` contains chunk k of every device's shard, so concatenating the chunks may not give the array.
+    `chunks[k]` contains chunk k of every device's shard, so the chunks do not always concatenate to the array.
 
     Attributes:
         chunks: Arrays in host memory. For a leaf on disk, one int32 scalar: the version of its files.

@@ -193,7 +193,7 @@ def stored_mask(mask: Callable | PyTree, option: str) -> Any:
 
 
 def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:
-    """Shorten `dim` to `size` elements by removing the padding at its end."""
+    """Remove the padding at the end of `dim`, so that `size` elements remain."""
     return x if x.shape[dim] == size else jax.lax.slice_in_dim(x, 0, size, axis=dim)
 
 

@@ -59,7 +59,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Reinterpret the bits of an array as integers of at most 32 bits."""
+    """Return the bits of an array as an array of integers of at most 32 bits each."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:

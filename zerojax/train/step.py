@@ -101,7 +101,7 @@ class Step:
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
-        # Not in `__init__`: when a process unpickles this step, JAX may not know the devices yet.
+        # Not in `__init__`: a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
