@@ -28,8 +28,8 @@ if _TYPE_CHECKING:
     from zerojax.train.state import ZeroState
     from zerojax.zero import ZeroTransformation, zero_shard
 
-# Each name is imported when it is first used: the command line needs no JAX to show its help, training no
-# compiled programs, and neither needs checkpoints.
+# Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
+# code for checkpoints or for the inspection of compiled programs.
 _MODULES = {
     "budget.remat": "Remat remat",
     "config": "DynamicScale Offload Precision Wire",
@@ -101,7 +101,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Import what a public name stands for."""
+    """Import a public name at its first use."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
     elif name in ("checkpoint", "data", "deepspeed", "offload", "plot"):
@@ -115,5 +115,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public surface."""
+    """Return the public names."""
     return sorted([*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__"])

@@ -1,7 +1,7 @@
-"""Functions for Flax NNX, which shards and differentiates modules in place.
+"""Functions that shard and differentiate modules of Flax NNX.
 
-Linen needs none of them: its parameters are a dict, `flax.training.train_state.TrainState` takes the transformation
-unchanged, and batch statistics pass through `has_aux`.
+Linen does not need them: its parameters are a dict, `flax.training.train_state.TrainState` accepts the transformation
+unchanged, and a loss can return batch statistics with `has_aux`.
 """
 
 import dataclasses
@@ -25,24 +25,24 @@ __all__ = ["init_module", "remat", "shard_module", "value_and_grad"]
 
 
 def __dir__() -> list[str]:
-    """Return the public surface."""
+    """Return the public names."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
 def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: Any, wrt: Any = nnx.Param) -> Any:
-    """Initialise a module, each parameter in its layout from the start.
+    """Initialise a module with sharded parameters: each device creates only its own shards.
 
-    At stage 3, no device ever holds the whole model. Flax's sharding annotations need no mesh context here.
+    At stage 3, no device ever holds the whole model. Flax's sharding annotations work without a mesh context.
 
     Args:
-        init: Returns the module, such as `lambda key: Model(rngs=nnx.Rngs(key))`.
-        tx: A transformation of `zero_shard`.
+        init: Function that returns the module, such as `lambda key: Model(rngs=nnx.Rngs(key))`.
+        tx: A transformation that `zero_shard` returned.
         *args: Arguments of `init`: arrays and PRNG keys.
-        wrt: NNX filter of the variables that are parameters.
+        wrt: NNX filter that selects the variables that are parameters.
 
     Returns:
-        The module. Its parameters have the types of the master weights, as those of `tx.init_params` do. A parameter
-        that is padded in storage is a `Padded`, which the module's code uses as the logical array.
+        The module. As with `tx.init_params`, its parameters have the types of the master weights. A parameter that is
+        padded in storage is a `Padded`, which the module's code can use like the logical array.
 
     Examples:
         >>> model = init_module(lambda key: Model(rngs=nnx.Rngs(key)), tx, jax.random.key(0))
@@ -61,10 +61,10 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
     """Shard the parameters of a module for the stage, in place.
 
     Args:
-        module: The module. Its parameters are logical arrays. A parameter that must be padded in storage becomes a
-            `Padded`, which the module's code uses as the logical array.
-        tx: A transformation of `zero_shard`.
-        wrt: NNX filter of the variables that are parameters.
+        module: The module. Its parameters must be logical arrays. A parameter that needs padding in storage becomes a
+            `Padded`, which the module's code can use like the logical array.
+        tx: A transformation that `zero_shard` returned.
+        wrt: NNX filter that selects the variables that are parameters.
 
     Examples:
         >>> model = Model(rngs=nnx.Rngs(0))
@@ -83,30 +83,31 @@ def value_and_grad(
     weighted: bool = False,
     accumulate: int = 1,
 ) -> Callable:
-    """Return the counterpart of `nnx.value_and_grad` for modules in the layout of any stage.
+    """Return a function that computes loss and gradient of modules in storage, like `nnx.value_and_grad`.
 
     Args:
-        tx: A transformation of `zero_shard`.
-        loss_fn: `loss_fn(module, batch, *args)`. It sees all rows of the batch, or in device view the rows of its
-            device. Any argument may contain modules, `nnx.Rngs` and metrics. The batch is the first argument without
-            NNX objects. If there is none, the keyword arguments that have rows are the batch.
-        argnums: Which arguments are differentiated, as for `nnx.value_and_grad`.
-        wrt: NNX filter of the variables to differentiate, for each of `argnums` that is no `nnx.DiffState`.
+        tx: A transformation that `zero_shard` returned.
+        loss_fn: `loss_fn(module, batch, *args)`. In global view it sees all rows of the batch, and in device view only
+            the rows of its device. Any argument may contain modules, `nnx.Rngs` and metrics. The batch is the first
+            argument without NNX objects. If every argument has NNX objects, the batch is the keyword arguments that
+            contain arrays with rows.
+        argnums: The arguments to differentiate, as for `nnx.value_and_grad`.
+        wrt: NNX filter that selects the variables to differentiate. An `nnx.DiffState` in `argnums` has its own filter.
         has_aux: Whether `loss_fn` returns `(loss, aux)`.
         weighted: Whether the loss is `(total, weight)`, as for `tx.value_and_grad`.
-        accumulate: Microbatches per device, as for `tx.value_and_grad`.
+        accumulate: Number of microbatches per device, as for `tx.value_and_grad`.
 
     Returns:
         `f(module, batch, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `grads` is an
         `nnx.State` for `nnx.Optimizer.update`, or a tuple of states if `argnums` is a sequence. All other variables of
-        the arguments (batch statistics, metrics, counts of random streams) are updated as by `nnx.value_and_grad`, by
-        one microbatch after the other. In device view, floats among these variables are averaged over the devices, and
-        random streams are folded with the index of the device.
+        the arguments (batch statistics, metrics, counts of random streams) are updated as by `nnx.value_and_grad`,
+        once per microbatch. In device view, those that are floats are averaged over the devices, and random streams
+        are folded with the device's index.
 
     Raises:
-        TypeError: When `f` is called, if the loss assigns to a parameter. In device view also if it assigns to a key,
-            or to an integer other than the count of a random stream.
-        ValueError: When `f` is called, if every argument has NNX objects in it, so that there is no batch.
+        TypeError: When `f` is called, if the loss assigns to a parameter. In device view, also if it assigns to a PRNG
+            key, or to an integer other than the count of a random stream.
+        ValueError: When `f` is called without a batch.
 
     Examples:
         >>> gradient = value_and_grad(tx, lambda model, batch: loss(model(batch["x"]), batch["y"]))
@@ -142,7 +143,7 @@ def value_and_grad(
         with nnx.update_context(TAG):
             with nnx.split_context(TAG) as context:
                 graph, trained, constants, variables = context.split(nodes, *module_loss.groups)
-            # A single state keeps the paths that predicates such as `trainable` get; a tuple would begin them with "0".
+            # Do not put a single state into a tuple: the paths that `trainable` gets would then begin with "0".
             params = tuple(trained[i] for i in filters) if several else trained[next(iter(filters))]
             returned, grads = differentiate(params, variables, batch, graph, constants, arrays, **keywords)
             loss, updated, (aux, graph, created) = returned
@@ -155,14 +156,14 @@ def value_and_grad(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLoss:
-    """A loss of NNX objects, as a pure function of their variables.
+    """A loss that takes NNX objects, converted to a pure function of their variables.
 
     Attributes:
         fn: The caller's loss.
-        filters: For each argument that is differentiated, the predicate of its variables that are.
-        several: Whether the differentiated variables are a tuple of states, one per argument, and not one state.
+        filters: By index of a differentiated argument, a predicate that selects the variables to differentiate.
+        several: Whether the differentiated variables are a tuple with one state per argument; otherwise one state.
         has_aux: Whether `fn` returns `(loss, aux)`.
-        in_device_view: Whether each device calls the loss for its own rows.
+        in_device_view: Whether each device calls the loss on its own rows.
     """
 
     fn: Callable
@@ -173,24 +174,25 @@ class ModuleLoss:
 
     @property
     def groups(self) -> tuple:
-        """Return the filters of three groups of variables: differentiated, constant, and updated by the loss."""
+        """Return three filters: for differentiated variables, constants, and variables that the loss may update."""
         is_trained = lambda path, x: path[0] in self.filters and self.filters[path[0]](path[1:], x)
         return is_trained, (nnx.Param, nnx.RngKey) if self.in_device_view else nnx.Param, ...
 
     def pure(self, trained, variables, batch, graph, constants, arrays, **keywords):
-        """Call the loss on objects made of these variables, and return what `tx.value_and_grad` expects of a loss.
+        """Rebuild the NNX objects from their variables, and call the loss on them.
 
         Args:
             trained: The differentiated variables: a state, or a tuple of states.
             variables: The variables that the loss may update.
-            batch: The rows.
-            graph: The structure of the NNX objects, all arguments together.
-            constants: Parameters that are not differentiated; in device view also keys.
-            arrays: What is no NNX object, per argument; None for the batch.
+            batch: The batch, as passed to the loss.
+            graph: The structure of the NNX objects of all arguments together.
+            constants: Parameters that are not differentiated. In device view, also PRNG keys.
+            arrays: For each argument, its leaves that are not NNX objects; None for the batch.
             **keywords: Keyword arguments of the loss.
 
         Returns:
-            `(loss, variables, (aux, graph, created))`: the updated variables, and those that the loss created.
+            `(loss, variables, (aux, graph, created))`: the result, updated variables, and variables that the loss
+            created. `tx.value_and_grad` treats `variables` as the mutable state.
         """
 
         def call(states):
@@ -217,12 +219,12 @@ class ModuleLoss:
 
 
 def is_node(x: Any) -> bool:
-    """Return whether a value is an NNX object, which NNX updates in place."""
+    """Return whether a value is an NNX object (a module or a variable), which NNX updates in place."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def refuse_nodes(keywords: Mapping) -> None:
-    """Raise a TypeError for NNX objects among keyword arguments, which `nnx.value_and_grad` does not update either."""
+    """Raise a TypeError for NNX objects among keyword arguments, which `nnx.value_and_grad` cannot update either."""
     for path, x in jax.tree_util.tree_flatten_with_path(dict(keywords), is_leaf=is_node)[0]:
         if is_node(x):
             raise TypeError(
@@ -239,16 +241,16 @@ def joined(nodes: Any, arrays: Any) -> Any:
 
 
 def batch_index(nodes: Sequence) -> int | None:
-    """Return the index of the first argument without NNX objects, which is the batch; None if there is none."""
+    """Return the index of the batch, the first argument without NNX objects; None if every argument has NNX objects."""
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
 
 
 def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:
-    """Return the paths of the variables to which a loss assigns another value, and of those that it creates.
+    """Return the paths of the variables that a loss creates, or to which it assigns a new value.
 
-    Transforms such as `nnx.jit` and `nnx.remat` write back every variable of their arguments, as new arrays. So if an
-    array is a new object, the program of the loss decides whether its value is the old one, passed through. `call` maps
-    the `old` variables to the `new` ones. It is traced again only if necessary.
+    Transforms such as `nnx.jit` and `nnx.remat` write every variable of their arguments back as a new array, even if
+    its value is unchanged. For new arrays, `call`, which maps the `old` variables to the `new` ones, is traced once
+    more. Its jaxpr shows which old values it returns unchanged.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}
@@ -262,7 +264,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
         return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
-    # For each array after the loss: the index of the array before the loss that it passes on, or None.
+    # For each array after the loss: the index of the array before the loss that has the same value, or None.
     sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
     ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
     unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
@@ -270,7 +272,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
 
 
 def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
-    """Raise a TypeError if the loss assigns to a variable that is not written back: a parameter, or a key."""
+    """Raise a TypeError if the loss assigns to a parameter or a PRNG key, because the new value would be lost."""
     for state in after:
         for path, x in nnx.to_flat_state(state):
             if path in assigned:
@@ -281,7 +283,7 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
 
 
 def check_integers(assigned: Collection, after: nnx.State) -> None:
-    """Raise a TypeError for an integer that each device changed for its own rows: integers have no mean."""
+    """Raise a TypeError if a loss in device view assigns to an integer: the devices' values cannot be averaged."""
     for path, x in nnx.to_flat_state(after):
         if path not in assigned or isinstance(x, nnx.RngCount):
             continue
@@ -295,5 +297,5 @@ def check_integers(assigned: Collection, after: nnx.State) -> None:
 
 
 def named(path: Sequence) -> str:
-    """Describe a variable by its argument and its path in it."""
+    """Describe a variable by the index of its argument and its path in that argument."""
     return f"{'.'.join(str(key) for key in path[1:]) or 'itself'} of argument {path[0]}"

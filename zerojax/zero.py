@@ -1,4 +1,4 @@
-"""`zero_shard` and its object: joins the rooms below, and has no logic."""
+"""Define `zero_shard` and `ZeroTransformation`, the class of its result. Both only call functions of other files."""
 
 import functools
 from collections.abc import Callable
@@ -23,15 +23,15 @@ from zerojax.train.tree_api import value_and_grad
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose parameters, gradients and state are sharded for a ZeRO stage.
+    """An optax transformation that shards parameters, gradients and optimizer state for a ZeRO stage.
 
-    It is an `optax.GradientTransformationExtraArgs`, and works wherever optax's transformations do.
+    It is an `optax.GradientTransformationExtraArgs`, and can be used wherever optax accepts a transformation.
     """
 
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
-        """Return the transformation of a configuration, which `zero_shard` makes and checks."""
-        # keywords, as optax's protocols name them; a partial keeps the configuration where rebuilding finds it
+        """Return the transformation for a configuration that `zero_shard` built."""
+        # The partials contain `config`, so an object that is rebuilt from `init` and `update`, as by pickle, has it.
         return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
@@ -40,24 +40,24 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
-        """Return stage, mesh and axis. The functions would say nothing."""
+        """Return the stage, the mesh and the axis. The fields of the tuple are functions, which have no useful repr."""
         c = self.config
         mesh = dict(c.mesh.shape)
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
-        """Initialise parameters, each leaf in its layout from the start.
+        """Initialise parameters directly in storage: each device creates only its own shards.
 
         At stage 3, no device ever holds the whole model.
 
         Args:
-            init_fn: Returns the tree of parameters. `jax.jit` must be able to trace it.
+            init_fn: Function that returns the tree of parameters. `jax.jit` must be able to trace it.
             *args: Arguments of `init_fn`.
 
         Returns:
-            `init_fn(*args)` in storage: at stage 3 sharded over the axis, with a `Padded` for each leaf that has to be
-            padded. The types are those of the master weights; `create` and `init` take the parameters so, and `shard`
-            makes narrower copies.
+            The tree `init_fn(*args)` in storage. At stage 3, its leaves are sharded over the axis, and a leaf that
+            needs padding is a `Padded`. Each leaf has the type of its master weight. Pass the tree to `create` or
+            `init`. `shard` returns a copy in the compute type.
 
         Examples:
             >>> params = tx.init_params(model.init, jax.random.key(0), inputs)
@@ -68,12 +68,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Copy existing parameters into storage.
 
         Args:
-            params: Logical arrays of JAX or NumPy, arrays in storage, or shapes.
+            params: Logical JAX or NumPy arrays, arrays in storage, or `jax.ShapeDtypeStruct`s.
 
         Returns:
-            A copy in storage. If it is donated, the caller's arrays remain. The types are those that `precision` asks
-            for. At stages 0 to 2, that is the compute type, so make the optimizer state from the wider parameters
-            first. Shapes are returned with their shardings.
+            A copy in storage, in the types that `precision` asks for. Donating the copy does not delete the caller's
+            arrays. At stages 0 to 2, parameters are stored in the compute type, so create the optimizer state from the
+            wider parameters first. Shapes are returned with their shardings.
         """
         return shard(self.config, params)
 
@@ -81,66 +81,68 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Gather parameters or an optimizer state into logical arrays, replicated on every device.
 
         Args:
-            tree: Parameters, gradients, updates or the optimizer state, in storage; also a part of the state.
-            params: For a state, the parameters or their shapes. Required in three cases: this transformation has not
-                planned such parameters in this process, it has planned several that are stored alike, or `tree` has no
-                node of optax's.
+            tree: Parameters, gradients, updates, an optimizer state, or a part of an optimizer state, in storage.
+            params: The parameters or their shapes, if `tree` is an optimizer state. Needed if neither `init` nor
+                `create` was called for them in this process, if several models have states with the same storage
+                shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
 
         Returns:
-            The tree as plain JAX and optax have it. A state is that of the transformation which `zero_shard` was given:
-            it has holes for parameters that are not trained, and no master weights. For master weights, call
-            `tx.unshard(tx.as_params(opt_state.master, params))`.
+            The tree as plain JAX and optax would have it. A state is returned as the state of the wrapped
+            transformation: with `optax.MaskedNode()` for each parameter that is not trained, and without master
+            weights. To get the master weights, call `tx.unshard(tx.as_params(opt_state.master, params))`.
 
         Raises:
-            ValueError: If the logical shapes of a state are not known, or an array was donated or is on another mesh.
+            ValueError: If the logical shapes of a state are unknown, or an array was donated or is on another mesh.
         """
         return unshard(self.config, tree, params)
 
     def adopt(self, state: Any, params: Any) -> Any:
-        """Place a plain optax state, from a run without zerojax, as `init` places its own.
+        """Shard an optimizer state from a run without zerojax, as `init` shards a fresh one.
 
         Args:
-            state: A state of the transformation that `zero_shard` was given; logical arrays. `tx.unshard` undoes this
-                method, bit for bit. With frozen parameters, give the state of all parameters or of `optax.masked`.
-            params: The parameters of the state, in any form. Master weights are taken from them.
+            state: A state of the wrapped transformation, with logical arrays. If some parameters are frozen, it may be
+                the state of all parameters, or a state of `optax.masked`.
+            params: The parameters of that run, logical or in storage. Master weights are copied from them.
 
         Returns:
-            A copy of the state in storage, for `update`. `tx.create(params, opt_state=state)` begins a run with it.
+            A copy of the state in storage, for `update`. `tx.unshard` converts it back, bit for bit. To begin a run of
+            `train_step`, call `tx.create(params, opt_state=state)` with the plain state instead.
 
         Raises:
             ValueError: If the state belongs to other parameters or to another transformation.
-            TypeError: If the sharded state's type cannot represent a leaf.
+            TypeError: If a leaf has a type whose values the sharded state cannot represent.
         """
         return adopt(self.config, state, params)
 
     def as_params(self, mirror: Any, params: Any) -> Any:
-        """Convert a part of the optimizer state that mirrors the parameters, such as an average, into parameters.
+        """Convert a part of the optimizer state, such as an average of the parameters, into a tree of parameters.
 
         Args:
-            mirror: A subtree of the state, in storage, with the structure of the trained parameters.
-            params: The parameters, in any form. Leaves that are not trained are taken from them.
+            mirror: A subtree of the state, in storage, with one leaf per trained parameter.
+            params: The parameters, logical or in storage. Leaves that are not trained are copied from them.
 
         Returns:
-            A tree in storage, in the types of `mirror`. Pass it to `eval_step`, `unshard`, `export`, or to functions of
-            it and `params`, such as `optax.contrib.schedule_free_eval_params`.
+            A tree in storage, in the types of `mirror`. Pass it to `eval_step`, to `unshard`, to `export`, or, together
+            with `params`, to a function such as `optax.contrib.schedule_free_eval_params`.
 
         Raises:
-            ValueError: If `mirror` has another structure or shape.
+            ValueError: If the structure or shapes of `mirror` differ from those of the trained parameters.
         """
         return as_params(self.config, mirror, loaded(params))
 
     def eval_step(self, fn: Callable) -> Callable:
-        """Return a jitted function of full parameters, for evaluation and generation. It gathers them on use.
+        """Return a jitted function of the parameters, for evaluation or generation. They are gathered on use.
 
         Args:
-            fn: `fn(params, batch, *args)`. It sees logical parameters and, in either view, all rows of `batch`. It may
-                return anything that a jitted function may.
+            fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may
+                return any value that a jitted function may return.
 
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
-            storage, such as `state.params`; their types are those of training. Rows that the devices cannot divide,
-            such as the last of an epoch, are replicated. `step` may be called in a loop over tokens, and in a loss (a
-            teacher). A scan within `fn` keeps gathered the parameters that all of its iterations use.
+            storage, such as `state.params`. `fn` sees them in the types that a loss sees. If the devices cannot divide
+            the rows evenly, as in the last batch of an epoch, every device computes all rows. A loop over tokens, or a
+            loss that needs a teacher model, may call `step`. If `fn` contains a scan, parameters that all iterations
+            use are gathered before the first iteration and freed after the last.
 
         Examples:
             >>> accuracy = tx.eval_step(lambda params, batch: jnp.mean(predict(params, batch["x"]) == batch["y"]))
@@ -160,44 +162,46 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Return a function that computes loss and gradient over all devices, like `jax.value_and_grad`.
 
         Args:
-            loss_fn: `loss_fn(params, batch, *args)`. It sees logical parameters and all rows of `batch` (in device view
-                the rows of its device). It returns the loss, `(loss, aux)` with `has_aux`, or `(total, weight)` in the
-                place of the loss with `weighted`.
-            has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers `Mean`, `Sum`, `Rows` and `Same` say how
-                leaves are combined over microbatches and devices.
-            weighted: Whether the loss is `(total, weight)`. The sum of the totals is then divided by the sum of the
-                weights, over all microbatches and devices. A weight counts as a constant, which is not differentiated.
-                If a weight is negative or the sum is zero, loss and gradients are NaN.
-            mutable: As for `train_step`: `f(params, mutable, batch, *args)` returns `((loss, mutable), grads)`, and
-                with `has_aux` `((loss, mutable, aux), grads)`.
-            accumulate: Microbatches per device. They are differentiated one after the other, so that the activations
-                of only one are in memory, and averaged. PRNG keys in `*args` are folded with the microbatch's index.
+            loss_fn: `loss_fn(params, batch, *args)`. It sees logical parameters. In global view it sees all rows of
+                `batch`, and in device view only the rows of its device. It returns the loss, or `(loss, aux)` with
+                `has_aux`. With `weighted`, it returns `(total, weight)` instead of the loss.
+            has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers `Mean`, `Sum`, `Rows` and `Same` say how each
+                leaf of aux is combined over microbatches and devices.
+            weighted: Whether the loss is `(total, weight)`. The mean loss is then the sum of the totals divided by the
+                sum of the weights, over all microbatches and devices. Weights are not differentiated. If a weight is
+                negative or the sum of the weights is zero, loss and gradients are NaN.
+            mutable: Whether the loss has a mutable state, as for `train_step`. `f(params, mutable, batch, *args)` then
+                returns `((loss, mutable), grads)`, or `((loss, mutable, aux), grads)` with `has_aux`.
+            accumulate: Number of microbatches per device. Their losses and gradients are computed one after the other
+                and averaged, so that only one microbatch's activations are in memory at a time. PRNG keys in `*args`
+                are folded with the microbatch's index.
 
         Returns:
             `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
-            positional batch, the keyword arguments that have rows are the batch: `f(params, x=x, y=y)`. `grads` has the
-            structure, logical shapes and types of `params`. At stages 2 and 3 it is sharded like
-            `shardings(params).grads`. The gradient of a leaf that is not trained, such as integers, is zeros of its
-            full size. `train_step` computes no such zeros, and only `train_step` scales the loss.
+            positional batch, the keyword arguments that contain arrays with rows are the batch: `f(params, x=x, y=y)`.
+            `grads` has the structure, logical shapes and types of `params`. At stages 2 and 3 it is sharded like
+            `tx.shardings(params).grads`. A leaf that is not trained, such as an integer array, gets a gradient of zeros
+            in its full size. `train_step` does not allocate such zeros. Only `train_step` applies a loss scale.
 
         Raises:
-            ValueError: If axis and microbatches do not divide the batch, or the loss is no scalar.
+            ValueError: If devices and microbatches do not divide the rows evenly, or the loss is not a scalar.
         """
         check_count("accumulate", accumulate, "microbatches", least=1)
         return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
 
     def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
-        """Begin a run: return parameters in storage with a fresh optimizer state, at step 0.
+        """Create the state of a new run, at step 0: the parameters in storage, and an optimizer state.
 
         Args:
             params: Logical parameters, parameters in storage, or shapes. They are copied, because each step donates its
-                state; delete them to free their memory. Master weights are taken from them before they are cast.
-            mutable: The initial mutable state (batch statistics), for a loss function with `mutable=True`: a tree of
-                arrays, replicated.
-            opt_state: A plain optax state to continue from, as `adopt` takes it. None: a fresh state.
+                state. Delete the originals to free their memory. Master weights are copied from them before they are
+                cast to the compute type.
+            mutable: The initial mutable state, such as batch statistics, for a loss function with `mutable=True`. A
+                tree of arrays, which every device holds in full.
+            opt_state: A plain optax state to continue from, as for `adopt`. None: a fresh state.
 
         Returns:
-            The state that the step of `train_step` takes.
+            The state to pass to the step that `train_step` returns.
         """
         return create(self.config, params, mutable, opt_state)
 
@@ -218,31 +222,33 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Args:
             loss_fn: As for `value_and_grad`. With `mutable`, `loss_fn(params, mutable, batch, *args)` returns
-                `(loss, mutable)`, and with `has_aux` `(loss, mutable, aux)`.
-            accumulate: As for `value_and_grad`. Stages 0 and 1 add up full gradients and reduce them once. Stages 2 and
-                3 reduce-scatter the gradients of each microbatch, and hold 1/N.
+                `(loss, mutable)`, or `(loss, mutable, aux)` with `has_aux`.
+            accumulate: As for `value_and_grad`. At stages 0 and 1, each device adds up full gradients, which are
+                reduced once per step. At stages 2 and 3, the gradients of each microbatch are reduce-scattered, so that
+                each device holds 1/N of the sum.
             has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
-            weighted: As for `value_and_grad`. A step with a negative weight or a zero sum is skipped, and the first
-                later call that finds it finished raises an error.
-            mutable: Whether the loss updates `state.mutable`, by one microbatch after the other. In device view, float
-                leaves are then averaged over the devices, with equal weights, and other leaves must be equal on all.
-                PRNG keys do not belong in it in device view or with microbatches: only keys in `*args` are folded.
+            weighted: As for `value_and_grad`. A step with a negative weight, or with weights that sum to zero, is
+                skipped. The first call after that step has finished raises an error.
+            mutable: Whether the loss updates `state.mutable`. Each microbatch gets the mutable state that the previous
+                one returned. In device view, float leaves are averaged over the devices at the end of the step, with
+                equal weights, and all other leaves must be equal on every device. Keep PRNG keys out of the mutable
+                state in device view or with microbatches: only keys in `*args` are folded.
             skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
-                A loss scale implies it.
-            max_skips: Number of steps in a row that may be skipped before the next call raises; None for any number.
-                Implies `skip_nonfinite`, and makes each call wait for the previous step.
-            leaf_norms: Whether metrics have `grad_norms`: the norm of each parameter's gradient, and
+                Always on with a loss scale.
+            max_skips: If more than this number of steps in a row were skipped, the next call raises an error. Implies
+                `skip_nonfinite`, and makes each call wait for the previous step. None: no limit.
+            leaf_norms: Whether the metrics include `grad_norms`: the norm of each parameter's gradient, or
                 `optax.MaskedNode()` for a parameter that is not trained.
-            timeout: Seconds that a step may take, without compilation. A step that takes longer ends the process with
-                exit status 75, and names the process that it waits for. None: 1800 s with several processes,
-                otherwise no limit. `float("inf")`: no limit.
+            timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
+                process it waits for, and exits with status 75. None: 1800 s with several processes, otherwise no limit.
+                `float("inf")`: no limit.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
 
         Raises:
-            TypeError: If `accumulate` or `max_skips` is no integer.
-            ValueError: If `accumulate` is below 1, `max_skips` below 0 or `timeout` not above 0.
+            TypeError: If `accumulate` or `max_skips` is not an integer.
+            ValueError: If `accumulate` is below 1, `max_skips` is below 0, or `timeout` is not above 0.
         """
         options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
@@ -251,10 +257,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Return the shardings of parameters, gradients and optimizer state.
 
         Args:
-            params: Arrays or shapes. The devices of the mesh may be absent.
+            params: Arrays or shapes. The mesh may consist of devices that this machine does not have.
 
         Returns:
-            Trees of `NamedSharding`, with one sharding for each `Padded`.
+            Trees of `NamedSharding`, with one `NamedSharding` instead of each `Padded` node.
         """
         return shardings(self.config, params)
 
@@ -283,52 +289,58 @@ def zero_shard(
     """Shard an optax transformation, and the training around it, over mesh axes.
 
     Args:
-        tx: Any optax transformation. Its update sees logical arrays, so the result is exact.
+        tx: Any optax transformation. Its update computes on logical arrays, so the result equals plain optax's.
         stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too. 3: parameters too.
-        mesh: A mesh of real or absent devices, with Auto or Explicit axes; results are on it. None: all devices on one
-            axis. Axes that `axis` does not name are left to the compiler. Inside the loss, all axes are Auto.
+        mesh: The mesh for all results, with Auto or Explicit axes. It may consist of devices that this machine does not
+            have. None: all devices on one axis. Sharding over axes that are not in `axis` is left to the compiler.
+            Inside the loss, all axes are Auto.
         axis: The mesh axes that divide the rows of a batch, such as `"data"` or `("host", "gpu")`.
         shard_axis: The axes of `axis` over which the stage shards, such as `"gpu"`. Over the other axes, everything is
             replicated (hybrid sharding, HSDP). None: all axes of `axis`.
         params_axis: Stage 3: the axes of `axis` over which parameters are sharded, such as `"gpu"`, so that they are
-            gathered within a host. Gradients and optimizer state are sharded over all axes. None: as `shard_axis`.
-        persist_below: A leaf with fewer elements is not sharded by dim. Its parameter is persistent (replicated) at
-            stage 3. Its gradient and optimizer state are flat, 1/N per device, if its update is elementwise.
-        prefetch: Stage 3: how many uses ahead of its use a parameter's gather may start; 0 disables prefetch. Each use
-            costs the memory of about one gathered layer. A scan always prefetches one iteration.
-        bucket_bytes: Leaves of a layer share one collective up to this many logical bytes.
-        reshard_after_forward: Stage 3: whether gathered parameters are dropped after the forward pass. False keeps them
-            for the backward pass, and moves the parameters' bytes twice per step and not three times.
-        precision: The types in which a step computes, sums and keeps its parameters, such as `Precision.bf16()`. None:
-            the types of the parameters and of the loss function. With master weights, chain further transformations
-            inside `tx`: one behind it in an `optax.chain` would change updates that cannot reach the master weights.
+            gathered within a host. Gradients and optimizer state are sharded over all of `axis`. None: parameters are
+            sharded like gradients and optimizer state.
+        persist_below: A leaf with fewer elements is not sharded along a dim. Its parameter stays replicated at stage 3.
+            Its gradient and optimizer state are flattened, and each device holds 1/N, if its update is elementwise.
+        prefetch: Stage 3: how many uses ahead a parameter's gather may start; 0 disables prefetch. Each use ahead costs
+            the memory of about one gathered layer. A scan always prefetches one iteration ahead.
+        bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes.
+        reshard_after_forward: Stage 3: whether gathered parameters are freed after the forward pass, and gathered again
+            for the backward pass. If False, they are kept, and a step moves only two times the parameters' bytes
+            instead of three times.
+        precision: The types in which a step computes, sums gradients and keeps parameters, such as `Precision.bf16()`.
+            None: the types of the parameters and of the loss function. With master weights, put all transformations
+            into `tx`. A transformation that follows `tx` in an `optax.chain` would not change the master weights.
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, with a path such as
-            `"params/dense/kernel"` and a `jax.ShapeDtypeStruct` of logical shape, or a tree of bools. Other parameters,
-            and integers and booleans always, have no gradient and no optimizer state, but are sharded at stage 3. `tx`
-            sees holes for them, as under `optax.masked`.
-        overwrite: Which parameters take their gradient as the new value, given like `trainable`, which does not matter
-            for them. Parameters whose path, or NNX class, names Flax's collection `_overwrite_with_gradient` always do.
-            The new value is the elementwise maximum over microbatches, and in device view over devices. These
-            parameters are replicated, keep their type, and are left out of norms. `tx` sees holes for them.
-        offload: What is offloaded to host memory or disk, such as `Offload(optimizer="host")`. `train_step` streams it
-            chunk by chunk; `update` brings all of it to the device at once. With `params="host"`, a hand-written loop
-            moves parameters to `jax.memory.Space.Device` before `optax.apply_updates`, because JAX adds nothing to an
-            array in host memory, and moves the result back: `jax.device_put(result, tx.shardings(params).params)`.
+            `"params/dense/kernel"` and a `jax.ShapeDtypeStruct` of logical shape, or a tree of bools. None: all. Other
+            parameters, and all integers and bools, have no gradient and no optimizer state. `tx` sees an
+            `optax.MaskedNode()` for each. At stage 3 they are sharded, too.
+        overwrite: Which parameters take their gradient as their new value, in the form of `trainable`. This option
+            overrides `trainable`. A parameter whose path, or NNX class, has the name of Flax's collection
+            `_overwrite_with_gradient` is always overwritten. The new value is the elementwise maximum over microbatches
+            and, in device view, over devices. These parameters are replicated, keep their type, and do not count in
+            gradient norms. `tx` sees an `optax.MaskedNode()` for each.
+        offload: Which model states are kept in host memory or on disk, such as `Offload(optimizer="host")`.
+            `train_step` streams them chunk by chunk, and `update` copies all of them to the device at once. With
+            `params="host"`, a hand-written loop must move parameters to `jax.memory.Space.Device` before
+            `optax.apply_updates`, because JAX cannot add to an array in host memory. Move the result back with
+            `jax.device_put(result, tx.shardings(params).params)`.
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
-            `P("data", "sequence")`, or a tree of them. A leaf takes as many entries as it has dims. None: only dim 0.
-        view: What a loss function sees. `"global"`: the whole batch, as under `jax.jit` on one device. `"device"`: the
-            rows of its device, as under `pmap`; the loss is averaged over devices, and may use collectives over `axis`.
-        wire: What collectives send in few bits, such as `Wire(gather="int8", reduce="int4")`. None: nothing.
+            `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses only the first entries. None: only
+            dim 0 is divided.
+        view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: the
+            rows of its device, as under `pmap`. The loss may then use collectives over `axis`, and is averaged over it.
+        wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         matrix_updates: Which devices compute updates that multiply matrices, such as Muon's. `"owner"`: one device per
-            matrix, or a few if there are fewer matrices than devices. `"sharded"`: all devices share each product.
-            `"auto"`: the way with the smaller estimated time. The plan and the report show the choice.
+            matrix, or a few devices per matrix if there are fewer matrices than devices. `"sharded"`: all devices share
+            each product. `"auto"`: the choice with the shorter estimated time, which `zerojax.report` shows.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
 
     Raises:
-        TypeError: If `tx` is no optax transformation.
-        ValueError: If the stage is unknown, or the mesh lacks an axis or has Manual axes.
+        TypeError: If `tx` is not an optax transformation, or an option has a wrong type.
+        ValueError: If the stage is unknown, options contradict each other, or a mesh axis is missing or Manual.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.

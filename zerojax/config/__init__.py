@@ -1,4 +1,4 @@
-"""The options of the caller: frozen records, which are checked when they are made."""
+"""The options of `zero_shard`, as frozen dataclasses that check their fields when they are created."""
 
 from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count, check_word

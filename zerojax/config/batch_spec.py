@@ -1,4 +1,4 @@
-"""The option `batch_spec`: dim 0 of a batch is divided over the data axes, and other dims over other axes."""
+"""The option `batch_spec`: which mesh axes divide each dim of a batch. The data axes always divide dim 0."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """A `PartitionSpec` for all leaves of a batch, or a tree of specs, as a hashable record of leaves and structure."""
+    """One `PartitionSpec` for all leaves of a batch, or a tree of specs, flattened so that the record is hashable."""
 
     specs: tuple[PartitionSpec, ...]
     structure: Any
 
     @classmethod
     def of(cls, given: Any) -> BatchSpec | None:
-        """Return the record of a spec or a tree of specs, and None for None. Raise a TypeError for anything else."""
+        """Return the record of a spec or a tree of specs, or None for None. Raise a TypeError for other values."""
         if given is None:
             return None
         specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
@@ -36,9 +36,9 @@ class BatchSpec:
         return cls(tuple(specs), structure)
 
     def check(self, axis: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-        """Raise a ValueError if a spec does not fit a mesh.
+        """Raise a ValueError if a spec does not fit the mesh.
 
-        A spec must divide rows over `axis`, and must name axes of the mesh (in `sizes`), each at most once.
+        The first entry must be `axis`. Only axes of the mesh (the keys of `sizes`) may be named, each at most once.
         """
         for spec in self.specs:
             named = axes_of(spec)
@@ -56,7 +56,7 @@ class BatchSpec:
                 raise ValueError(f"batch_spec={spec} names an axis twice. Divide at most one dim over each axis.")
 
     def over(self, batch: Any) -> Any:
-        """Return the spec of each leaf of a batch, with at most one entry per dim of the leaf."""
+        """Return a tree with the spec of each leaf of a batch, cut to the number of dims of the leaf."""
         cut = lambda spec, x: PartitionSpec(*tuple(spec)[: np.ndim(x) if np.isscalar(x) else len(x.shape)])
         try:
             tree = jax.tree.unflatten(self.structure, self.specs)

@@ -1,4 +1,4 @@
-"""Checks of options, and of the patterns that choose parameters, shared by the records of this room."""
+"""Checks that several options share, and the functions and shell patterns by which options choose parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int) -> None:
-    """Raise a TypeError if a count is no int, and a ValueError if it is below `least`."""
+    """Raise a TypeError if `value` is not an int, and a ValueError if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} counts {unit} and must be an int, not {value!r}.")
     if value < least:
@@ -16,13 +16,13 @@ def check_count(name: str, value: Any, unit: str, *, least: int) -> None:
 
 
 def check_word(name: str, value: Any, known: tuple) -> None:
-    """Raise a ValueError if a word is none of the known words."""
+    """Raise a ValueError if `value` is not one of the `known` words."""
     if value not in known:
         raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}.")
 
 
 def checked_where(name: str, where: Any) -> Callable | tuple[str, ...] | None:
-    """Return a choice of parameters as a function, a tuple of shell patterns, or None."""
+    """Check an option that chooses parameters. Return it as a function, a tuple of shell patterns, or None."""
     if where is None or callable(where):
         return where
     patterns = (where,) if isinstance(where, str) else tuple(where)
@@ -32,7 +32,7 @@ def checked_where(name: str, where: Any) -> Callable | tuple[str, ...] | None:
 
 
 def chooses(where: Callable[[str, Any], bool] | Sequence[str], path: str, leaf: Any) -> bool:
-    """Return whether a function or some patterns choose the parameter at a "/"-separated path."""
+    """Return whether a function, or at least one shell pattern, matches the parameter at a "/"-separated path."""
     if callable(where):
         return bool(where(path, leaf))
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in where)

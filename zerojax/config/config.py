@@ -1,4 +1,4 @@
-"""The configuration: the wrapped transformation and all options of the caller, checked once."""
+"""The configuration: the wrapped transformation and all options of `zero_shard`, checked once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUCKET_BYTES = 128 << 20
 
 @dataclasses.dataclass(frozen=True)
 class MeshRecord:
-    """The parts of a mesh that can be pickled. `device_ids` are in the order of the mesh."""
+    """A mesh in a form that can be pickled. `device_ids` are in the mesh's order."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -71,20 +71,20 @@ def with_auto_axes(mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A transformation and the options of `zero_shard`. It describes all options; some have another type here.
+    """A transformation and the options of `zero_shard`, whose docstring describes the fields that are not listed here.
 
     Attributes:
-        tx: The optax transformation that is wrapped.
+        tx: The wrapped optax transformation.
         user_mesh: The mesh as the caller gave it.
         axis: The mesh axes that divide the rows of the batch.
-        shard_axis: The axes over which the stage shards; empty: all of `axis`.
-        params_axis: The axes over which parameters are sharded; empty: as `shard_axis`.
-        trainable: `trainable(path, leaf) -> bool`; None: every leaf is trained.
-        overwrite: `overwrite(path, leaf) -> bool`: leaves that take their gradient as the new value; None: only leaves
-            whose name says so.
+        shard_axis: The axes over which the stage shards. Empty: all of `axis`.
+        params_axis: The axes over which parameters are sharded. Empty: like everything else.
+        trainable: `trainable(path, leaf) -> bool` chooses the leaves that are trained. None: every leaf.
+        overwrite: `overwrite(path, leaf) -> bool` chooses leaves that take their gradient as their new value. None:
+            only leaves with the name `_overwrite_with_gradient` in their path or NNX class.
 
     Raises:
-        TypeError: If `tx` is no optax transformation, or an option has another type.
+        TypeError: If `tx` is not an optax transformation, or an option has a wrong type.
         ValueError: If an option is out of range, or options contradict each other.
     """
 
@@ -185,7 +185,7 @@ class Config:
             )
 
     def _check_wire(self, wire: Wire) -> None:
-        """Raise a ValueError if no collective of the stage sends the payload, or would round a sum more than once."""
+        """Raise a ValueError if there is no collective to quantise, or if a sum would be rounded more than once."""
         if self.stage == 0:
             raise ValueError(
                 "Stage 0 all-reduces gradients, and with wire= every partial sum would be rounded. Use stage "
@@ -211,7 +211,7 @@ class Config:
             self._check_error_feedback(wire)
 
     def _check_error_feedback(self, wire: Wire) -> None:
-        """Raise a ValueError unless gradients are reduced across hosts once per step, and quantised there."""
+        """Raise a ValueError unless gradients are reduced across hosts once per step, by a quantised reduction."""
         across = tuple(axis for axis in self.axis if axis not in self.params_axis)
         if not self.params_axis or len(across) != 1:
             several = self.params_axis and across
@@ -233,11 +233,11 @@ class Config:
         return fields | {"user_mesh": MeshRecord.of(self.user_mesh)}
 
     def __setstate__(self, state: dict) -> None:
-        """Set the fields. The mesh is rebuilt at its first use, so that loading starts no backend of JAX."""
+        """Set the fields. The mesh is rebuilt at its first use, so that unpickling does not initialise a backend."""
         self.__dict__.update(state)
         self.__dict__["_mesh_record"] = self.__dict__.pop("user_mesh")
 
-    if not TYPE_CHECKING:  # or every misspelled attribute would pass the type checker
+    if not TYPE_CHECKING:  # otherwise the type checker would accept every misspelled attribute
 
         def __getattr__(self, name: str) -> Any:
             """Rebuild the mesh of a configuration that was pickled."""
@@ -248,10 +248,7 @@ class Config:
 
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
-        """Return the plans that were made, by layout. They know the logical shapes of an optimizer state.
-
-        The cache is no field: equal configurations have different caches, and it is not pickled.
-        """
+        """Return the cache of plans, by layout. It is no field, so that it is neither compared nor pickled."""
         return {}
 
     @functools.cached_property
@@ -261,7 +258,7 @@ class Config:
 
     @property
     def stores_compute_dtype(self) -> bool:
-        """Return whether parameters are stored in the compute type, and not in the type in which they are updated."""
+        """Return whether parameters are stored in the compute type. Otherwise they are stored in the master type."""
         return self.stage < 3 or self.offload is not None or bool(self.params_axis)
 
     @property
@@ -276,16 +273,16 @@ class Config:
 
     @property
     def has_master_weights(self) -> bool:
-        """Return whether the optimizer state has master weights, of which the parameters are a copy."""
+        """Return whether the optimizer state has master weights. The parameters are then a narrower copy of them."""
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 
     @functools.cached_property
     def data(self) -> DataMesh:
-        """Return the axes that divide the batch, and the axes that shard each part of the model states."""
+        """Return the axes that divide the batch, and the axes that shard parameters, gradients and optimizer state."""
         return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis, self.params_axis)
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
-        """Return the part of the configuration on which layouts depend."""
+        """Return the options that determine how leaves are laid out."""
         return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)

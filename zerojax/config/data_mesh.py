@@ -1,4 +1,4 @@
-"""The records on which layouts depend, and the conversions between mesh axes and entries of a `PartitionSpec`."""
+"""The options that determine layouts, and the conversions between mesh axes and entries of a `PartitionSpec`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class DataMesh:
-    """The data-parallel side of a mesh: names and sizes of axes, without devices.
+    """The data-parallel axes of a mesh: their names and sizes, without devices.
 
-    Every other axis of the mesh (tensor, expert, sequence) belongs to the compiler. If the axes of gradients begin with
-    the axes of parameters, a gradient's shard is a part of the parameter's shard.
+    All other axes of the mesh (tensor, expert, sequence) are left to the compiler. If `grads` begins with the axes in
+    `params`, a device's shard of a gradient is a part of its shard of the parameter.
 
     Attributes:
-        sizes: Name and size of every axis of the mesh, in its order.
+        sizes: Name and size of every axis of the mesh, in the mesh's order.
         batch: Axes that divide the rows of the batch.
         params: Axes that shard the parameters; empty if parameters are replicated.
         grads: Axes that shard the gradients; empty if gradients are replicated.
         opt_state: Axes that shard the optimizer state; empty if it is replicated.
 
     References:
-        Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv
-        2304.11277, section 3.2 (hybrid sharding); Wang et al. 2023, arXiv 2306.10209, section 3.3
-        (parameters within a host).
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv 2304.11277, section 3.2 (hybrid
+        sharding); Wang et al. 2023, arXiv 2306.10209, section 3.3 (parameters within a host).
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -45,11 +44,10 @@ class DataMesh:
         shard_axes: tuple[str, ...] = (),
         params_axes: tuple[str, ...] = (),
     ) -> DataMesh:
-        """Return the preset of a ZeRO stage. `axes` divide the rows of the batch; `sizes` has every axis of the mesh.
+        """Return the axes for a ZeRO stage. `sizes` has every axis of the mesh, and `axes` divide the batch.
 
-        The stage shards over `shard_axes` (empty: over all of `axes`). Everything is replicated over the other axes.
-        Parameters are sharded over `params_axes` (empty: as everything else). The remaining axes divide these
-        shards further, for gradients and optimizer state.
+        The stage shards over `shard_axes` (empty: over all of `axes`) and replicates over the other axes. Parameters
+        are sharded only over `params_axes` (empty: like gradients and optimizer state).
         """
         inner = shard_axes or axes
         inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))
@@ -58,18 +56,18 @@ class DataMesh:
         return cls(tuple(sizes.items()), axes, params=params, grads=sharded(2), opt_state=sharded(1))
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of devices along some axes together; 1 for no axes."""
+        """Return the product of the sizes of some axes; 1 for no axes."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
     @property
     def workers(self) -> int:
-        """Return the number of data-parallel workers, which share the rows of the batch."""
+        """Return the number of data-parallel workers: the parts into which the rows of a batch are divided."""
         return self.size(self.batch)
 
     @property
     def shards(self) -> int:
-        """Return the number of shards. At stage 0, which shards nothing, return the number of workers."""
+        """Return the number of shards of the optimizer state. At stage 0, return the number of workers instead."""
         return self.size(self.opt_state or self.batch)
 
     def in_words(self) -> str:
@@ -80,24 +78,24 @@ class DataMesh:
 
     @property
     def across(self) -> tuple[str, ...]:
-        """Return the axes of the batch over which some sharded part is replicated (hybrid sharding)."""
+        """Return the batch axes over which shards are replicated, as in hybrid sharding."""
         parts = [part for part in (self.params, self.grads, self.opt_state) if part]
         return tuple(axis for axis in self.batch if any(axis not in part for part in parts))
 
     @property
     def compiler_axes(self) -> tuple[str, ...]:
-        """Return the axes that belong to the compiler."""
+        """Return the mesh axes that are left to the compiler."""
         return tuple(name for name, _ in self.sizes if name not in self.batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPolicy:
-    """The part of a configuration on which a layout depends. It is part of `ZeroState`, so it holds no functions.
+    """The options that determine how leaves are laid out. `ZeroState` contains them, so none of them is a function.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
-        data: The axes that divide the batch and shard each part of the model states.
-        persist_below: Leaves with fewer elements are not sharded by dim.
+        data: The axes that divide the batch, and that shard parameters, gradients and optimizer state.
+        persist_below: Leaves with fewer elements are not sharded along a dim.
         stores_compute_dtype: Whether parameters are stored in the compute type.
         params_on_host: Whether sharded parameters are kept in host memory.
     """
@@ -110,19 +108,19 @@ class LayoutPolicy:
 
 
 def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Return mesh axes as one entry of a `PartitionSpec`."""
+    """Convert mesh axes to one entry of a `PartitionSpec`."""
     return axes[0] if len(axes) == 1 else axes or None
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes of one entry of a `PartitionSpec`; none if the entry is None or unconstrained."""
+    """Return the mesh axes in one entry of a `PartitionSpec`; empty if the entry is None or unconstrained."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def axes_of(*specs: Iterable) -> list[str]:
-    """Return the mesh axes that some `PartitionSpec`s name, dim by dim; an axis as often as it is named."""
+    """Return all mesh axes that some `PartitionSpec`s name, in order and with repetitions."""
     return [axis for spec in specs for entry in spec for axis in entry_axes(entry)]
 
 

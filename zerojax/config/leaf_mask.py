@@ -1,4 +1,4 @@
-"""A mask of leaves, given as a tree of bools, as a predicate of paths."""
+"""Convert a mask, which is a tree of bools, to a predicate of paths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LeafMask:
-    """A mask of leaves, given to an option of `zero_shard`, as a predicate.
+    """A mask that was given as an option of `zero_shard`, converted to a predicate.
 
-    `known` has the paths of all leaves of the mask, and `meant` the paths of the leaves that are True.
+    `known` has the paths of all leaves of the mask, and `meant` has the paths of the leaves that are True.
     """
 
     known: frozenset[str]
@@ -23,7 +23,7 @@ class LeafMask:
 
     @classmethod
     def of(cls, mask: Any, option: str = "trainable") -> LeafMask:
-        """Return the predicate of a tree of bools with the structure of the parameters."""
+        """Convert a tree of bools with the structure of the parameters."""
         leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
         found = {path_of(path): x for path, x in leaves}
         if len(found) < len(leaves):
@@ -37,7 +37,7 @@ class LeafMask:
         return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
-        """Return whether the mask is True for the leaf at `path`. Raise a ValueError if it has no such leaf."""
+        """Return whether the mask is True at `path`. Raise a ValueError if the mask has no leaf there."""
         if path not in self.known:
             raise ValueError(
                 f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. "
@@ -55,8 +55,8 @@ class LeafMask:
 
 
 def path_of(keys: tuple) -> str:
-    """Return the path of a leaf as predicates get it: its keys, "/"-separated."""
-    # The key inside of an NNX Variable, which in other trees is a leaf itself.
+    """Return the path that predicates get for a leaf: its keys, separated by "/"."""
+    # Drop the last key inside of an NNX Variable, so that paths are the same whether or not Variables are leaves.
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -1,4 +1,4 @@
-"""The option `Offload`: which model states leave the device's memory, and where they are updated."""
+"""The option `Offload`: which model states are moved out of device memory, and where they are updated."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ CHUNK_BYTES = 32 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """The model states that are offloaded from the device's memory, and where they are updated.
+    """The model states that are kept outside of device memory, and where they are updated.
 
-    The optimizer state, with the master weights, is kept in pinned host memory or in files, at the host of the device.
-    It is fetched, updated and written back chunk by chunk, while other chunks are transferred. Arrays of fewer than
-    `persist_below` elements, such as scalars, stay on the device. If `precision` computes in a narrower type, stage 3
-    stores its shards in that type, because the master weights are offloaded.
+    Each device's shard of the optimizer state, including master weights, is kept in pinned memory or in files of the
+    device's host. It is fetched, updated and written back chunk by chunk, and the transfers of different chunks
+    overlap. Arrays of fewer than `persist_below` elements, such as scalars, stay on the device. If `precision` computes
+    in a narrower type, stage 3 stores the parameters on the device in that type.
 
     Attributes:
         optimizer: Where the optimizer state is kept: `"host"` (pinned host memory) or `"disk"` (files under `path`).
-        params: `"host"`: stage 3 keeps shards of parameters in host memory, and fetches them for each gather and for
-            their update, so that the device holds the shards of a few uses. Gradients, and leaves below
-            `persist_below`, are on the device. `"disk"`: stage 3 keeps parameters and gradients, with the optimizer
-            state, in files under `path`. A step then runs in stages, which read the parameters of a few layers at a
-            time. None: parameters are on the device.
-        update: Where the optax update runs. `"device"`: the state is streamed through the device. `"host"`: gradients
-            are sent to the host, and new parameters back. `"auto"`: the faster way, measured once.
-        fraction: The part of the optimizer state that is offloaded, by bytes, from 0 to 1. `"auto"`: as little as
-            `budget` allows.
-        budget: For `fraction="auto"`: bytes per device for parameters, gradients, optimizer state and chunks in
-            transfer, without activations.
+        params: `"host"`: stage 3 keeps shards of parameters in host memory, and copies each of them to the device for a
+            gather or an update. The device then holds only the shards for the next few uses. Gradients, and parameters
+            of fewer than `persist_below` elements, stay on the device. `"disk"`: stage 3 keeps parameters, gradients
+            and the optimizer state in files under `path`. A step then runs in stages, which read the parameters of a
+            few layers at a time. None: all parameters stay on the device.
+        update: Where the optax update runs. `"device"`: chunks of the state are copied to the device and back.
+            `"host"`: gradients are sent to the host, and new parameters back. `"auto"`: a measurement decides.
+        fraction: The fraction of the optimizer state's bytes that is offloaded, from 0 to 1. `"auto"`: the smallest
+            fraction with which the model states fit into `budget`.
+        budget: For `fraction="auto"`: the bytes per device for parameters, gradients, optimizer state and chunks in
+            transfer. Activations do not count.
         where: The parameters whose state may be offloaded: `where(path, leaf) -> bool`, as for `Precision.keep`, or
             shell patterns such as `("*/kernel",)`. None: all.
-        path: For `"disk"`: the folder of the files. Each process makes its own folder in it.
+        path: For `optimizer="disk"`: the folder for the files. Each process creates a folder inside it.
         chunk_bytes: The largest number of bytes per device that is copied at once.
         host_bytes: For `params="disk"`: bytes of host memory, per process, for buffers and for the parameters and
             gradients that are kept there instead of on disk; a number, or text such as `"8 GB"`. None: buffers alone.
 
     Raises:
-        TypeError: If a field has another type.
+        TypeError: If a field has a wrong type.
         ValueError: If a word is unknown, a number is out of range, or fields contradict each other.
 
     References:
@@ -122,7 +122,7 @@ class Offload:
         return None
 
     def covers(self, path: str, leaf: Any) -> bool:
-        """Return whether the state of the parameter at a path may be offloaded.
+        """Return whether `where` lets the state of a parameter be offloaded.
 
         Args:
             path: The path of the parameter, "/"-separated.

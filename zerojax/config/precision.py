@@ -1,4 +1,4 @@
-"""The options `Precision` and `DynamicScale`: the types of a step, and the loss scale."""
+"""The options `Precision` and `DynamicScale`: the element types of a step, and the loss scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def common_dtype(first: Any, second: Any) -> np.dtype:
-    """Return the narrowest type that holds the values of both types, even if the user makes JAX's promotion strict."""
+    """Return the type to which JAX promotes two types, even if the user has set strict type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
 
@@ -27,14 +27,15 @@ def common_dtype(first: Any, second: Any) -> np.dtype:
 class DynamicScale:
     """A loss scale that rises and falls, so that it stays just below the scale at which gradients overflow.
 
-    A step whose gradients overflow is skipped. The scale is divided by `factor` when `hysteresis` steps have overflowed
-    since it was last raised. It is multiplied by `factor` after `growth_interval` clean steps in a row.
+    A step whose gradients overflow is skipped. After `growth_interval` steps in a row without overflow, the scale is
+    multiplied by `factor`. The first `hysteresis - 1` overflows, counted from the start or the last growth, do not
+    change the scale. Every later overflow divides it by `factor`.
 
     Attributes:
         initial: The scale of the first step.
-        growth_interval: Number of clean steps in a row before the scale grows.
-        factor: The factor by which the scale grows and falls.
-        hysteresis: Number of overflows before the scale falls. With 1, each overflow lowers it.
+        growth_interval: Number of steps in a row without overflow after which the scale grows.
+        factor: The factor by which the scale grows or falls.
+        hysteresis: 1 plus the number of overflows that do not change the scale. With 1, each overflow lowers it.
         floor: The smallest scale. Steps that overflow at this scale are also skipped.
 
     Raises:
@@ -71,27 +72,27 @@ class DynamicScale:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The types in which a step computes, sums gradients and keeps parameters.
+    """The element types in which a step computes, sums gradients and keeps parameters.
 
-    Stage 3 keeps shards in `master`, and casts them to `compute` before they are gathered. Stages 0 to 2 keep a full
-    copy of the parameters in `compute`, and the master weights in the optimizer state, sharded like it.
+    Stage 3 stores shards of the parameters in `master`, and casts them to `compute` before each gather. Stages 0 to 2
+    store the full parameters in `compute`, and keep master weights in the optimizer state, sharded like the rest of it.
 
     Attributes:
         compute: Floating type of the parameters that the loss function sees.
         reduce: Floating type in which gradients are summed over devices and microbatches.
         master: Floating type of the weights that the optimizer updates.
-        loss_scale: The factor by which `train_step` multiplies the loss, and divides the gradient: None, a constant, a
-            `DynamicScale`, or `"dynamic"` for `DynamicScale()`. Return the loss in float32, because float16 cannot
-            represent a cotangent of 2^16.
+        loss_scale: The loss scale. `train_step` multiplies the loss by it and divides the gradients by it. None, a
+            constant, a `DynamicScale`, or `"dynamic"` for `DynamicScale()`. The loss should be float32, because float16
+            cannot represent a cotangent of 2^16.
         keep: `keep(path, leaf) -> bool` chooses parameters that the loss sees in `master`, such as norms and routers.
             `path` is "/"-separated, and `leaf` is a `jax.ShapeDtypeStruct` of logical shape. None: no parameter.
-        cast_inputs: Whether the loss sees float leaves of the batch in `compute`. Otherwise a layer that computes in
-            the widest type of its inputs would compute in float32. Leaves with one number per row (a target, a
-            weight), integers, bools and further arguments are never cast. Give masks of tokens as bools: a sum of many
-            narrow floats would be rounded.
+        cast_inputs: Whether float leaves of the batch are cast to `compute`. Without the cast, float32 inputs make a
+            layer compute in float32. Integers, bools, leaves with one number per row (such as a target or a weight) and
+            further arguments are never cast. Pass masks of tokens as bools, because the sum of a mask that was cast to
+            a narrow float type would be rounded.
 
     Raises:
-        TypeError: If a type is no floating type, or `keep` is not callable.
+        TypeError: If a type is not a floating type, or `keep` is not callable.
         ValueError: If `master` is narrower than `compute`, the scale is not positive, or a type needs x64.
 
     References:
@@ -109,17 +110,17 @@ class Precision:
     cast_inputs: bool = True
 
     def input_dtype(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return the type in which the loss sees a leaf of the batch.
+        """Return the type to which a leaf of the batch is cast.
 
         Args:
-            shape: The shape of the leaf. A leaf with one number per row is not cast.
+            shape: The shape of the leaf. A leaf with fewer than two dims is not cast.
             dtype: The type of the leaf.
         """
         is_cast = self.cast_inputs and len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating)
         return self.compute if is_cast else dtype
 
     def __post_init__(self):
-        """Check every field, and convert types to dtypes and the scale to a float or a `DynamicScale`."""
+        """Check every field. Convert types to dtypes, and the loss scale to a float or a `DynamicScale`."""
         for name in ("compute", "reduce", "master"):
             dtype = jnp.dtype(getattr(self, name))
             if not jnp.issubdtype(dtype, jnp.floating):
@@ -154,15 +155,15 @@ class Precision:
 
     @classmethod
     def fp32(cls, **changes: Any) -> Precision:
-        """Return a precision with all types float32. `changes` are fields of `Precision`."""
+        """Return a `Precision` with float32 for every type. `changes` sets further fields."""
         return cls(**changes)
 
     @classmethod
     def bf16(cls, **changes: Any) -> Precision:
-        """Return a precision that computes in bfloat16 and sums and updates in float32. `changes` are fields."""
+        """Return a `Precision` that computes in bfloat16, and sums and updates in float32. `changes` sets fields."""
         return cls(**{"compute": jnp.bfloat16, **changes})
 
     @classmethod
     def fp16(cls, **changes: Any) -> Precision:
-        """Return a precision that computes in float16, with a dynamic loss scale. `changes` are fields."""
+        """Return a `Precision` that computes in float16 with a dynamic loss scale. `changes` sets further fields."""
         return cls(**{"compute": jnp.float16, "loss_scale": "dynamic", **changes})

@@ -1,4 +1,4 @@
-"""The option `Wire`: which collectives send parameters or gradients in few bits, and how."""
+"""The option `Wire`: which collectives send quantised parameters or gradients, and in which format."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ LEAST_BLOCKS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """The collectives whose payload is quantised, block by block, with one scale per block.
+    """The collectives that send quantised data. Data is quantised block by block, with one scale per block.
 
-    Stored parameters and optimizer state are exact. Only the gathered copies of parameters, and each device's partial
-    sums of gradients, are rounded. Reductions are all-to-alls, one per mesh axis, beginning with the innermost. The
-    received blocks are summed in float32, so each gradient, and each sum over one axis, is rounded once.
+    Stored parameters and optimizer state are not rounded. Only the gathered copies of parameters, and the partial sums
+    of gradients that devices send, are rounded. A quantised reduction is one all-to-all per mesh axis, beginning with
+    the innermost axis. Each device adds the blocks that it receives in float32. So a gradient is rounded once per axis.
 
     Attributes:
         gather: The format in which stage 3 all-gathers parameters, such as `"int8"`. None: not quantised.
         reduce: The format in which gradients are reduce-scattered, such as `"int4"`. None: not quantised.
-        block: Number of elements that share a scale.
-        rounding: How gradients are rounded to integers: `"nearest"` or `"stochastic"`. Stochastic rounding is correct
-            in the mean. Its random bits derive from the number and its place.
-        error_feedback: Whether the rounding errors of sums across hosts are kept, in float32 in the state, and added in
-            the next step. Needs `params_axis=`, with which gradients are reduced across hosts once per step.
-        over: The mesh axes over which payloads are quantised, such as `"host"`. None: all axes.
+        block: Number of elements that share a scale. At least 2, and even.
+        rounding: How gradients are rounded to integers: `"nearest"` or `"stochastic"`. The expected value of stochastic
+            rounding is the exact number. Its pseudo-random bits are a hash of the number and its position.
+        error_feedback: Whether rounding errors of the reduction across hosts are kept in the state, in float32, and
+            added to the next step's gradients. Needs `params_axis=`, so that there is one such reduction per step.
+        over: The mesh axes whose collectives are quantised, such as `"host"`. None: all axes.
         where: The parameters that are quantised: a function of `(path, leaf)`, where `leaf` is a `jax.ShapeDtypeStruct`
             of logical shape, or shell patterns such as `("*/kernel",)`. None: all except vectors and parameters with
             "embed" in their path. Shards of fewer than `8 * block` elements are never quantised.
 
     Raises:
-        TypeError: If `where` or `over` has another type.
-        ValueError: If a format is unknown, the block is empty or odd, or nothing is quantised.
+        TypeError: If `where` or `over` has a wrong type.
+        ValueError: If a format is unknown, `block` is odd or below 2, or nothing is quantised.
 
     References:
         Wang et al. 2023, arXiv 2306.10209, sections 3.2 (qwZ) and 3.4 (qgZ): ZeRO++.
@@ -87,7 +87,7 @@ class Wire:
         object.__setattr__(self, "where", checked_where("Wire(where=)", self.where))
 
     def reason_against(self, path: str, leaf: Any, shard_size: int) -> str:
-        """Return the reason why a parameter is not quantised; empty if it is quantised.
+        """Return the reason why a parameter is not quantised, or an empty string if it is quantised.
 
         Args:
             path: The path of the parameter, "/"-separated.

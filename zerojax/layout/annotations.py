@@ -1,8 +1,8 @@
-"""Read what the nodes of a model say about its leaves: which mesh axes divide them, and which are overwritten.
+"""Read annotations of a model's leaves: which mesh axes divide a leaf, and whether it is overwritten.
 
-An overwritten leaf takes its gradient as the new value, such as a scale of Flax's FP8 layers. Such a layer computes its
-next scales and amax histories in its backward pass, and returns them as gradients of the old ones. Linen keeps them in
-the collection `_overwrite_with_gradient`; in NNX, the class of the variable has this name.
+An overwritten leaf takes its gradient as its new value. Flax's FP8 layers have such leaves. Their backward pass
+computes the next scales and amax histories, and returns them as the gradients of the old ones. Linen keeps these leaves
+in the collection `_overwrite_with_gradient`. In NNX, their variable class has this name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ REASON = "overwritten with its gradient"
 
 
 def partition_metadata(params) -> list:
-    """Return, for each leaf, the axis names per dim in its Flax box or Variable; () if there are none.
+    """Return, for each leaf, the mesh axes per dim that its Flax box or Variable names; () if it names none.
 
-    Logical names are converted to mesh axes by the rules of the node, or by the current `logical_axis_rules` of Flax.
+    Logical axis names are converted to mesh axes by the node's own rules, or by Flax's current `logical_axis_rules`.
     """
 
     def names(node) -> tuple | None:
-        # The class is asked: a node of the user may return a value for any attribute, or raise any error.
+        # Look at the class, because a user's node may return a value for any attribute, or raise any error.
         if hasattr(type(node), "get_partition_spec"):
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
@@ -51,9 +51,9 @@ def partition_metadata(params) -> list:
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
-    """Return the mesh axes, other than data axes, that already divide each dim of `x`."""
+    """Return the mesh axes that already divide each dim of `x`, without data axes."""
     array = x.storage if isinstance(x, Padded) else x
-    # The type of a traced array names Explicit axes.
+    # The sharding of a traced array is in its type, and names only Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if not any(spec):
@@ -75,8 +75,8 @@ def overwritten_leaves(
 ) -> frozenset[int]:
     """Return the indices of the overwritten leaves of a tree of parameters.
 
-    `params` are arrays, `Padded` arrays or shapes, whose nodes are inspected; () if only paths are known. `overwrite`
-    chooses further leaves, and `known` has the indices of leaves that are known to be overwritten.
+    `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
+    and shapes are known. `overwrite` chooses further leaves, and `known` has the indices of further leaves.
     """
     if isinstance(overwrite, LeafMask):
         overwrite.check(paths)
@@ -88,5 +88,5 @@ def overwritten_leaves(
 
 
 def is_variable(node: Any) -> bool:
-    """Return whether a node is an NNX variable with the name of the collection."""
+    """Return whether a node is an NNX variable whose class is called `_overwrite_with_gradient`."""
     return type(node).__name__ == NAME

@@ -1,13 +1,13 @@
-"""A frozen record whose hash is computed once."""
+"""A base class for frozen dataclasses that computes the hash only once."""
 
 import dataclasses
 import functools
 
 
 class CachedHash:
-    """A frozen record that is part of a pytree's structure, which jit hashes and compares at every call.
+    """A base class for frozen dataclasses in the structure of a pytree, which jit hashes and compares at every call.
 
-    The hash is computed once, and an object is compared with itself by identity.
+    To make this fast, the hash is computed once, and an object equals itself without a comparison of fields.
     """
 
     @functools.cached_property
@@ -24,7 +24,7 @@ class CachedHash:
         return self._hash
 
     def __getstate__(self) -> dict:
-        """Return only the fields: in another process, strings have other hashes."""
+        """Return only the fields, without the cached hash, because hashes of strings differ between processes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def __eq__(self, other) -> bool:

@@ -1,4 +1,4 @@
-"""Divide offloaded arrays into chunks, and hold the chunks in a pytree node."""
+"""Divide offloaded arrays into chunks. `Chunked` is the pytree node that contains the chunks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Chunking:
     """The division of each device's shard into chunks.
 
     Attributes:
-        dim: The dim that is divided.
-        extents: The lengths of the chunks on `dim`, in elements. Their sum is the length of `dim` on one device.
+        dim: The dim that is divided into chunks.
+        extents: Length of each chunk along `dim`, in elements. Their sum is the length of `dim` in one device's shard.
     """
 
     dim: int
@@ -30,25 +30,25 @@ class Chunking:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Return `(start, length)` on `dim` of each chunk."""
+        """Return `(start, length)` of each chunk along `dim`."""
         starts = itertools.accumulate(self.extents, initial=0)
-        return tuple(zip(starts, self.extents, strict=False))  # the last start is the end
+        return tuple(zip(starts, self.extents, strict=False))  # `starts` has one more item: the end of the last chunk
 
     def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
-        """Return the storage shape of a chunk: the shape of all devices' chunks together."""
+        """Return the global shape of a chunk: the chunks of all devices, joined along `dim`."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
     def chunk_shapes(self, leaf: Leaf) -> list[tuple[int, ...]]:
-        """Return the storage shapes of all chunks."""
+        """Return the global shape of each chunk."""
         return [self.chunk_shape(leaf, extent) for extent in self.extents]
 
 
 def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
-    """Divide an array into equal chunks of at most `chunk_bytes` per device. The last chunk may be shorter.
+    """Divide each device's shard into equal chunks of at most `chunk_bytes`. The last chunk may be shorter.
 
-    The first dim that is long enough is divided, so that chunks are contiguous in memory if possible. Dims that other
-    mesh axes divide are not chunked. A chunk has at least one index of its dim, even beyond `chunk_bytes`.
+    The first dim that is long enough is chunked, because chunks along dim 0 are contiguous in memory. Dims that other
+    mesh axes divide are not chunked. A chunk has a length of at least 1, even if that exceeds `chunk_bytes`.
     """
     local = leaf.local_shape
     free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
@@ -81,15 +81,14 @@ def row_chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
 class Chunked:
     """A leaf of the optimizer state that is offloaded to host memory or disk, in chunks. A pytree node.
 
-    `chunks[k]` holds chunk k of every device's shard. If the chunked dim is also the sharded dim, the chunks do not
-    concatenate to the array.
+    `chunks[k]` contains chunk k of every device's shard, so the chunks do not always concatenate to the array.
 
     Attributes:
         chunks: Arrays in host memory. For a leaf on disk, one int32 scalar: the version of its files.
-        leaf: The layout of the array.
-        chunking: The division of its shards into chunks.
-        sharding: The sharding of the array on the devices.
-        store: The store of the chunks on disk; None in host memory.
+        leaf: The layout of the whole array.
+        chunking: The division of each shard into chunks.
+        sharding: The sharding of the array when it is on the devices.
+        store: The store that reads and writes the chunks on disk. None for chunks in host memory.
     """
 
     chunks: tuple[Shaped[Array, "*chunk"], ...]
@@ -99,7 +98,7 @@ class Chunked:
     store: Any = None
 
     def __reduce__(self):
-        """Raise a TypeError: offloaded state cannot be pickled."""
+        """Raise a TypeError, because offloaded state cannot be pickled."""
         part = getattr(self.store, "part", "opt_state")
         raise TypeError(
             f"{part}{self.leaf.path} is offloaded, and cannot be pickled, deep-copied or serialized by Flax. Save "
@@ -108,14 +107,14 @@ class Chunked:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of the devices."""
+        """Return the mesh of `sharding`."""
         mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh)
         return mesh
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the storage shape of the array."""
+        """Return the storage shape of the whole array."""
         return self.leaf.storage_shape
 
     @property

@@ -1,4 +1,4 @@
-"""Lay out the rounding errors of quantised gradients: one partial sum per group of devices that holds all shards.
+"""Lay out the rounding errors of quantised gradients. Each group of devices that holds all shards has its own errors.
 
 References:
     Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
@@ -17,10 +17,11 @@ from zerojax.layout.tree import Layout
 
 
 def error_leaves(layout: Layout) -> dict[str, Leaf]:
-    """Return the layout of the errors that error feedback keeps, in float32, by the path of the parameter.
+    """Return the layouts of the rounding errors for error feedback, by the path of the parameter.
 
-    There is one error array per quantised parameter whose gradient is reduced across groups of devices. Its logical
-    shape is `(groups, *parameter's)`. It is sharded like the parameter, and dim 0 over the axes across groups.
+    Each trained, quantised parameter whose gradient is reduced across groups of devices has one float32 array of
+    errors. Its logical shape is `(groups, *parameter_shape)`. Dim 0 is sharded over the axes across groups, and the
+    other dims like the parameter.
     """
     found = {}
     for i, leaf in enumerate(layout.params):
@@ -42,5 +43,5 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
 
 
 def summand_spec(leaf: Leaf) -> PartitionSpec:
-    """Return the part of an error's spec that names data axes, for `shard_map` over these axes."""
+    """Return the part of the spec of an array of errors that names data axes, for `shard_map` over these axes."""
     return PartitionSpec(leaf.others[0], *leaf.local_spec[1:])

@@ -1,10 +1,10 @@
-"""Describe where one leaf lives: which dim is sharded, how it is padded, or why it is not sharded.
+"""Describe how one leaf is stored: which dim is sharded, how it is padded, or why it is not sharded.
 
-This is arithmetic over shapes: a layout for 1,000 devices needs no device. A leaf has one of three kinds:
+A layout is computed from shapes alone, so a layout for 1,000 devices needs no device. A leaf has one of three kinds:
 
 replicated   every device holds the whole leaf
-sharded      one dim is divided over mesh axes, and padded in storage if they do not divide it
-flat         flattened, padded and divided: for small leaves, which share one bucket
+sharded      one dim is divided over mesh axes, after padding if they do not divide it evenly
+flat         the leaf is flattened, padded and divided; used for small leaves, which share one bucket
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ def shard_extent(size: int, shards: int) -> tuple[int, int]:
 class Leaf:
     """The layout of one array over the data axes of a mesh.
 
-    `path`, `reason` and `unquantised` are labels for messages and reports. They take no part in equality and hash, so
-    that leaves that are laid out alike share compiled programs.
+    `path`, `reason` and `unquantised` are labels for messages and reports. Equality and hash ignore them, so that
+    leaves with the same layout share compiled programs.
 
     Attributes:
-        path: The path of the leaf in its tree, as `jax.tree_util.keystr` writes it. A label.
+        path: The path of the leaf in its tree, as returned by `jax.tree_util.keystr`. A label.
         shape: Logical shape.
         dtype: Element type.
         axes: Mesh axes that divide the leaf, unless it is replicated.
         shards: Number of devices along `axes`.
         kind: `"replicated"`, `"sharded"` or `"flat"`.
-        dim: The dim that is sharded; None unless `kind` is `"sharded"`.
-        others: For each dim, the other mesh axes that divide it already (tensor parallel), as an entry of a spec.
-        reason: Why the leaf is replicated or flat; empty for a sharded leaf. A label.
+        dim: The sharded dim. None unless `kind` is `"sharded"`.
+        others: For each dim, the mesh axes other than data axes that divide it, as an entry of a `PartitionSpec`.
+        reason: Why the leaf is replicated or flat. Empty for a sharded leaf. A label.
         host: Whether the array is kept in host memory.
-        further: Extra factor by which gradient and optimizer state are sharded, over other axes. Padding includes it.
-        is_quantised: Whether collectives send the leaf quantised.
-        unquantised: Why collectives send the leaf as it is, in a run that quantises other leaves; else empty. A label.
+        further: Factor by which a parameter's gradient and optimizer state are sharded more than the parameter, over
+            data axes that are not in `axes`. The parameter is padded so that this factor divides its shards.
+        is_quantised: Whether collectives quantise the leaf.
+        unquantised: In a run that quantises some leaves, why collectives do not quantise this leaf. A label.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -85,7 +86,7 @@ class Leaf:
 
     @property
     def sent(self) -> str:
-        """Describe how a run that quantises some leaves sends this one; empty in any other run."""
+        """Describe how collectives send the leaf, in a run that quantises some leaves. Empty in any other run."""
         if self.is_quantised:
             return "quantised"
         return self.unquantised and f"sent as it is: {self.unquantised}"
@@ -108,7 +109,7 @@ class Leaf:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of a shard over the data axes. Other axes are ignored."""
+        """Return the shape of one shard over `axes`. The axes in `others` are ignored."""
         at = 0 if self.kind == "flat" else self.dim
         if at is None:
             return self.shape
@@ -116,18 +117,18 @@ class Leaf:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Return the shape of one part of a shard that is divided `further`."""
+        """Return the shape of one part of a shard, if the shard is divided into `further` parts."""
         if self.dim is None:
             return self.local_shape
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return a shard of this leaf as a leaf of its own, divided `further` over those of `axes` that are unused."""
+        """Return the layout of one shard, seen as a whole array, over those of `axes` that do not divide this leaf."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return the part of this leaf on one slice of the other mesh axes, as a leaf. `sizes` has all axes."""
+        """Return the layout of the part of this leaf at one index of the `others` axes. `sizes` has all mesh axes."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]
@@ -136,12 +137,12 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the logical array."""
+        """Return the size of the logical array in bytes."""
         return self.size * self._itemsize
 
     @property
     def local_bytes(self) -> int:
-        """Return the bytes of a shard over the data axes, with padding."""
+        """Return the size of one shard over `axes` in bytes, with padding."""
         return math.prod(self.local_shape) * self._itemsize
 
     @property
@@ -164,7 +165,7 @@ class Leaf:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Return the `PartitionSpec` of the stored array, with other mesh axes."""
+        """Return the `PartitionSpec` of the stored array, with `axes` and `others`."""
         if self.kind == "flat":
             return PartitionSpec(spec_entry(self.axes))
         entries = list(self.others) + [None] * (len(self.shape) - len(self.others))
@@ -176,12 +177,12 @@ class Leaf:
 
     @property
     def other_spec(self) -> PartitionSpec:
-        """Return the part of `spec` that names other mesh axes."""
+        """Return the `PartitionSpec` with `others` alone, without data axes."""
         return PartitionSpec() if self.kind == "flat" else PartitionSpec(*self.others)
 
     @property
     def local_spec(self) -> PartitionSpec:
-        """Return the part of `spec` that names data axes, for `shard_map` over these axes."""
+        """Return the `PartitionSpec` with data axes alone, for `shard_map` over these axes."""
         if self.kind == "flat":
             return PartitionSpec(spec_entry(self.axes))
         if self.dim is None:
@@ -190,5 +191,5 @@ class Leaf:
 
 
 def replace_at(items: tuple, index: int, value) -> tuple:
-    """Return `items` with another value at `index`."""
+    """Return a copy of `items` with `value` at `index`."""
     return (*items[:index], value, *items[index + 1 :])

@@ -1,4 +1,4 @@
-"""Lay out an optimizer state: each leaf like its parameter, which is found by structure."""
+"""Lay out an optimizer state. A leaf that belongs to a parameter, by its path, is laid out like the parameter."""
 
 import dataclasses
 
@@ -11,15 +11,14 @@ from zerojax.layout.undivided import keep_whole
 
 
 def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
-    """Return, for each leaf of an optimizer state, the index of its parameter, or None.
+    """Return, for each leaf of an optimizer state, the index of its parameter; None for a leaf such as a count.
 
-    The path of a state leaf ends with the path of its parameter, whatever the transformation calls the tree around it.
-    A leaf without a parameter, such as a count, gives None.
+    The path of a state leaf ends with its parameter's path, because optimizers keep trees like the parameters.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
     by_path = {path: i for i, (path, _) in enumerate(keyed)}
-    # If the tree is one array, its path is empty, and every path ends with it. A scalar would then match each count.
+    # If the parameters are one array, its path is empty and matches every leaf. A scalar one would also match counts.
     by_path = {path: i for path, i in by_path.items() if path or layout.grads[i].shape}
     suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
     return tuple(next(iter(matches), None) for matches in suffixes)
@@ -30,9 +29,9 @@ def lay_out_state(
 ) -> tuple[Leaf, ...]:
     """Lay out the state of any transformation.
 
-    A leaf with its parameter's shape, perhaps after other dims as in a history, is sharded like the parameter. A leaf
-    of any other shape is sharded on its best dim, or replicated. `param_of` is the result of `params_of_state`. `flat`
-    has the parameters whose state may be flat, because their update is elementwise.
+    A leaf whose last dims have its parameter's shape is sharded like the parameter. Further dims may come first, as in
+    a history. A leaf of any other shape is sharded along its best dim, or replicated. `param_of` is the result of
+    `params_of_state`. `flat` has the indices of parameters with an elementwise update, whose state may be flat.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     leaves, others = [], []
@@ -49,9 +48,9 @@ def lay_out_state(
 
 
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
-    """Return the layout of a state leaf with its parameter's shape; None if the shape differs."""
+    """Return the layout of a state leaf whose last dims have its parameter's shape; None if they do not."""
     lead = len(x.shape) - len(grad.shape)
-    if tuple(x.shape[lead:]) != grad.shape:  # a shape with fewer dims is not equal either
+    if tuple(x.shape[lead:]) != grad.shape:  # also not equal if `x` has fewer dims than `grad`
         return None
     leaf = dataclasses.replace(grad, path=path, shape=tuple(x.shape), dtype=x.dtype)
     if grad.kind == "flat" and (lead or not may_be_flat):

@@ -1,6 +1,6 @@
 """`Padded`: a leaf whose stored array is longer than its logical array.
 
-Code that asks for an array, indexes or computes gets the logical array. A `Padded` has no methods of an array.
+Indexing, arithmetic and conversion to an array use the logical array. A `Padded` does not have an array's methods.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 class Padded:
     """An array that is padded at the end of one dim, so that it can be sharded evenly.
 
-    It is a pytree node: `jax.tree.map`, and so optax, act on the stored array. Loss functions and optimizers never see
-    padding. Everywhere else, `jax.numpy`, NumPy, operators and Flax's modules use a `Padded` as its logical array.
+    `Padded` is a pytree node, so `jax.tree.map` applies a function to the stored array. zerojax passes logical arrays
+    to losses and optimizers. `jax.numpy`, NumPy, operators and Flax's modules treat a `Padded` as its logical array.
 
     Attributes:
-        storage: The stored array, in storage shape; more dims are allowed, as in a stack or a batch. A function that is
-            mapped over a tree may put other values here: shardings, flags, keys, None.
+        storage: The stored array, in storage shape. It may have additional dims, as in a stack or a batch. A function
+            that is mapped over a tree may also replace the array by another value: a sharding, a flag, a key, None.
         shape: Logical shape.
         dim: The padded dim.
-        extent: Length of `dim` in storage, in elements. None: the length in `storage`.
+        extent: Length of `dim` in storage, in elements. None: the length of `dim` in `storage`.
 
     Raises:
-        ValueError: If `storage` is an array of numbers without the dims of storage, such as the mean over elements and
-            padding in `jax.tree.map(jnp.mean, params)`.
+        ValueError: If `storage` is an array of numbers that lacks a dim of the storage shape. For example,
+            `jax.tree.map(jnp.mean, params)` would average over elements and padding.
 
     Examples:
         >>> x = Padded(jnp.zeros(264), shape=(257,), dim=0)
@@ -55,7 +55,7 @@ class Padded:
     extent: int | None = None
 
     def __post_init__(self):
-        """Raise a ValueError for an array of numbers without the dims of storage."""
+        """Raise a ValueError if `storage` is an array of numbers that lacks a dim of the storage shape."""
         if not is_number_array(self.storage):
             return
         found = tuple(self.storage.shape)
@@ -89,7 +89,7 @@ class Padded:
         return math.prod(self.shape)
 
     def logical(self) -> Shaped[Array, "*logical"]:
-        """Return the array without padding, in logical shape; for a stack of arrays, the stack of these."""
+        """Return the array without padding, in logical shape. From a stack of arrays, remove the padding of each."""
         stacked = len(self.storage.shape) - len(self.shape)
         if tuple(self.storage.shape)[stacked:] != self._storage_shape:
             raise ValueError(
@@ -107,19 +107,19 @@ class Padded:
         return np.array(self.logical(), dtype, copy=copy)
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the logical array. NNX's modules read their parameters as `kernel[...]`."""
+        """Index the logical array. For example, NNX's modules read a parameter as `kernel[...]`."""
         return self.logical()[index]
 
     def __len__(self) -> int:
-        """Return the number of rows of the logical array."""
+        """Return the length of dim 0 of the logical array."""
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rows of the logical array."""
+        """Iterate over dim 0 of the logical array."""
         return iter(self.logical())
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an AttributeError that explains a `Padded` to code that uses it as an array."""
+        """Raise an AttributeError that explains what a `Padded` is, because the caller probably expects an array."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
@@ -131,7 +131,7 @@ class Padded:
 
 
 def is_number_array(x: Any) -> bool:
-    """Return whether a value is an array of numbers, and not of bools or PRNG keys (typed, or raw in uint32)."""
+    """Return whether a value is an array of numbers. False for bools, PRNG keys, and uint32, which may be raw keys."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not hasattr(x, "shape") or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return False
@@ -139,13 +139,13 @@ def is_number_array(x: Any) -> bool:
 
 
 def has_dims(found: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    """Return whether a shape contains `dims` in this order. Other dims may be between them, as in a batch."""
+    """Return whether the shape `found` contains `dims` in this order, with or without other dims between them."""
     rest = iter(found)
     return all(size in rest for size in dims)
 
 
 def of_logical(name: str) -> Callable:
-    """Return an operator of `Padded`, which an NNX variable looks up in its value."""
+    """Return the method of `Padded` for an operator. NNX variables look such methods up in their values."""
     return lambda self, *other: getattr(self.logical(), name)(*other)
 
 
@@ -157,14 +157,14 @@ for _operator in "neg abs lt le gt ge".split():
 
 
 def known_to_flax() -> None:
-    """Let Flax, if it is in use, unbox a `Padded` like its own boxes, and serialize the logical array."""
+    """Register `Padded` with Flax, if Flax is imported: as a box that it unboxes, and for serialization."""
     if meta := sys.modules.get("flax.core.meta"):
         meta.AxisMetadata.register(Padded)
     serialize(Padded, Padded.logical, restored)
 
 
 def restored(target: Padded, array: Any) -> Padded:
-    """Return a `Padded` like `target` from a logical array, in NumPy, because Flax restores arrays to the host."""
+    """Return a `Padded` like `target` from a logical array. It contains a NumPy array, as Flax restores them."""
     if np.shape(array) != tuple(target.shape):
         raise ValueError(
             f"{current_path()} is restored from an array of shape {list(np.shape(array))}, and the parameter has "
@@ -176,7 +176,7 @@ def restored(target: Padded, array: Any) -> Padded:
 
 
 def without_padding(tree: PyTree) -> PyTree:
-    """Return a tree with the logical array of each `Padded`."""
+    """Replace each `Padded` of a tree by its logical array."""
     return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
@@ -186,19 +186,19 @@ def is_padded(x) -> bool:
 
 
 def stored_mask(mask: Callable | PyTree, option: str) -> Any:
-    """Return a choice of parameters as a predicate. A mask may have the `Padded` nodes of stored parameters."""
+    """Convert an option that chooses parameters to a predicate. In a mask, a bool may be inside of a `Padded`."""
     if mask is None or callable(mask):
         return mask
     return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded), option)
 
 
 def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:
-    """Cut the padding off the end of `dim`, down to `size` elements."""
+    """Remove the padding at the end of `dim`, so that `size` elements remain."""
     return x if x.shape[dim] == size else jax.lax.slice_in_dim(x, 0, size, axis=dim)
 
 
 def pad(x: Shaped[Array, "*logical"], dim: int, size: int) -> Shaped[Array, "*storage"]:
-    """Append zeros to `dim`, up to `size` elements."""
+    """Pad the end of `dim` with zeros to a length of `size` elements."""
     if x.shape[dim] == size:
         return x
     return jnp.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(x.ndim)])

@@ -1,4 +1,4 @@
-"""Register pytree nodes of zerojax with `flax.serialization`, which converts them to state dicts."""
+"""Register zerojax's pytree nodes with `flax.serialization`, so that Flax can convert them to state dicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def serialize(cls: type, to_state_dict: Callable[[Any], Any], from_state_dict: Callable[[Any, Any], Any]) -> None:
-    """Register a class with `flax.serialization`, once, and only if Flax is in use: importing it takes time."""
+    """Register a class with `flax.serialization`, once. Do nothing if Flax is not imported: importing it takes time."""
     flax = sys.modules.get("flax.serialization")
     if flax is not None and not flax.is_serializable(cls):
         flax.register_serialization_state(cls, to_state_dict, from_state_dict)
@@ -20,9 +20,9 @@ def current_path() -> str:
 
 
 def serialize_fields(cls: type, fields: tuple[str, ...], rebuild: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Register a record whose state dict has some of its fields: arrays, or trees of arrays.
+    """Register a dataclass whose state dict contains the given fields. They must be arrays or trees of arrays.
 
-    `rebuild(target, restored fields)` returns a record like the one that Flax restores into.
+    `rebuild(target, fields)` returns a copy of `target`, the object to restore into, with restored fields.
     """
 
     def to_state_dict(x: Any) -> dict[str, Any]:

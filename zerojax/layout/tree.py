@@ -1,4 +1,4 @@
-"""Lay out a tree of parameters: decide which leaf is sharded, and on which dim."""
+"""Lay out a tree of parameters: decide which leaves are sharded, and along which dim."""
 
 import dataclasses
 import functools
@@ -26,14 +26,14 @@ class Layout(CachedHash):
     """The layout of every leaf of a tree of parameters.
 
     Attributes:
-        policy: The policy that decided the layout.
+        policy: The options from which the layout was computed.
         treedef: The structure of the logical parameters, without `Padded` nodes.
-        params: One `Leaf` per parameter: how it is stored.
-        grads: One `Leaf` per parameter: how its reduced gradient and its optimizer state are sharded if the stage
-            shards them, in the type of the master weights. A small leaf is `"flat"` here.
+        params: How each parameter is stored.
+        grads: How the reduced gradient and the optimizer state of each parameter are sharded, at stages that shard
+            them. `dtype` is the type of the master weights. A small leaf is `"flat"` here.
         compute: The type in which the loss function sees each parameter.
         trained: Indices of the parameters that are trained: neither frozen, nor overwritten, nor integers.
-        overwritten: Indices of the parameters that take their gradient as the new value.
+        overwritten: Indices of the parameters that take their gradient as their new value.
     """
 
     policy: LayoutPolicy
@@ -46,12 +46,12 @@ class Layout(CachedHash):
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """Return the paths of the parameters, as predicates get them."""
+        """Return the "/"-separated paths of the parameters, as predicates such as `trainable` get them."""
         keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.treedef, self.params))
         return tuple(path_of(path) for path, _ in keyed)
 
     def why_not_trained(self, i: int) -> str:
-        """Return the reason why a step does not train a parameter; empty if it does."""
+        """Return the reason why parameter `i` is not trained, or an empty string if it is trained."""
         if i in self.trained:
             return ""
         if i in self.overwritten:
@@ -60,7 +60,7 @@ class Layout(CachedHash):
         return "frozen" if has_gradient(dtype) else f"not trained: {dtype} has no gradient"
 
     def trained_only(self) -> "Layout":
-        """Return the layout of the trained parameters. Other leaves are holes in the tree, as under `optax.masked`."""
+        """Return the layout of the trained parameters. In the tree, `optax.MaskedNode()` replaces all other leaves."""
         if len(self.trained) == len(self.params):
             return self
         inside = frozenset(self.trained)
@@ -94,21 +94,21 @@ def lay_out(
     others: Sequence[tuple] = (),
     overwritten: Collection[int] = (),
 ) -> Layout:
-    """Decide where each leaf of `params` lives.
+    """Decide how each leaf of `params` is stored.
 
     Args:
-        params: Arrays, `Padded` arrays or `jax.ShapeDtypeStruct`s. If another mesh axis divides a dim already (by the
-            leaf's sharding, or by Flax's partition metadata), the data axes divide another dim.
+        params: Arrays, `Padded` arrays or `jax.ShapeDtypeStruct`s. If the leaf's sharding or Flax's partition metadata
+            says that another mesh axis divides a dim, the data axes divide a different dim.
         policy: Stage, axes and thresholds.
-        precision: The types of a step; None keeps the type of every leaf.
-        trainable: A choice of the leaves that are trained; None: all. Leaves without a gradient never are.
-        wire: A choice of the leaves that collectives quantise; None: none.
-        overwrite: A choice of leaves that take their gradient as the new value, beside those whose name says so.
-        others: For each leaf, the other mesh axes that divide it, if they are known. They replace Flax's metadata.
-        overwritten: Indices of leaves that are known to be overwritten.
+        precision: The types of a step. None: every leaf keeps its type.
+        trainable: Chooses the leaves that are trained. None: all. Leaves without a gradient are never trained.
+        wire: Chooses the leaves that collectives quantise. None: none.
+        overwrite: Chooses leaves to overwrite, in addition to those with the name `_overwrite_with_gradient`.
+        others: For each leaf, the mesh axes other than data axes that divide it. Empty: read Flax's metadata.
+        overwritten: Indices of further leaves that are overwritten.
 
     Raises:
-        TypeError: If a leaf is neither an array nor a shape, or has a type that is not safe to use.
+        TypeError: If a leaf is neither an array nor a shape, or JAX does not handle its type safely.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:
@@ -140,8 +140,8 @@ def lay_out(
     seen = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in grads]
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
-    # A leaf that is stored with the padding of this layout stays padded. `keep_whole` compares with all leaves of the
-    # tree, so it could decide otherwise for a part of it, but gradients must have the form of the parameters.
+    # A parameter that is already stored with padding stays padded. The decision of `keep_whole` depends on the whole
+    # tree. For a part of the tree it could be different, but gradients must have the form of the parameters.
     stored = {i for i, (_, x) in enumerate(found) if is_padded(x) and x.storage.shape == grads[i].storage_shape}
     every = range(len(grads))
     grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))
@@ -157,7 +157,7 @@ def lay_out(
 
 
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
-    """Return `(master, compute)`: the types in which a parameter is updated, and used in the loss."""
+    """Return `(master, compute)`: the type in which a parameter is updated, and the type that the loss sees."""
     if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype, x.dtype
     kept = precision.keep is not None and precision.keep(path, jax.ShapeDtypeStruct(x.shape, precision.master))
@@ -165,7 +165,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 
 
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
-    """Return the layout of one leaf over the data axes: sharded by dim, flat because it is small, or replicated."""
+    """Return the layout of one leaf over the data axes: sharded along a dim, flat if it is small, or replicated."""
     axes = policy.data.opt_state or policy.data.batch
     leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
     with_changes = functools.partial(dataclasses.replace, leaf)
@@ -186,7 +186,7 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
 
 
 def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
-    """Explain why collectives send a leaf unquantised; empty if they quantise it."""
+    """Explain why collectives do not quantise a leaf. Return an empty string if they do."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"
     return wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
@@ -203,7 +203,7 @@ def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
 
 
 def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
-    """Return how a parameter is stored, given the layout of its gradient and its compute type."""
+    """Return the layout in which a parameter is stored. `leaf` is the layout of its gradient."""
     leaf = dataclasses.replace(leaf, dtype=compute if policy.stores_compute_dtype else leaf.dtype)
     if policy.data.params and leaf.kind == "sharded":
         axes = policy.data.params
@@ -219,15 +219,15 @@ def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
 
 
 def has_gradient(dtype) -> bool:
-    """Return whether arrays of a type have a gradient: not integers and bools. PRNG keys are refused elsewhere."""
+    """Return whether arrays of a type have a gradient. True for PRNG keys, so that training them raises an error."""
     return jnp.issubdtype(dtype, jnp.inexact) or not is_numeric(dtype)
 
 
 def canonical(dtype) -> Any:
-    """Return the type of JAX's copy of an array: float32 for NumPy's float64, unless x64 is enabled."""
+    """Return the type that JAX gives its copy of an array: float32 for NumPy's float64, unless x64 is enabled."""
     return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 
 def is_numeric(dtype) -> bool:
-    """Return whether arrays of a type can be added, and padded with zeros. PRNG keys cannot."""
+    """Return whether a type is numeric or bool. PRNG keys are not: they cannot be added or padded with zeros."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

@@ -1,4 +1,4 @@
-"""Replicate leaves without a dividing dim while that costs little memory, so that users rarely see padding."""
+"""Replicate leaves without an evenly divisible dim, while that costs little memory. So users rarely see padding."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ MOST_EXTRA = 0.03
 
 
 def reason_for(shards: int) -> str:
-    """Return the reason of a leaf that is replicated because no dim divides."""
+    """Return the `reason` of a leaf that is replicated because the shards divide none of its dims evenly."""
     return f"{shards} divides none of its dims; such leaves add at most {MOST_EXTRA:.0%} to a device's share"
 
 
 def is_kept_whole(leaf: Leaf) -> bool:
-    """Return whether a leaf is replicated because no dim divides."""
+    """Return whether a leaf is replicated because the shards divide none of its dims evenly."""
     return leaf.kind == "replicated" and leaf.reason == reason_for(leaf.shards)
 
 
 def keep_whole(
     leaves: Sequence[Leaf], candidates: Collection[int], shares: Sequence[Collection[int]], sizes: Mapping[str, int]
 ) -> tuple[Leaf, ...]:
-    """Replicate undivided leaves while they add little to the memory of a device.
+    """Replicate leaves that would need padding, while they add little to the memory of a device.
 
-    A device holds `1 / shards` of everything that is sharded. A replicated leaf of `b` bytes adds
-    `b * (1 - 1 / shards)` to that. Leaves of one shape and type are decided together, so that equal layers have
-    equal layouts. The group that adds least comes first.
+    A device holds `1 / shards` of every sharded leaf. Replicating a leaf of `b` bytes adds `b * (1 - 1 / shards)`.
+    Leaves with the same shape and type are decided together, so that equal layers have equal layouts. The group of
+    leaves that adds the fewest bytes is decided first.
 
     Args:
         leaves: All leaves of a tree.
         candidates: Indices of the leaves that may become replicated.
-        shares: Groups of indices, such as all parameters and the trained parameters. In each group, the replicated
-            leaves add at most `MOST_EXTRA` of a device's share of the group.
-        sizes: Size of each mesh axis. Axes other than data axes divide a leaf, too.
+        shares: Sets of indices, such as all parameters and the trained parameters. In each set, replicated leaves may
+            add at most the fraction `MOST_EXTRA` to the bytes that a device holds of this set.
+        sizes: Size of each mesh axis, because axes other than data axes also divide leaves.
 
     Returns:
-        All leaves. Some of the candidates are replicated.
+        All leaves, with some of the candidates replicated.
     """
     held = [leaf.along_others(sizes).bytes for leaf in leaves]
     extra = [size * (leaf.shards - 1) for size, leaf in zip(held, leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""The arguments of a loss: which of them is the batch, and which values (flags, names, functions) are not traced."""
+"""Sort the arguments of a loss: find the batch, and the values that are not traced (flags, names, functions)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# Stands for a batch that is given by keyword, or not at all.
+# The default of a positional batch: it was passed by keyword, or not at all.
 NO_BATCH = inspect.Parameter.empty
 _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
 
@@ -19,7 +19,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A hashable value for which the program is compiled. For jit, it is a node without leaves."""
+    """A hashable argument that is not traced. It is a pytree node without leaves, so jit compiles for each value."""
 
     value: Any
 
@@ -27,9 +27,9 @@ class Constant:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["batch_too"])
 @dataclasses.dataclass(frozen=True)
 class Keywords:
-    """The keyword arguments of a loss, by name, which zerojax passes as the last positional argument.
+    """The keyword arguments of a loss, by name. zerojax packs them into the last positional argument.
 
-    With `batch_too`, the batch is a dict of keyword arguments, too.
+    If `batch_too` is true, the batch is a dict of keyword arguments as well.
     """
 
     values: dict[str, Any]
@@ -37,14 +37,14 @@ class Keywords:
 
 
 def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False) -> tuple[Any, Any, tuple]:
-    """Find the batch among the arguments of a loss after its parameters.
+    """Find the batch among the arguments that follow the parameters of a loss.
 
-    Without a positional batch, the batch is a dict of the keyword arguments that have rows. Other keyword arguments,
-    such as flags, numbers and keys, are further arguments. `NO_BATCH` among `args` is ignored. With `mutable`, the
-    first of `args` is a mutable state.
+    Without a positional batch, the batch is a dict of the keyword arguments that contain arrays with rows. All other
+    keyword arguments, such as flags, numbers and keys, are further arguments. `NO_BATCH` in `args` is ignored. With
+    `mutable`, `args` begins with a mutable state.
 
     Returns:
-        `(mutable state or None, batch, rest)`, with `rest` as `packed` returns it.
+        `(mutable state or None, batch, further arguments)`. The further arguments are `packed`.
 
     Raises:
         TypeError: If there is no batch.
@@ -65,15 +65,15 @@ def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False
 
 
 def has_rows(tree: Any) -> bool:
-    """Return whether an argument may be a batch: whether it contains an array that is no scalar."""
+    """Return whether an argument may be a batch, because it contains an array with at least one dim."""
     return any(len(getattr(x, "shape", ())) > 0 for x in jax.tree.leaves(tree))
 
 
 def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too: bool = False) -> tuple:
-    """Pack arguments into one tuple of trees of arrays. Every other value in them becomes a `Constant`.
+    """Pack arguments into one tuple of trees of arrays. A value that is not an array becomes a `Constant`.
 
-    Python's numbers are arrays, as under `jax.jit`. Its bools are constants, because a model branches on them. Raise a
-    TypeError for a ref, and for a value that is neither an array nor hashable.
+    Python numbers count as arrays, as under `jax.jit`. Python bools become constants, because models branch on them.
+    Raise a TypeError for a `jax.Ref`, and for a value that is neither an array nor hashable.
     """
 
     def one(path, x):
@@ -98,7 +98,7 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
 
 
 def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
-    """Call a function as the caller wrote the call, given its batch and further arguments, `packed` or not."""
+    """Call a function in the way the caller called it. `args` are the further arguments, `packed` or not."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
     if not (args and isinstance(args[-1], Keywords)):
         return fn(*leading, batch, *args)

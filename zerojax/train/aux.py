@@ -1,6 +1,6 @@
-"""Combine the auxiliary results of a loss over microbatches and devices, as their markers say.
+"""Combine the auxiliary results (aux) of a loss over microbatches and devices. Markers choose how.
 
-In global view without microbatches, the loss is called once, and aux is returned unchanged.
+In global view without microbatches, the loss is called only once, and its aux is returned unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A node of aux around a tree of arrays, which says how the arrays are combined."""
+    """A pytree node in aux. Its class says how the arrays inside of it are combined."""
 
     tree: PyTree
 
@@ -34,9 +34,9 @@ def marker(cls: type) -> type:
 
 @marker
 class Mean(Marker):
-    """Marks floats that are means over rows: they are averaged, with the weights of a weighted loss.
+    """Mark floats that are means over rows. They are averaged over microbatches and devices.
 
-    Unmarked float scalars count as `Mean`.
+    The average uses the weights of a weighted loss. Float scalars without a marker count as `Mean`.
 
     Examples:
         >>> return loss, zerojax.Mean(jnp.mean(correct))
@@ -45,7 +45,7 @@ class Mean(Marker):
 
 @marker
 class Sum(Marker):
-    """Marks sums over rows, such as counts: they are added up.
+    """Mark sums over rows, such as counts. They are added up over microbatches and devices.
 
     Examples:
         >>> return loss, zerojax.Sum(jnp.sum(mask))
@@ -54,7 +54,7 @@ class Sum(Marker):
 
 @marker
 class Rows(Marker):
-    """Marks arrays with one entry per row on dim 0, such as logits: all are returned, in the order of the rows.
+    """Mark arrays whose dim 0 has one entry per row, such as logits. The entries of all rows are returned, in order.
 
     Examples:
         >>> return loss, zerojax.Rows(logits)
@@ -63,7 +63,7 @@ class Rows(Marker):
 
 @marker
 class Same(Marker):
-    """Marks values that are equal on every device, such as a counter: the value of the last microbatch is returned.
+    """Mark values that are equal on every device, such as a counter. The last microbatch's value is returned.
 
     Examples:
         >>> return loss, zerojax.Same(count + 1)
@@ -86,18 +86,18 @@ def combine(
     """Combine the aux of all microbatches and devices.
 
     Args:
-        aux: The results, each leaf with the microbatches on dim 0.
+        aux: The auxiliary results of this device, with the microbatches stacked along dim 0.
         weights: One weight per microbatch.
-        total: The sum of the weights over the devices.
+        total: The sum of all weights, over microbatches and devices.
         comm: Collectives over the devices.
-        rows_of: Moves the rows of the microbatches (dims 0 and 1) into the order of the batch.
+        rows_of: Function that merges dims 0 and 1 (microbatches, rows) into rows in the order of the batch.
 
     Returns:
-        `(aux, rows)`, two trees of one structure: leaves that are equal on every device, and the rows of this view.
-        Each tree has None where the other has a leaf.
+        `(aux, rows)`, two trees with the same structure. `aux` has the leaves that are equal on every device, and None
+        instead of rows. `rows` has the leaves marked as `Rows`, and None instead of all other leaves.
 
     Raises:
-        TypeError: If an unmarked leaf is no float scalar.
+        TypeError: If an unmarked leaf is not a float scalar.
     """
 
     def mean(path, x):
@@ -105,7 +105,7 @@ def combine(
             raise TypeError(f"aux{path} is {x.dtype}, which has no mean. If it is a count, mark it with zerojax.Sum.")
         wide = x.astype(common_dtype(x.dtype, jnp.float32))
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
-        # with weight 0 the mean itself may be 0/0
+        # If the weight is 0, the mean itself may be 0/0.
         return comm.over_workers(lax.psum, jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
 
     def scalar_mean(path, x):
@@ -146,6 +146,6 @@ def combine(
 
 
 def merged(aux: PyTree, rows: PyTree) -> PyTree:
-    """Merge the two trees of `combine`."""
+    """Merge the two trees that `combine` returns."""
     is_none = lambda x: x is None
     return jax.tree.map(lambda a, b: b if a is None else a, aux, rows, is_leaf=is_none)

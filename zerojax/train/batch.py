@@ -1,4 +1,4 @@
-"""Check, place and cast the inputs of a loss other than the parameters: the batch, and further arguments."""
+"""Check, place and cast the batch and the further arguments of a loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zerojax.layout.tree import canonical
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
 
-NO_NUMBERS = "OSTUMm"  # NumPy's kinds of objects, strings, dates and spans of time
+NO_NUMBERS = "OSTUMm"  # `dtype.kind` of objects, strings, dates and time differences in NumPy
 NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
-    """Raise an error unless all leaves have the same number of rows, and devices and microbatches divide it."""
+    """Raise an error unless all leaves have the same number of rows, and devices times microbatches divides it."""
     check_types(batch)
     first: tuple[str, int] | None = None
     parts = data.workers * accumulate
@@ -60,7 +60,7 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
 
 
 def check_types(batch: PyTree) -> None:
-    """Raise a TypeError for a leaf that is no array to JAX: a string, an object, or a tensor of another library."""
+    """Raise a TypeError for a leaf that JAX cannot use: a string, an object, or a tensor of another library."""
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
@@ -77,7 +77,7 @@ def check_types(batch: PyTree) -> None:
 
 
 def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
-    """Check a batch, and divide it over the devices of the caller's mesh. Shapes get shardings."""
+    """Check a batch, and divide it over the devices of the caller's mesh. Shapes are returned with shardings."""
     check_batch(batch, config.data, accumulate)
     return jax.tree.map(placed, batch, batch_shardings(config, config.user_mesh, batch))
 
@@ -102,7 +102,7 @@ def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
 
 
 def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """Return `(name, dim, size, axes)` of the first leaf with a dim that the axes of its spec do not divide."""
+    """Return `(name, dim, size, axes)` of the first leaf that its spec does not divide evenly, or None."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):
@@ -113,7 +113,7 @@ def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, 
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:
-    """Place one leaf of a batch in a sharding. A traced leaf is returned unchanged."""
+    """Move one leaf of a batch to the devices of a sharding. A traced leaf is returned unchanged."""
     if isinstance(x, jax.core.Tracer):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -139,7 +139,7 @@ def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
 
 
 def check_args(args: tuple) -> None:
-    """Raise a TypeError for an untyped PRNG key: it looks like data, and so would not be folded."""
+    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would take it for data."""
     for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
         if is_untyped_key(x):
             raise TypeError(
@@ -149,12 +149,12 @@ def check_args(args: tuple) -> None:
 
 
 def is_untyped_key(x: Any) -> bool:
-    """Return whether an array, or a shape, looks like the data of a PRNG key."""
+    """Return whether an array, or a shape, looks like an untyped PRNG key: uint32[2]."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 
 def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
-    """Fold PRNG keys with the number of a device or microbatch, so that each draws different random numbers."""
+    """Fold typed PRNG keys with the index of a device or microbatch, so that each draws different numbers."""
 
     def fold(x):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):

@@ -1,4 +1,4 @@
-"""The parameters and the first state of a run, in storage."""
+"""Create the parameters and the first state of a run, in storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from zerojax.train.state import ZeroState, known_to_flax
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
-    """Create a state that is the same on every process; see `ZeroTransformation.create`."""
+    """Create the state of a run, and check that it is the same on every process; see `ZeroTransformation.create`."""
     plan, is_live = make_plan(config, shapes_on_disk(params)), not are_shapes(params)
     if is_live:
         plan = live_plan(config, plan)
@@ -57,7 +57,7 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
 
 
 def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
-    """Initialise parameters in storage, alike on every process; see `ZeroTransformation.init_params`."""
+    """Initialise parameters in storage; see `ZeroTransformation.init_params`. Check that all processes agree."""
     layout = layout_of(config, jax.eval_shape(init_fn, *args))
     check_host_room(config, layout)
     leaves = zip(layout.params, layout.grads, strict=True)
@@ -90,14 +90,14 @@ def shard(config: Config, params: Any) -> Any:
 
 
 def params_shardings(config: Config, layout: Layout) -> Any:
-    """Return the shardings of the parameters in storage."""
+    """Return the tree of shardings of the parameters in storage."""
     return named_tree(config, layout.treedef, layout.params)
 
 
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Return the state at step 0: parameters in storage, and a fresh optimizer state or the `plain` one.
+    """Return the state at step 0: parameters in storage, and the adopted state `plain` or a fresh optimizer state.
 
-    If the parameters are shapes, return shapes.
+    If `params` are shapes, the state consists of shapes.
     """
     known_to_flax()
     shapes = are_shapes(params)
@@ -139,6 +139,6 @@ def deferred(config: Config, x: Any, leaf: Leaf) -> Any:
 
 
 def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:
-    """Return zeros in the storage shape of a leaf, or only their shape if `shapes`."""
+    """Return zeros in the storage shape of a leaf. If `shapes` is true, return only their shape and sharding."""
     of = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=sharding)
     return of if shapes else jnp.zeros(of.shape, of.dtype, device=sharding)

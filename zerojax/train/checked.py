@@ -1,4 +1,4 @@
-"""Check the program of a loss that several devices or microbatches call, where some code would change its meaning."""
+"""Refuse code in a loss that gives wrong results if the loss is called once per device or microbatch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zerojax.train.remedies import DIVIDED_ALREADY
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:
-    """Return the loss, checked when it is called. The calls for parts of the batch must add up to one loss.
+    """Return a function that checks the jaxpr of the loss, and then evaluates it.
 
-    So the loss must not close over a PRNG key, make a key of a constant, or constrain an array to the `manual` mesh
-    axes, over which its rows are divided already.
+    The losses of the parts of a batch must combine to the loss of the whole batch. So a loss must not close over a PRNG
+    key, create a key from a constant, or constrain an array over the `manual` mesh axes, which already divide its rows.
     """
 
     def call(*args):
@@ -33,7 +33,7 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
 
 
 def check(jaxpr: Any, manual: frozenset[str]) -> None:
-    """Raise a ValueError if a traced loss does what `checked` does not allow."""
+    """Raise a ValueError if the jaxpr of a loss contains code that `checked` does not allow."""
     for inner in nested(jaxpr):
         check_keys(inner)
         for eqn in inner.eqns:
@@ -43,7 +43,7 @@ def check(jaxpr: Any, manual: frozenset[str]) -> None:
 
 
 def check_keys(jaxpr: Any) -> None:
-    """Raise a ValueError for a PRNG key that is no argument: every call would draw the same numbers."""
+    """Raise a ValueError for a PRNG key that does not come from an argument: each call would draw the same numbers."""
     same = "a PRNG key: every device (in device view) and every microbatch would draw the same numbers. "
     for var in compat.constvars_of(jaxpr):
         if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) or is_untyped_key(var.aval):
@@ -61,7 +61,7 @@ def check_keys(jaxpr: Any) -> None:
 
 
 def nested(jaxpr: Any) -> Iterator[Any]:
-    """Yield a jaxpr, and all jaxprs within its equations."""
+    """Yield a jaxpr, and all jaxprs inside of its equations."""
     yield jaxpr
     for eqn in jaxprs.alive(jaxpr):
         for inner in compat.inner_jaxprs(eqn):

@@ -1,4 +1,4 @@
-"""Functions of sharded parameters outside of training, with the gathers of a training step and without gradient."""
+"""Call functions of sharded parameters outside of training. Parameters are gathered on use, as in a training step."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function `fn(params, batch, *args)` with the interface of a `Loss`. It may return anything."""
+    """A function `fn(params, batch, *args)` with the `call` method of a `Loss`. It may return any value."""
 
     fn: Callable
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the function, which has no mutable state."""
+        """Call the function. `mutable` is ignored."""
         del mutable
         return call(self.fn, (params,), batch, args)
 
 
 def eval_step(config: Config, fn: Callable) -> Callable:
-    """Return the function that `ZeroTransformation.eval_step` returns."""
-    # Error feedback belongs to the gradients of a step; a gradient through this function is reduced at once.
+    """Return the jitted function; see `ZeroTransformation.eval_step`."""
+    # Error feedback is only for the gradients of a training step, whose state keeps the errors.
     wire = None if config.wire is None else dataclasses.replace(config.wire, error_feedback=False)
     config = dataclasses.replace(config, view="global", wire=wire)
 
@@ -95,13 +95,13 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
 
 def zeros_like(x: Array) -> Array:
-    """Return zeros on the device that pass their gradient on to `x`, which is in host memory."""
+    """Return zeros in device memory whose gradient flows to `x`, which is in host memory."""
     on_device = to_device(x)
     return on_device - jax.lax.stop_gradient(on_device)
 
 
 def divides(config: Config, batch: PyTree) -> bool:
-    """Return whether the devices divide the rows of every leaf, and the axes of `batch_spec` the other dims."""
+    """Return whether the mesh axes divide the rows of every leaf evenly, and the dims that `batch_spec` divides."""
     if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
     return config.batch_spec is None or first_undivided(config, batch, config.batch_spec.over(batch)) is None

@@ -1,4 +1,4 @@
-"""The loss and gradient that a line search has stored in the optimizer state."""
+"""Read the loss and gradient that a line search stored in the optimizer state."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
-    """Return the counterpart of `optax.value_and_grad_from_state`, which takes loss and gradient from a line search.
+    """Return a function like that of `optax.value_and_grad_from_state`, which reuses a line search's loss and gradient.
 
-    A line search evaluates the loss at the parameters that it chooses, and stores value and gradient in its state. The
-    loss is differentiated only if the stored value is not finite, as in the first step. Optax's own function fails for
-    padded leaves, because the state has gradients in storage shape.
+    A line search evaluates the loss at the parameters that it chooses, and stores the loss and its gradient in the
+    state. The loss is differentiated anew only if the stored loss is not finite, as in the first step. Optax's own
+    function fails for padded leaves, because the state has their gradients in storage shape.
 
     Args:
-        tx: A transformation of `zero_shard` around a line search that stores its gradient, such as `optax.lbfgs()`.
+        tx: A transformation that `zero_shard` made from a line search that stores gradients, such as `optax.lbfgs()`.
         loss_fn: `loss_fn(params, batch, *args)`, as for `tx.value_and_grad`. It returns a scalar.
 
     Returns:
-        `fn(params, batch, *args, state, **keywords) -> (loss, grads)`. The gradient has the form of the parameters.
+        `fn(params, batch, *args, state, **keywords) -> (loss, grads)`. `grads` has the structure of `params`.
 
     Raises:
-        ValueError: When `fn` is called, if the state has no value and gradient, or parameters are overwritten.
+        ValueError: When `fn` is called, if the state has no loss and gradient, or a parameter is overwritten.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -73,7 +73,7 @@ def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
 
 
 def from_state(loss: Loss, params: Any, state: Any, batch: Any, *args: Any, form: TreeForm) -> tuple[Any, Any]:
-    """Return the stored loss and gradient, or compute them. Traced under jit."""
+    """Return the stored loss and gradient, or compute them if the stored loss is not finite. Traced under jit."""
     config, layout = form.config, form.layout
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
@@ -97,9 +97,9 @@ def from_state(loss: Loss, params: Any, state: Any, batch: Any, *args: Any, form
 
 
 def stored_gradient(layout: Layout, state: Any, leaves: Any) -> tuple[Array, Mapping[int, Array]]:
-    """Return the loss, and the logical gradient of each parameter by index, from an optimizer state in storage.
+    """Read the loss, and the logical gradient of each parameter by index, from an optimizer state in storage.
 
-    `leaves` is a tree of `Leaf` with the structure of the state.
+    `leaves` is a tree of `Leaf`s with the structure of the state.
     """
     if layout.overwritten:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Compute loss and gradient over all devices and microbatches, without the loss scale.
+"""Compute loss and gradient over all devices and microbatches. The loss scale is divided out.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -38,14 +38,13 @@ class Gradients(NamedTuple):
 
     Attributes:
         loss: The mean loss.
-        grads: The gradient of the loss, one array per trained parameter, in the gradient's storage shape. NaN if the
-            weights are invalid.
-        aux: The auxiliary results, combined as their markers say; None in the places of `rows`.
-        rows: The auxiliary results with one entry per row; None in all other places.
+        grads: The gradient of the mean loss, per trained parameter, in storage shape. NaN if weights are invalid.
+        aux: The combined auxiliary results, with None for each leaf in `rows`.
+        rows: The auxiliary results with one entry per row, with None for each leaf in `aux`.
         mutable: The new mutable state, averaged over the devices.
-        weights_valid: Whether no weight is negative and their sum is positive.
+        weights_valid: Whether no weight is negative and the sum of the weights is positive.
         squares: For each trained parameter, the sum of the squares of its gradient, in float32.
-        errors: The errors of quantised reductions, by the path of a parameter: partial sums, in storage shape.
+        errors: The rounding errors of quantised reductions, by the path of a parameter, in storage shape.
         overwritten: The new value of each overwritten parameter: the maximum over devices and microbatches.
     """
 
@@ -65,9 +64,9 @@ def loss_and_grads(
 ) -> Gradients:
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
-    The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys among the
-    arguments are folded with the indices of device and microbatch. The loss scale multiplies the loss during the
-    backward pass, and the gradients are divided by it. `errors` are `Gradients.errors` of the previous step.
+    The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys in the
+    further arguments are folded with the indices of device and microbatch. `scale` is the loss scale: the backward pass
+    uses the scaled loss, and the gradients are divided by `scale`. `errors` is `Gradients.errors` of the last step.
     """
     config, layout = view.config, view.layout
     check_batch(given.batch, config.data, view.accumulate)
@@ -81,7 +80,7 @@ def loss_and_grads(
     if config.view == "global":
         found = view_gradients(view, given, scale, dict(errors))
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
-        # Replicated, as it was given. Otherwise the compiler may shard it, and the next step would be compiled anew.
+        # Keep the mutable state replicated. If the compiler sharded it, the next step would have to be compiled again.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
         pairs = zip(found.overwritten, layout.overwritten, strict=True)
         values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
@@ -104,13 +103,13 @@ def loss_and_grads(
         out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows, errors=kept),
         axis_names=set(config.data.batch),
     )(given._replace(stored=list(given.stored)), scale, dict(errors))
-    # XLA removes a product with one, but it lets `checkify` find a NaN that a device computed.
+    # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
     loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
     return found._replace(loss=loss, grads=grads, aux=merged(found.aux, found.rows))
 
 
 def check_trained(layout: Layout) -> None:
-    """Raise a TypeError for a parameter to which optax can add no update: a PRNG key, or floats of 8 bits."""
+    """Raise a TypeError for a trained parameter to which optax cannot add an update: a PRNG key, or 8-bit floats."""
     for leaf in (layout.params[i] for i in layout.trained):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
@@ -125,7 +124,7 @@ def check_trained(layout: Layout) -> None:
 
 
 def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
-    """Compute `loss_and_grads` in the shapes of the view's collectives: in device view, on shards."""
+    """Compute `loss_and_grads` on arrays in the shape of the view: storage shape, or local shape in device view."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:
@@ -139,7 +138,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
         sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
         total, weight, below = comm.over_workers(lax.psum, sums)
         weights_valid = (weight > 0) & (below == 0)
-        # An invalid weight becomes NaN, so that loss and gradients are NaN and nobody takes them for valid.
+        # Replace an invalid sum of weights by NaN, so that loss and gradients become NaN and cannot be used by mistake.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         factor = (1.0 if factor is None else factor) / weight / scale
     else:
@@ -162,17 +161,17 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
 
 
 def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
-    """Differentiate the microbatches in a loop. All shapes are those of the view's collectives.
+    """Differentiate the microbatches in a loop. Arrays have the shapes of the view, as for `view_gradients`.
 
     Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
-    microbatch, and hold 1/N. In hybrid sharding they reduce within a host, and `View.reduce_across` does the rest.
+    microbatch, so that each device holds 1/N of the sum. In hybrid sharding, gradients are reduced only within a host
+    here. The caller then calls `View.reduce_across`.
 
     Returns:
         `(returned, grads, mutable, values)`:
 
-        - `returned`: the values that the loss function returned, with the microbatches on dim 0.
-        - `grads`: `scale` times the gradient of the mean over devices and microbatches, or of the sum of weighted
-          losses. `View.reduce_across` has still to be called.
+        - `returned`: the values that the loss function returned, with the microbatches stacked along dim 0.
+        - `grads`: `scale` times the gradient of the mean loss, or of the sum of the totals if the loss is weighted.
         - `mutable`: the mutable state after the last microbatch.
         - `values`: for each overwritten parameter, the maximum of its new values.
     """
@@ -193,7 +192,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
         returned, grads, factor, values = view.value_and_grad(one, scale)
         if view.reduces_each:
             grads = view.reduce(grads)
-        # Here XLA fuses the product with the sum. After the loop it may be another pass over the gradients.
+        # Inside the loop, XLA fuses this product with the sum. After the loop it could be one more pass over memory.
         share = 1 / view.microbatches if factor is None else factor
         grads = [at_least_float32(g) * share for g in grads]
         sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
@@ -210,9 +209,9 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
 
 
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:
-    """Sum the squares of each gradient, in float32, with one collective for all gradients."""
+    """Return the sum of the squares of each gradient, in float32. One collective serves all gradients."""
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    # In device view the sum is over all workers, and in hybrid sharding several workers hold the same shard.
+    # In device view, the sum is over all workers. In hybrid sharding, several of them hold copies of the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
     return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))

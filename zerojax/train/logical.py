@@ -1,4 +1,4 @@
-"""`zerojax.logical`: the logical arrays of a tree in storage, for statistics and logging."""
+"""`zerojax.logical`: convert a tree in storage to logical arrays, for statistics and logging."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """Return a tree with the logical array of each `Padded`, for statistics, assertions and logging.
+    """Replace each `Padded` of a tree by its logical array, for statistics, assertions and logging.
 
-    Under `jax.jit` each logical array is a slice, which the compiler shards like the stored array, without a gather.
+    Under `jax.jit`, each logical array is a slice of the stored array. The compiler keeps it sharded, without a gather.
 
     Args:
-        tree: Parameters, gradients or updates in storage, a `ZeroState`, or a tree of these. An optimizer state does
-            not say which of its arrays are padded or flat: give its `ZeroState`, or call `tx.unshard(opt_state)`.
+        tree: Parameters, gradients or updates in storage, a `ZeroState`, or a tree of these. For an optimizer state,
+            pass its `ZeroState`, which records which arrays are padded or flat, or call `tx.unshard(opt_state)`.
 
     Returns:
-        The tree with logical arrays. In a `ZeroState`, the leaves of `opt_state` also have the shapes that optax gives
-        them, and offloaded leaves are on the devices. A training step does not take such a state.
+        The tree with logical arrays. In a `ZeroState`, the leaves of `opt_state` also get their logical shapes, and
+        offloaded leaves are copied to the devices. Such a state cannot be passed to a training step.
 
     Examples:
         >>> means = jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(state.params)
@@ -43,7 +43,7 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def of_leaf(x: Any) -> Any:
-    """Return the logical array of a `Padded` or of a leaf on disk, and any other leaf unchanged."""
+    """Return the logical array of a `Padded` or of a leaf on disk. Return any other leaf unchanged."""
     if is_chunked(x):
         return of_stored(x, x.leaf)
     if not is_padded(x):

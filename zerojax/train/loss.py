@@ -1,4 +1,4 @@
-"""Call a loss function, and check and name the values that it returns."""
+"""Call a loss function, and check the values that it returns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Returned(NamedTuple):
     """The values that one call of a loss function returned.
 
     Attributes:
-        total: The loss, or the total of a weighted loss; a scalar of at least float32.
-        weight: The weight of the total; 1 unless the loss is weighted.
+        total: The loss, or the total of a weighted loss. A scalar in float32 or wider.
+        weight: The weight of a weighted loss; otherwise 1.
         aux: The auxiliary results; None without `has_aux`.
         mutable: The new mutable state; None without `mutable`.
     """
@@ -36,13 +36,12 @@ class Returned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss function, and the form of the values that it returns.
+    """A loss function, and flags for its arguments and return values.
 
     Attributes:
-        fn: `fn(params, batch, *args)`, called with the rows of its view.
+        fn: `fn(params, batch, *args)`. In device view, `batch` has only the rows of the device.
         has_aux: Whether `fn` returns `(loss, aux)`.
-        weighted: Whether the loss is `(total, weight)`. Its mean is the sum of the totals divided by the sum of the
-            weights.
+        weighted: Whether the loss is `(total, weight)`. The mean loss is the sum of totals over the sum of weights.
         mutable: Whether `fn` is `fn(params, mutable, batch, *args)` and returns `(loss, mutable)`, or
             `(loss, mutable, aux)` with `has_aux`.
     """
@@ -53,21 +52,18 @@ class Loss:
     mutable: bool = False
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
-        """Return combined results in the form in which the function returns its own results."""
+        """Return a loss, a mutable state and aux in the form that `fn` returns: one value or a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 
     @property
     def form(self) -> str:
-        """Describe the values that the function must return."""
+        """Describe the values that `fn` must return, for an error message."""
         parts = self.returned("(total, weight)" if self.weighted else "loss", "mutable", "aux")
         return parts if isinstance(parts, str) else f"({', '.join(parts)})"
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
-        """Call the function on logical parameters and the rows of its view, and check the values that it returns.
-
-        Further arguments may be `packed` or not.
-        """
+        """Call `fn` on logical parameters, and check the values that it returns. `args` may be `packed` or not."""
         given = (mutable,) if self.mutable else ()
         value = call(self.fn, (params, *given), batch, args)
         aux = new = None
@@ -92,7 +88,7 @@ class Loss:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Return a value that the loss function returned as an array, checked to be a real scalar."""
+    """Convert a value that the loss function returned to an array. Raise an error if it is not a real scalar."""
     if isinstance(value, tuple | list | dict):
         raise TypeError(
             f"The loss function must return a scalar {name}, not a {type(value).__name__}. "
@@ -112,7 +108,7 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def at_least_float32(value: Array) -> Array:
-    """Cast a value to float32, unless its type is wider: sums over devices need the precision."""
+    """Cast a value to float32, unless its type is wider, because sums over devices need this precision."""
     return value.astype(common_dtype(value.dtype, jnp.float32))
 
 
@@ -133,7 +129,7 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
 
 
 def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
-    """Average the float leaves of the mutable state over the devices. Other leaves are equal on all devices."""
+    """Average the float leaves of the mutable state over the devices. Return other leaves unchanged."""
 
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,7 +1,7 @@
-"""Update the loss scale, and record the steps that are skipped because a gradient was not finite.
+"""Update the loss scale, and record which steps are skipped because a gradient was not finite.
 
-The test uses sums over all devices, so all devices skip the same steps. `zerojax.optim.update.roll_back` then keeps the
-old state, bit for bit.
+A step tests sums over all devices, so all devices skip the same steps. In a skipped step,
+`zerojax.optim.update.roll_back` restores the old state, bit for bit.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
@@ -38,11 +38,11 @@ class ScalingState:
     """The loss scale, and the record of skipped steps.
 
     Attributes:
-        scale: The scale by which the next step multiplies its loss; 1 without loss scaling.
-        clean: Number of clean steps since the scale last changed.
-        hysteresis_count: Number of overflows, since the scale was last raised, that did not lower it.
-        skips: Number of steps skipped in a row, up to the last step.
-        nonfinite: For each trained parameter, whether its gradient was not finite in the first of these steps.
+        scale: The factor by which the next step multiplies its loss; 1 without loss scaling.
+        clean: Number of steps without overflow since the last overflow or growth of the scale.
+        hysteresis_count: Number of overflows, since the scale last grew, that did not lower the scale.
+        skips: Number of consecutive steps, up to the last step, that were skipped; 0 if the last step was not.
+        nonfinite: For each trained parameter, whether its gradient was not finite in the first of the skipped steps.
         weights_invalid: Whether a step was skipped because weights were negative or summed to zero.
     """
 
@@ -54,13 +54,13 @@ class ScalingState:
     weights_invalid: Bool[Array, ""]
 
     def reset_skips(self) -> ScalingState:
-        """Return the same scale, without the record of skipped steps."""
+        """Return a copy without the record of skipped steps. The loss scale is unchanged."""
         zeros = jax.tree.map(jnp.zeros_like, (self.skips, self.nonfinite, self.weights_invalid))
         return dataclasses.replace(self, skips=zeros[0], nonfinite=zeros[1], weights_invalid=zeros[2])
 
 
 def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
-    """Return the scaling state of step 0. `trained` is the number of trained parameters."""
+    """Return the `ScalingState` for step 0. `trained` is the number of trained parameters."""
     scale = None if precision is None else precision.loss_scale
     first = scale.initial if isinstance(scale, DynamicScale) else scale or 1.0
     zero = jnp.zeros((), jnp.int32)
@@ -70,7 +70,7 @@ def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
 def update_scaling(
     scaling: ScalingState, precision: Precision | None, *, finite: Bool[Array, " trained"], weights_valid: Array
 ) -> ScalingState:
-    """Return the scaling state after one step. If the weights of a weighted loss were invalid, the scale stays."""
+    """Return the `ScalingState` after one step. If the weights of the loss were invalid, the scale is unchanged."""
     ok = finite.all() & weights_valid
     judged = dataclasses.replace(
         scaling,
@@ -98,7 +98,7 @@ def update_scaling(
 
 
 def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
-    """Multiply gradients by the factor that divides out the loss scale, in at least float32."""
+    """Multiply gradients by `factor`, which divides out the loss scale. Compute in float32 or wider."""
     wide = [at_least_float32(g) for g in grads]
     return [g * factor.astype(g.dtype) for g in wide]
 
@@ -106,10 +106,11 @@ def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:
     """Raise an error if more than `max_skips` steps in a row were skipped, or a step had invalid weights.
 
-    With `max_skips`, or with several processes, which must raise together, this waits for the step that made the state.
+    With `max_skips`, wait for the step that computes this state. With several processes, wait as well, because all of
+    them must raise the error. Otherwise, check the weights only if that step has finished.
 
     Raises:
-        ValueError: If a finished step had weights that were negative or summed to zero.
+        ValueError: If a step had weights that were negative or summed to zero.
         FloatingPointError: If more than `max_skips` steps in a row were skipped.
     """
     invalid: Any = scaling.weights_invalid

@@ -1,4 +1,4 @@
-"""The functions of a `ZeroTransformation` that optax, Flax and hand-written loops call: `init`, `update` and others."""
+"""The methods of `ZeroTransformation` for optax, Flax and hand-written loops: `init`, `update` and others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zerojax.train.tree_api import TreeForm, update_tree
 
 
 def init(config: Config, params: Any) -> Any:
-    """Return the initial state of the wrapped transformation, sharded for the stage."""
+    """Return the initial optimizer state of the wrapped transformation, sharded for the stage."""
     known_to_flax()
     plan = make_plan(config, params)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
@@ -62,12 +62,12 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:
-    """Return the shardings of the state that `init` returns."""
+    """Return the shardings of the optimizer state that `init` returns."""
     return as_returned(config, plan, state_shardings(config, plan))
 
 
 def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-    """Return updates in the form and layout of the parameters, and the new optimizer state."""
+    """Return updates with the structure and shardings of the parameters, and the new optimizer state."""
     check_context(config)
     like = updates if params is None else params
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -84,9 +84,9 @@ class Shardings(NamedTuple):
     """The shardings of a run: trees of `jax.sharding.NamedSharding`, for `jax.jit` and `jax.device_put`.
 
     Attributes:
-        params: Shardings of the parameters, in their structure.
-        grads: Shardings of the gradients that `value_and_grad` returns, in the structure of the parameters.
-        opt_state: Shardings of the optimizer state, in its own structure.
+        params: Shardings of the parameters.
+        grads: Shardings of the gradients that `value_and_grad` returns.
+        opt_state: Shardings of the optimizer state.
     """
 
     params: Any
@@ -108,12 +108,12 @@ def shardings(config: Config, params: Any) -> Shardings:
 
 @functools.lru_cache(maxsize=16)
 def same_updates(config: Config) -> SameCalls:
-    """Return the object that compares the updates of a configuration with those of the other processes."""
+    """Return the `SameCalls` that compares calls of `update` over processes. There is one per configuration."""
     return SameCalls(config, "update")
 
 
 def check_context(config: Config) -> None:
-    """Raise a ValueError inside of `jax.pmap`, or of `jax.shard_map` over a mesh without the transformation's axes."""
+    """Raise a ValueError inside of a `jax.pmap` or `jax.shard_map` over an axis that `config.mesh` does not have."""
     others = sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - set(config.mesh.axis_names))
     if others:
         raise ValueError(
@@ -127,5 +127,5 @@ def check_context(config: Config) -> None:
 def jitted_update(
     grads: Any, state: Any, params: Any, arrays: dict, form: TreeForm, static: tuple[tuple[str, Any], ...]
 ) -> tuple[Any, Any]:
-    """Run the update as one program. `arrays` and `static` are the further keyword arguments of optax's update."""
+    """Run the update as one program. `arrays` and `static` are the further keyword arguments of `update`."""
     return update_tree(form, grads, state, params, arrays | dict(static))

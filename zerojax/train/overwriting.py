@@ -1,11 +1,12 @@
-"""Follow how the new value of an overwritten leaf depends on the cotangent of the loss, which a step may scale.
+"""Remove the scale of the loss's cotangent from the new values of overwritten leaves.
 
-A step multiplies the cotangent by the loss scale, and for a weighted loss divides it by the weight. Three cases follow:
+A step multiplies the cotangent of the loss by the loss scale, and divides it by the weight of a weighted loss. The
+computation of a new value is analysed to find how the value depends on the cotangent:
 
-- A value that is linear in the cotangent, such as a plain derivative, is divided by the cotangent again.
-- Statistics of activations and weights do not depend on the cotangent.
-- Statistics of a backward pass, such as the largest cotangent of a layer, are nonlinear. They are not changed, because
-  the next step applies them to cotangents with the same scale.
+- A value that is linear in the cotangent, such as a derivative, is divided by the cotangent.
+- A statistic of activations or weights does not depend on the cotangent, and is not changed.
+- A statistic of the backward pass, such as the largest cotangent of a layer, is nonlinear in the cotangent. It is not
+  changed either, because the next step applies it to cotangents with the same scale.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LINEAR_IN_ONE = frozenset(
     "reduce_scatter reduce_sum reduce_window_sum reshape rev sharding_constraint slice split squeeze tile transpose "
     "unstack".split()
 )
-# Primitives that are linear in some operands together, and these operands.
+# Primitives that are jointly linear in several operands, and the positions of these operands.
 LINEAR_IN_SEVERAL = MappingProxyType(
     {
         "add": slice(2),
@@ -52,14 +53,14 @@ LINEAR_IN_SEVERAL = MappingProxyType(
 class Kind(enum.IntEnum):
     """How a value depends on the cotangent of the loss."""
 
-    ZERO = 0  # zero for every cotangent
+    ZERO = 0  # zero, whatever the cotangent is
     CONSTANT = 1
     LINEAR = 2
     OTHER = 3
 
     @classmethod
     def joined(cls, kinds: Sequence[Kind]) -> Kind:
-        """Return the kind of a sum of values, or of a choice among them."""
+        """Return the kind of a value that is a sum of values with these kinds, or a selection among them."""
         found = set(kinds) - {cls.ZERO}
         return cls.OTHER if len(found) > 1 else next(iter(found), cls.ZERO)
 
@@ -67,10 +68,10 @@ class Kind(enum.IntEnum):
 def unscaled(
     values: Sequence[Array], loss: Callable, primals: Sequence[Any], given: Any, cotangent: Float[Array, ""]
 ) -> list[Array]:
-    """Divide by the cotangent of the loss the values that are linear in it.
+    """Divide the values that are linear in the cotangent of the loss by this cotangent. Return all values.
 
-    `values` are the gradients of `loss(primals, given)`, computed with this cotangent. The loss is traced once more, on
-    the shapes of the overwritten parameters (`primals`) and of all other arguments.
+    `values` are the gradients of `loss(primals, given)` with respect to `primals`, the overwritten parameters, computed
+    with this cotangent. The loss is traced once more, on shapes.
     """
 
     def backward(cotangent, primals, given):
@@ -83,7 +84,7 @@ def unscaled(
 
 
 def dependence(jaxpr: Any, args: Sequence[Kind]) -> list[Kind]:
-    """Return how each result of a jaxpr depends on the cotangent, given how its arguments do."""
+    """Return how each result of a jaxpr depends on the cotangent, given how each argument depends on it."""
     consts: list = [Kind.CONSTANT] * len(compat.constvars_of(jaxpr))
     literal = lambda value: Kind.CONSTANT if np.any(value) else Kind.ZERO
     return jaxprs.evaluate(jaxpr, consts, args, _kinds_of, literal=literal)
@@ -107,7 +108,7 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
 
 
 def _of_loop(loop: compat.LoopEqn, kinds: Sequence[Kind]) -> Sequence[Kind]:
-    """Return the kinds of a loop's results. The kinds of the carry are followed until they no longer change."""
+    """Return the kinds of a loop's results. Repeat the analysis until the kinds of the carry no longer change."""
     body, _ = compat.opened(loop.body)
     first, last = loop.consts, loop.consts + loop.carry
     carry = list(kinds[first:last])

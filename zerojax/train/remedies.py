@@ -1,4 +1,4 @@
-"""Errors of JAX about a loss, with the remedy that zerojax has for each."""
+"""Replace errors that JAX raises about a loss by errors that say what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AS_VALUE = (
     "Pass the value of the ref as an argument, and return the new one: as aux, or with mutable=True of train_step as "
     "the mutable state."
 )
-# (view of the loss, pattern of JAX's message, the message that replaces it); without a view, a row is for both views.
+# Rows of (view, pattern of JAX's message, message that replaces it). An empty view means both views.
 OF_LOSS = (
     (
         "global",
@@ -69,9 +69,9 @@ OF_REFS = (
 
 @contextlib.contextmanager
 def remedies(view: str, *, of_refs: bool = False) -> Iterator[None]:
-    """Replace an error of JAX about a loss of this view by an error that says what to do.
+    """Replace errors of JAX about a loss in this view, inside of the `with` block, by errors that say what to do.
 
-    Errors about a `jax.Ref` (`of_refs`) can also come from outside of the loss, so they have a table of their own.
+    With `of_refs`, only errors about a `jax.Ref` are replaced. JAX raises these also outside of the call of the loss.
     """
     kind, table = (TypeError, OF_REFS) if of_refs else (ValueError, OF_LOSS)
     try:

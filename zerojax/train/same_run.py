@@ -1,4 +1,4 @@
-"""Compare what must be the same on every process of a run, before a collective would wait for it."""
+"""Check that options, values and programs are the same on every process, because a collective would hang otherwise."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from zerojax.train.arguments import is_constant
 from zerojax.train.same_values import checksums
 from zerojax.version import version
 
-OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # each host has its own folder
-# Options of JAX, and variables of the environment, that change numbers or programs. Paths and host names may differ.
+OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # not `path`, which may differ by host
+# Options of JAX and environment variables that change numbers or programs.
 OF_JAX = tuple(
     "jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_threefry_partitionable "
     "jax_numpy_dtype_promotion jax_numpy_rank_promotion jax_disable_jit jax_disable_most_optimizations jax_debug_nans "
     "jax_debug_infs jax_softmax_custom_jvp jax_random_seed_offset jax_use_shardy_partitioner".split()
 )
 OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # words in flags of XLA that may differ
-LONGEST = 160  # characters of a line of a program in an error
+OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # XLA flags with one of these words may differ
+LONGEST = 160  # most characters of a program's line to show in an error
 VALUE = re.compile(r"%\w+")
 
 
 def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan of a run that begins, with the choice of where offloaded state is updated.
+    """Complete the plan of a new run: choose where offloaded state is updated.
 
     Raises:
         ValueError: If the processes differ in options, parameters, versions or flags.
-        TimeoutError: If a process does not begin a run.
+        TimeoutError: If another process does not begin a run.
     """
     if not compat.is_tracing() and is_of_all(config.mesh):
         require_same("begin", environment() | run_record(config, plan))
@@ -50,7 +50,7 @@ def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of libraries, options of JAX and flags of XLA, by name."""
+    """Return the versions of libraries, the options of JAX and the flags of XLA that must agree, by name."""
     versions = {name: metadata.version(name) for name in ("jaxlib", "optax", "numpy")} | {"zerojax": version()}
     options = {name: repr(jax.config.values[name]) for name in OF_JAX if name in jax.config.values}
     flags = {}
@@ -61,7 +61,7 @@ def environment() -> dict[str, str]:
 
 
 def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
-    """Return the options and the leaves of a run, by name."""
+    """Return descriptions of the options and leaves of a run, by name."""
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options |= {"user_mesh": dict(config.mesh.shape), "tx": None, "trainable": config.trainable is not None}
     options["overwrite"] = config.overwrite is not None
@@ -75,7 +75,7 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
 
 
 def in_words(value: Any) -> Any:
-    """Return an option in a form that is equal on every process: a function only as `"a function"`."""
+    """Return the value of an option in a form that can be compared over processes: a function is `"a function"`."""
     if dataclasses.is_dataclass(value):
         return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -84,20 +84,17 @@ def in_words(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare values that several processes hold: whole arrays, and shards with several copies.
+    """Compare arrays and shards of which several processes hold a copy.
 
-    The topic says what the caller does with the values, as a verb. Raise a ValueError that names leaves that differ,
-    and a TimeoutError if another process does not compare such values.
+    `topic` is a verb phrase that says what the caller does, such as `"create a state"`. Raise a ValueError that names
+    the leaves that differ, or a TimeoutError if another process does not make the same call.
     """
     if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare programs with those of the other processes, in order; see `require_same_program`.
-
-    They are lowered only if other processes take part.
-    """
+    """Compare programs over processes; see `require_same_program`. With only one process, nothing is lowered."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         for one in lower:
             require_same_program(what, one().as_text)
@@ -106,10 +103,10 @@ def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[]
 def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     """Compare a lowered program with those of the other processes.
 
-    Numbers that a function closes over are constants of the program, so another learning rate makes another program. If
-    programs differ, every process raises a ValueError that names the first such line, and its line of Python. If a
-    process compiles no such program, the others raise a TimeoutError. `what` says what the program does, as a verb and
-    its object. `as_text` is the method of `jax.stages.Lowered`.
+    Numbers that a function closes over are constants of the program, so programs with different learning rates differ.
+    If programs differ, every process raises a ValueError that shows the first line that differs, and its line of
+    Python. If another process does not compile such a program, raise a TimeoutError. `what` is a verb phrase that says
+    what the program does. `as_text` is the method of `jax.stages.Lowered`.
     """
     topic = f"compile the program of: {what}"
     processes = Processes("program", call=EVENTS.begin(topic))
@@ -118,8 +115,8 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     digests = processes.exchange(topic, digest)
     if len(set(digests)) == 1:
         return
-    # A program may have megabytes of text, so processes send digests of all lines, and then the text of one line.
-    # Lines are compared without names of values first: these are numbered, and a difference changes others far away.
+    # A program may have megabytes of text, so processes exchange digests of all lines, and then the text of one line.
+    # Lines are first compared without the names of values: names are numbers, which an earlier difference shifts.
     short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
     each = [(short(VALUE.sub("%", line)), short(line)) for line in lines]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
@@ -141,20 +138,20 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
 
 
 def around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parts of two lines around the first character that differs."""
+    """Return the parts of two lines around the first character in which they differ."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, same - LONGEST // 2)
     return one[start:][:LONGEST], other[start:][:LONGEST]
 
 
 def origin(as_text: Callable[..., str], place: int) -> str:
-    """Return the place in Python of a line of the program, or of the next line with a location; empty if unknown."""
+    """Return the file and line of Python that made line `place` of the program, or the next line with a location."""
     text = as_text(debug_info=True).splitlines()
     defined = [re.match(r"(#loc\d*) = (.*)", line) for line in text]
     places = {str(found[1]): str(found[2]) for found in defined if found is not None}
     body = [*(line for line in text if not line.startswith("#loc")), ""]
     place = min(place, len(body) - 1)
-    # A constant has the place of the jitted call. The first line that reads the constant has a better one.
+    # The location of a constant is the jitted call. The first line that reads the constant has a better location.
     if constant := re.match(r"\s*(%\w+) = stablehlo.constant", body[place]):
         uses = re.compile(rf"{re.escape(constant.group(1))}\b")
         place = next((i for i, line in enumerate(body[place + 1 :], place + 1) if uses.search(line)), place)
@@ -166,7 +163,7 @@ def origin(as_text: Callable[..., str], place: int) -> str:
 
 
 def in_users_code(name: str, places: dict[str, str]) -> str:
-    """Return the file and line of a location outside of libraries, or of the call in such a file that leads to it."""
+    """Return the file and line of a location in user code. If it is in a library, return the user's call into it."""
     text = places.get(name, "")
     if (file := re.match(r'loc\("([^"]+)":(\d+):', text)) is not None:
         return f"{file.group(1)}:{file.group(2)}" if compat.is_users(file.group(1)) else ""
@@ -174,10 +171,10 @@ def in_users_code(name: str, places: dict[str, str]) -> str:
 
 
 class SameCalls:
-    """Compares the calls of one jitted function over processes: each first call with arguments of new shapes."""
+    """Compares calls of one jitted function over processes, whenever a call has arguments of new shapes or types."""
 
     def __init__(self, config: Config, what: str, options: Any = None):
-        """Prepare to compare calls. `what` says what the function does; `options` must be the same everywhere."""
+        """Prepare to compare calls. `what` is a verb phrase for the function. `options` are compared, too."""
         self._config, self._what, self._options, self._seen = config, what, repr(options), set()
 
     @property
@@ -186,11 +183,11 @@ class SameCalls:
         return is_of_all(self._config.mesh) and not compat.is_tracing()
 
     def is_first(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
-        """Return whether no earlier call had arguments of these types, and if so, compare them over processes.
+        """Return whether no earlier call had arguments of these shapes and types. If so, compare them over processes.
 
-        Another value of an argument that is not traced, such as a flag, also counts as new. The batch is compared by
-        shape and type; further arguments, and the count of a training state (`step`), by value. `known` stands for the
-        types of all other arguments.
+        A new value of an argument that is not traced, such as a flag, also counts as new. The batch is compared by
+        shape and type. Further arguments, and `step`, the count of a training state, are compared by value. `known` is
+        a hashable value that identifies the shapes and types of all other arguments.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
         record = {
@@ -210,11 +207,11 @@ class SameCalls:
         return True
 
     def require_same_program(self, lower: Callable[[], Any]) -> None:
-        """Compare the program that the call runs, which `lower()` returns, with those of the other processes."""
+        """Compare the program that `lower()` returns with those of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
-        """Call a jitted function. Several processes first compare a new program, and tell each other of the call."""
+        """Call a jitted function. With several processes, compare a new program first, and announce the call."""
         if is_new:
             self.require_same_program(functools.partial(program.lower, *args, **keywords))
         if not self.is_needed:
@@ -226,6 +223,6 @@ class SameCalls:
 
 
 def signature_of(tree: Any) -> Hashable:
-    """Return the structure of a tree of arrays, and the shape and type of each, as one hashable value."""
+    """Return the structure of a tree, and the shape and type of each array, as one hashable value."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)

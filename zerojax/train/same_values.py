@@ -1,4 +1,4 @@
-"""Compute checksums of arrays on their devices, so that processes can compare arrays without sending them."""
+"""Compute checksums of arrays on the devices. Processes compare checksums instead of arrays."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # primes of xxHash
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Return the checksum of each leaf by path. An array over several processes has one checksum per part.
+    """Return the checksum of each leaf, by path. An array that is sharded over processes has one checksum per shard.
 
-    Offloaded state is left out: each process computes its own chunks from parameters that are compared.
+    Offloaded state is left out, because each process computes its own chunks from parameters that are compared.
     """
     pending = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_chunked):
@@ -29,7 +29,7 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def parts(x: Any) -> list[tuple[str, Any]]:
-    """Return the parts of an array that this process holds, with their places; a whole array has an empty place."""
+    """Return `(place, array)` for each shard that this process holds. The place of a whole array is empty."""
     if not isinstance(x, jax.Array):
         return [("", jnp.asarray(x))]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -50,7 +50,7 @@ def in_words(index: tuple, shape: tuple[int, ...]) -> str:
 
 @jax.jit
 def checksum(x: jax.Array) -> jax.Array:
-    """Return 32 bits that depend on every bit of an array and on the place of the bit."""
+    """Return a 32-bit checksum of an array. It depends on every bit, and on the order of elements."""
     bits = jnp.ravel(as_bits(x)).astype(jnp.uint32)
     place = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (bits ^ (place * jnp.uint32(FACTORS[0]))) * jnp.uint32(FACTORS[1])
@@ -59,12 +59,12 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as an array of integers of at most 32 bits."""
+    """Return the bits of an array as an array of integers of at most 32 bits each."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:
         return x.astype(jnp.uint8)
     width = jnp.dtype(x.dtype).itemsize
-    if jnp.issubdtype(x.dtype, jnp.integer) and width < 4:  # JAX cannot bitcast types of less than a byte
+    if jnp.issubdtype(x.dtype, jnp.integer) and width < 4:  # `bitcast_convert_type` fails for 4-bit integers
         return x.astype(jnp.int32)
     return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32))

@@ -1,4 +1,4 @@
-"""The state of a run, which a training step takes and returns: a pytree that carries its own plan."""
+"""The state of a run, which a training step takes and returns: a pytree that contains its own sharding plan."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class ZeroState:
     Attributes:
         step: Number of updates done, without skipped steps; int32 scalar.
         params: The parameters. A leaf that is padded in storage is a `Padded`.
-        opt_state: The state of the wrapped transformation, each leaf in storage shape. With master weights, a
-            `MasterState` of that state and the weights.
+        opt_state: The state of the wrapped transformation, in storage. With master weights, a `MasterState` that
+            contains this state and the weights.
         scaling: The loss scale, and the record of skipped steps.
         mutable: The state that the loss function updates, such as batch statistics; None without `mutable=True`.
-        rounding_errors: For each parameter, by path, the errors of quantised reductions, which the next step adds to
-            its gradient. Empty without `Wire(error_feedback=True)`.
-        plan: How every leaf is sharded. It is part of the pytree's structure and not of its data.
+        rounding_errors: By path of a parameter, the rounding errors of its last quantised reduction. The next step adds
+            them to the gradient. Empty without `Wire(error_feedback=True)`.
+        plan: How every leaf is sharded. It belongs to the structure of the pytree and is not a leaf.
 
     Examples:
         >>> state = tx.create(params)
@@ -59,7 +59,7 @@ class ZeroState:
     plan: ShardingPlan
 
     def __repr__(self) -> str:
-        """Return the stage, and the leaves and logical bytes of each part. `zerojax.report` lists every leaf."""
+        """Return the stage, and the number and logical size of each field's leaves. `zerojax.report` lists them all."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
         parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
@@ -74,18 +74,18 @@ class ZeroState:
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
-        """Return a state of `NamedSharding`s, with one sharding for each part that is replicated as a whole."""
+        """Return a state of `NamedSharding`s. A field that is replicated as a whole has one sharding for all leaves."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
         errors = {path: named(config, leaf) for path, leaf in plan.errors}
         return cls(same, params, state_shardings(config, plan), same, same, errors, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:
-        """Return the state without its record of skipped steps, to continue after an error. The loss scale stays."""
+        """Return a copy without the record of skipped steps, to continue after an error. Keep the loss scale."""
         return self.replace(scaling=self.scaling.reset_skips())
 
     def replace(self, **changes: Any) -> ZeroState:
-        """Return a state with some fields replaced.
+        """Return a copy with some fields replaced.
 
         Args:
             **changes: New values of fields. `opt_state` may also be a state that `tx.init` or `tx.adopt` returned.
@@ -96,7 +96,7 @@ class ZeroState:
 
 
 def known_to_flax() -> None:
-    """Let `flax.serialization` handle states, if Flax is in use."""
+    """Register states with `flax.serialization`, if Flax is imported."""
     rebuilt = lambda target, found: dataclasses.replace(target, **found)
     serialize_fields(ZeroState, fields_of(ZeroState, "plan"), placed)
     serialize_fields(ScalingState, fields_of(ScalingState), rebuilt)
@@ -106,24 +106,24 @@ def known_to_flax() -> None:
 
 
 def fields_of(cls: Any, *static: str) -> tuple[str, ...]:
-    """Return the names of a record's fields, except some."""
+    """Return the names of a dataclass's fields, without those in `static`."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
 
 
 def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
-    """Return `target` with restored fields, placed like its own: a step takes no state that is placed elsewhere."""
+    """Return a copy of `target` with the fields in `found`, moved to the shardings that a step needs."""
     restored = dataclasses.replace(target, **found)
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), restored, target)
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return a state that a step can take. If the caller moved it, to NumPy or another device, it is placed again.
+    """Return a state on the mesh. If the caller moved it to NumPy or to another device, it is moved back.
 
     Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 
     Raises:
-        ValueError: If an earlier step used up the state. Also if the caller moved it and part of it is offloaded: only
-            `create` and `restore` can place offloaded chunks.
+        ValueError: If an earlier step used up the state. Also if the caller moved a state with offloaded leaves,
+            because only `create` and `restore` can place offloaded chunks.
     """
     count = state.step
     if isinstance(count, jax.core.Tracer):

@@ -1,4 +1,4 @@
-"""A training step: one compiled program that donates the state, and then the streamed update of offloaded state."""
+"""A training step: one compiled program that donates its state, followed by a streamed update of offloaded state."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from zerojax.train.watchdog import Watchdog, limit_of
 
 
 def resident_state(state: ZeroState) -> list:
-    """Return the leaves of the optimizer state, with None for offloaded leaves."""
+    """Return the leaves of the optimizer state that are on the device, and None for each offloaded leaf."""
     return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
 
 
 def shape_of(x: Any) -> Any:
-    """Return an array as its shape, type and sharding, and any other value unchanged."""
+    """Return the shape, type and sharding of an array. Return any other value unchanged."""
     is_array = isinstance(x, jax.Array | np.ndarray)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) if is_array else x
 
 
 def labels_of(step: weakref.ref[Step]) -> list[str]:
-    """Return the collectives of a step, if the step still exists."""
+    """Return the labels of a step's collectives, or an empty list if the step no longer exists."""
     found = step()
     return [] if found is None else found.collective_labels()
 
@@ -54,10 +54,10 @@ def labels_of(step: weakref.ref[Step]) -> list[str]:
 class Step:
     """A jitted training step: `step(state, batch, *args, **keywords) -> (state, metrics)`.
 
-    The step donates its state: continue with the state that it returns.
+    The step donates its state, so continue with the state that it returns. `tx.train_step` creates a `Step`.
 
     Attributes:
-        program: The functions that are traced.
+        program: The functions that are traced and compiled.
 
     Examples:
         >>> step = tx.train_step(loss_fn)
@@ -68,7 +68,7 @@ class Step:
     """
 
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
-        """Wrap one loss function. It is traced at the first call."""
+        """Wrap a loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
 
         def step(state, batch, *args):
@@ -88,7 +88,7 @@ class Step:
         self._shapes: Any = None
 
     def __reduce__(self):
-        """Pickle the arguments of the step. Another process compiles its own programs."""
+        """Pickle only the arguments of `Step`. The process that unpickles it compiles its own programs."""
         return Step, (self.config, self.program.loss, self.options)
 
     @property
@@ -103,16 +103,16 @@ class Step:
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
-        # At the first step: before it, in a process that unpickles this one, the devices are not known.
+        # Not in `__init__`: a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
-        """Return the same step under another configuration, such as another mesh, stage or precision."""
+        """Return the step of the same loss for another configuration, such as another mesh, stage or precision."""
         return Step(config, self.program.loss, self.options)
 
     def __repr__(self) -> str:
-        """Return the loss, the stage and the mesh."""
+        """Return a description with the loss, the stage and the mesh."""
         return f"<training step of {self._name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
 
     def __call__(
@@ -120,32 +120,33 @@ class Step:
     ) -> tuple[ZeroState, Metrics]:
         """Do one training step.
 
-        The call does not wait for the devices to finish. On simulated devices, it first waits for the previous step.
-        Traces of `jax.profiler` number the calls.
+        The call does not wait until the devices have finished. On simulated devices, it first waits for the previous
+        step. Traces of `jax.profiler` show the number of each call.
 
         Args:
             state: The state that `create` or the previous step returned. It is donated.
-            batch: Arrays with the rows of the global batch on dim 0, which devices and microbatches must divide.
-            *args: Further arguments of the loss, replicated. Typed PRNG keys are folded with the number of the
-                microbatch, and in device view with the device's index. Values that are neither arrays nor numbers, such
-                as flags, are not traced: the step is compiled for each value.
-            **keywords: Further arguments of the loss. Without `batch`, those that have rows are the batch.
+            batch: Arrays with all rows on dim 0. The number of rows is a multiple of devices times microbatches.
+            *args: Further arguments of the loss, which every device gets in full. Typed PRNG keys are folded with the
+                index of the microbatch and, in device view, of the device. Values that are neither arrays nor numbers,
+                such as flags, are not traced, so the step is compiled once per value.
+            **keywords: Further keyword arguments of the loss. If `batch` is not given, the keyword arguments that
+                contain arrays with rows are the batch.
 
         Returns:
             The next state, and a dict of metrics:
 
             - `loss`: the mean loss; float scalar.
-            - `grad_norm`: the norm of the unscaled, averaged gradient; float scalar.
+            - `grad_norm`: the norm of the gradient of the mean loss, without the loss scale; float scalar.
             - `skipped`: whether the step left the state unchanged; bool scalar.
-            - `aux`: the auxiliary results of the loss, with `has_aux`.
-            - `loss_scale`: the loss scale that the step used, with a loss scale.
-            - `grad_norms`: the norm of each parameter's gradient, with `leaf_norms`.
-            - `learning_rate`: the rate of this update, with `optax.inject_hyperparams`, which keeps it in its state.
+            - `aux`: only with `has_aux`; the combined auxiliary results of the loss.
+            - `loss_scale`: only with a loss scale; the loss scale that the step used.
+            - `grad_norms`: only with `leaf_norms`; the norm of each parameter's gradient.
+            - `learning_rate`: only with `optax.inject_hyperparams`; the learning rate that it stores in its state.
 
         Raises:
-            TypeError: If `state` is no `ZeroState`, there is no batch, or a PRNG key is untyped.
-            ValueError: If the batch cannot be divided, the state belongs to other parameters or was donated, or an
-                earlier step had weights that were negative or summed to zero.
+            TypeError: If `state` is not a `ZeroState`, there is no batch, or a PRNG key is untyped.
+            ValueError: If the batch cannot be divided evenly, the state belongs to other parameters or was donated, or
+                an earlier step had weights that were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)
@@ -162,7 +163,7 @@ class Step:
         is_new = self._same.is_first(plan, batch, args, state.step)
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
         self._placed.first(parts, self.config.data.batch, stacklevel=2)
-        number = next(self._calls)  # reading the count of the state would wait for the device
+        number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
         if is_new and self._watchdog is not None:
             self._shapes = jax.tree.map(shape_of, (state, batch, args))
         with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
@@ -190,7 +191,7 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
-        """Return the collectives of the compiled step outside of loops, for the last arguments of new shapes."""
+        """Return labels of the collectives outside of loops in the program for the last arguments of new shapes."""
         state, batch, args = self._shapes
         text = self.lower(state, batch, *args).compile().as_text() or ""
         entry = text.partition("\nENTRY ")[2]
@@ -198,7 +199,7 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run the step with a streamed update: one program up to the gradients, and then one per chunk."""
+        """Run a step with offloaded state: a program without the update of this state, then a program per chunk."""
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
@@ -211,7 +212,7 @@ class Step:
     def trace(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Trace the step without lowering it, like `jax.jit(...).trace`. The arguments may be shapes.
 
-        With offloaded state, this is the program up to the gradients.
+        With offloaded state, trace only the first program, without the update of this state.
         """
         self._check(state)
         _, batch, args = separated((batch, *args), keywords)
@@ -235,18 +236,14 @@ class Step:
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
-        With offloaded state, this is the program up to the gradients. `lower_update` returns the other programs.
+        With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
         """
         return self.trace(state, batch, *args, **keywords).lower()
 
     def lower_update(self, state: ZeroState) -> list[Any]:
-        """Lower the programs that update offloaded chunks on the device, one for each kind of chunk.
+        """Lower the programs that update offloaded chunks on the device, and return one `jax.stages.Lowered` for each.
 
-        Args:
-            state: A state of `create`, of arrays or shapes.
-
-        Returns:
-            A list of `jax.stages.Lowered`; empty if nothing is offloaded.
+        Equal chunks share one program. The leaves of `state` may be shapes. If nothing is offloaded, the list is empty.
         """
         self._check(state)
         if not state.plan.offloaded:

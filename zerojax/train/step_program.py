@@ -1,4 +1,4 @@
-"""The functions of a training step that are traced: gradients, update and metrics. `train.step` compiles them."""
+"""The traced functions of a training step: gradients, update and metrics. `train.step` compiles them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerojax.train.view import LossInputs, View
 
 
 class Metrics(TypedDict):
-    """The metrics that `Step.__call__` describes: a dict, typed for editors and type checkers."""
+    """The dict of metrics that `Step.__call__` returns and describes, as a type for editors and type checkers."""
 
     loss: jax.Array  # shape=(), dtype=float
     grad_norm: jax.Array  # shape=(), dtype=jnp.float32
@@ -37,7 +37,7 @@ class Metrics(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The options of `ZeroTransformation.train_step` with these names, which describes them."""
+    """Options of a training step. `ZeroTransformation.train_step` describes its arguments of the same names."""
 
     accumulate: int = 1
     skip_nonfinite: bool = False
@@ -46,7 +46,7 @@ class StepOptions:
     timeout: float | None = None
 
     def __post_init__(self):
-        """Raise a TypeError or ValueError for a count or timeout of another type or out of range."""
+        """Raise a TypeError or ValueError for a count or timeout that has a wrong type or is out of range."""
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
@@ -58,7 +58,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """A training step as functions of a state, to be traced."""
+    """A training step as functions of a state that jit can trace."""
 
     config: Config
     options: StepOptions
@@ -76,11 +76,11 @@ class StepProgram:
 
     @property
     def may_skip(self) -> bool:
-        """Return whether a step may be skipped. If not, the program has no code for that."""
+        """Return whether a step can be skipped. Otherwise the program has no code for skipping."""
         return self.skips_nonfinite or self.loss.weighted
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
-        """Run the whole step: differentiate, update, and gather the parameters that the stage keeps replicated."""
+        """Run a whole step: differentiate, update, and gather the parameters that the stage replicates."""
         config, plan = self.config, state.plan
         check_state(plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
@@ -89,10 +89,11 @@ class StepProgram:
         return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
     def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
-        """Run the part of a step that needs no offloaded state, and return `(state, metrics, inputs)`.
+        """Run the part of a step that does not need offloaded state, and return `(state, metrics, inputs)`.
 
-        The given state has a list as `opt_state`: one array per leaf, and None for offloaded leaves. The returned state
-        has neither parameters nor optimizer state. These are in `inputs`, which is complete if nothing is offloaded.
+        `state.opt_state` must be a list with one array per leaf, and None for each offloaded leaf. The returned state
+        has neither parameters nor optimizer state. They are in `inputs`, the inputs of the streamed update. If nothing
+        is offloaded, `inputs` contains all new parameters and the whole new optimizer state.
         """
         config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
@@ -123,7 +124,7 @@ class StepProgram:
         gradients = loss_and_grads(view, given, scaling.scale if self.scales_loss else 1.0, state.rounding_errors)
         skipped, values = jnp.zeros((), bool), gradients.overwritten
         if self.may_skip:
-            # The sum of squares is not finite if an element is not, or if the norm overflows: both spoil the update.
+            # The sum of squares is not finite if an element is not, or if the norm overflows. Skip in both cases.
             squares = gradients.squares
             finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
             scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=gradients.weights_valid)
@@ -137,7 +138,7 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
-        """Return the step's metrics. `opt_state` is the updated one, before a skipped step is rolled back."""
+        """Return the step's metrics. `opt_state` is the updated state, even if the step is rolled back afterwards."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:
@@ -150,7 +151,7 @@ class StepProgram:
 
 
 def _learning_rate(opt_state: Any) -> dict:
-    """Return the learning rate that `optax.inject_hyperparams` keeps in its state, if there is exactly one."""
+    """Return a dict with the learning rate in the state of `optax.inject_hyperparams`, if there is exactly one."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
     rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]
@@ -159,13 +160,13 @@ def _learning_rate(opt_state: Any) -> dict:
 
 
 class Differentiated(NamedTuple):
-    """A step after its gradients are computed.
+    """The intermediate results of a step after its backward pass.
 
     Attributes:
         gradients: The gradients over all devices and microbatches.
         stored: One stored array per parameter. Overwritten parameters have their new values.
-        old: The trained parameters, sharded for the update.
-        scaling: The loss scale after the step.
+        old: The trained parameters before the update, sharded for the update.
+        scaling: The loss scale, and the record of skipped steps, after this step.
         skipped: Whether the step is skipped.
     """
 

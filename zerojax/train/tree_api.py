@@ -1,8 +1,8 @@
-"""Compute gradients and updates as trees in the caller's own form, for hand-written loops.
+"""Compute gradients and updates as trees with the structure of the caller's parameters, for hand-written loops.
 
-The training step keeps small and padded leaves sharded throughout. Here, a gradient must have the structure and shape
-of its parameter: optax and Flax map functions over both trees. So a leaf whose shards do not form an array of the
-logical shape is returned replicated.
+A training step keeps the gradients of small and padded leaves sharded. Here, a gradient must have the structure and
+shape of its parameter, because optax and Flax map functions over both trees. So a gradient whose shards do not form an
+array of this shape is returned replicated.
 """
 
 from __future__ import annotations
@@ -55,25 +55,26 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewValue:
-    """An update that replaces its parameter: `parameter + NewValue(value)` is `value`.
+    """An update that replaces its parameter: `parameter + NewValue(value)` is `value`, in logical shape.
 
-    `optax.apply_updates` adds an update to its parameter. For two float32 numbers there is not always a third that,
-    added to one, gives exactly the other. The value has logical shape.
+    `optax.apply_updates` adds an update to its parameter. A difference of two float32 numbers, added to one of them,
+    does not always give exactly the other, so an overwritten parameter cannot use a difference.
     """
 
     value: Shaped[Array, "*logical"]
 
-    __array_ufunc__ = None  # NumPy leaves the sum to `__radd__`
+    __array_ufunc__ = None  # so that NumPy calls `__radd__`
 
     def __radd__(self, parameter: Any) -> Shaped[Array, "*logical"]:
-        """Return the value, whatever the parameter was."""
+        """Return the new value. The old value of the parameter is ignored."""
         return self.value
 
 
 def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
     """Return the layout in which `value_and_grad` returns each gradient.
 
-    At stages 2 and 3 a gradient is sharded, if its shards form an array of its form. Otherwise it is replicated.
+    At stages 2 and 3, a gradient is sharded if its shards form an array, or a `Padded`, like its parameter. Otherwise
+    it is replicated.
     """
 
     def one(param: Leaf, grad: Leaf, form: Form | bool) -> Leaf:
@@ -88,9 +89,9 @@ def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool])
 
 @dataclasses.dataclass(frozen=True)
 class TreeForm:
-    """The form of a caller's trees: gradients and updates have the structure and logical shapes of the parameters.
+    """The form of a caller's trees. Gradients and updates have the structure and logical shapes of the parameters.
 
-    `forms` says which parameters are a `Padded`; `padded_forms` returns it.
+    `forms` says, for each parameter, whether it is a `Padded`. `padded_forms` computes it.
     """
 
     config: Config
@@ -104,11 +105,11 @@ class TreeForm:
 
     @property
     def grad_shardings(self) -> Any:
-        """Return the shardings of the gradients, as a tree."""
+        """Return the tree of shardings of the gradients."""
         return named_tree(self.config, self.layout.treedef, self.grads)
 
     def gradient_tree(self, grads: Mapping[int, Array], dtypes: Sequence[Any]) -> Any:
-        """Return a tree of gradients. They are given in storage shape by parameter index; missing ones are zeros."""
+        """Return a tree of gradients, given arrays in storage shape by parameter index. Missing ones become zeros."""
         arrays = []
         for i, (leaf, dtype) in enumerate(zip(self.grads, dtypes, strict=True)):
             grad = grads[i].astype(dtype) if i in grads else jnp.zeros(leaf.storage_shape, dtype)
@@ -116,7 +117,7 @@ class TreeForm:
         return unflatten_params(arrays, self.layout, self.grads, self.forms)
 
     def differentiate(self, loss: Loss, accumulate: int, params: Any, mutable: Any, batch: Any, *args: Any) -> Any:
-        """Return the combined results of a loss, and its gradient as a tree. All arrays are on a mesh of Auto axes."""
+        """Return the combined results of a loss, and its gradient as a tree, for arrays on a mesh with Auto axes."""
         layout = self.layout
         given = storage_leaves(params, layout.params)
         stored = cast(given, [leaf.dtype for leaf in layout.params])
@@ -128,7 +129,7 @@ class TreeForm:
 
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
-    """Return the function that `ZeroTransformation.value_and_grad` returns."""
+    """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
     refuse_error_feedback(config)
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
@@ -159,7 +160,7 @@ def refuse_on_disk(params: Any) -> None:
 
 
 def refuse_error_feedback(config: Config) -> None:
-    """Raise a ValueError if a step keeps rounding errors, because `value_and_grad` has no state to keep them in."""
+    """Raise a ValueError for `Wire(error_feedback=True)`, because `value_and_grad` cannot keep errors between calls."""
     if config.wire is not None and config.wire.error_feedback:
         raise ValueError(
             "Wire(error_feedback=True) keeps errors from step to step, in the ZeroState of tx.train_step, and "
@@ -178,7 +179,7 @@ def value_and_grad_tree(
     forms: tuple[Form, ...],
     accumulate: int = 1,
 ) -> tuple[Any, Any]:
-    """Return the combined results of a loss, and its gradient in the form of `params`. Traced under jit."""
+    """Return the combined results of a loss, and its gradient as a tree like `params`. Traced under jit."""
     form = TreeForm(config, layout, forms)
     run = functools.partial(form.differentiate, loss, accumulate)
     shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
@@ -186,11 +187,11 @@ def value_and_grad_tree(
 
 
 def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict) -> tuple[Any, Any]:
-    """Return updates in the form of the parameters, and the new optimizer state. Traced under jit.
+    """Return updates as a tree like the parameters, and the new optimizer state. Traced under jit.
 
     Raises:
-        ValueError: If gradients, state and parameters do not have one tree, or there are master weights and `params`
-            is None.
+        ValueError: If the structures of gradients, state and parameters do not match, or if `params` is None although
+            the state has master weights.
     """
     config, layout = form.config, form.layout
     check_grads(grads, layout)
@@ -233,13 +234,13 @@ def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict
 def zeros_for(grad: Array, leaf: Leaf) -> Array:
     """Return the zero update of a parameter that is not trained. An integer parameter gets integer zeros.
 
-    A float32 zero would round a large integer when `optax.apply_updates` adds it.
+    If `optax.apply_updates` added a float32 zero to a large integer, the integer would be rounded.
     """
     return jnp.zeros(leaf.storage_shape, grad.dtype if has_gradient(leaf.dtype) else leaf.dtype)
 
 
 def difference(new: Array, old: Array) -> Array:
-    """Return the difference, in at least float32, with which `optax.apply_updates` turns `old` into exactly `new`."""
+    """Return `new - old` in float32 or wider, so that `optax.apply_updates` turns `old` into exactly `new`."""
     if new.dtype == bool:
         return jnp.zeros_like(new)
     new, old = to_device(new), to_device(old)
@@ -248,7 +249,7 @@ def difference(new: Array, old: Array) -> Array:
 
 
 def check_grads(grads: Any, layout: Layout) -> None:
-    """Raise a ValueError if the gradients have another tree or other shapes than the parameters."""
+    """Raise a ValueError if the structure or shapes of the gradients differ from those of the parameters."""
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
     if structure != layout.treedef:
         raise ValueError(

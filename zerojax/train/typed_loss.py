@@ -1,4 +1,4 @@
-"""Call a loss on a mesh with Explicit axes: with its types if plain jit accepts them, and otherwise on Auto axes."""
+"""Call a loss for a mesh with Explicit axes. If it cannot be traced with Explicit axes, call it on Auto axes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from zerojax.train.loss import Returned
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
-# Words in errors of JAX about a function that is written for Explicit axes and runs on Auto axes.
+# Words in the errors that JAX raises if a function is written for Explicit axes but runs on Auto axes.
 _OF_AUTO_AXES = re.compile(r"of type Auto|Explicit|should match the (aval )?mesh|Closing over inputs")
 
 
 @dataclasses.dataclass(frozen=True)
 class TypedLoss:
-    """A loss that is called where all axes are Auto, and that may be written for Explicit axes.
+    """A loss that may be written for Explicit axes, although zerojax computes on a mesh with Auto axes.
 
-    If the caller's mesh has Explicit axes, the loss is traced with them: the types of the batch follow `batch_spec`,
-    and the types of parameters follow their other axes. If plain jit refuses the loss there (because of a lookup that
-    does not say how its result is sharded, or a constraint to an axis), the loss is called on the Auto axes. `loss` is
-    a `Loss`, or another object with the same `call`.
+    If the caller's mesh has Explicit axes, the loss is traced with them. The sharding in the type of the batch comes
+    from `batch_spec`, and in the type of a parameter from the axes that are not data axes. If the trace fails, for
+    example at a lookup that does not say how its result is sharded, the loss is called on Auto axes. `loss` is a
+    `Loss`, or another object with the same `call` method.
     """
 
     config: Config
@@ -43,9 +43,9 @@ class TypedLoss:
     loss: Any
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the loss with typed arguments; see `Loss.call`."""
+        """Call the loss on arguments whose types have shardings; see `Loss.call`."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
-        if not mesh.explicit_axes:  # the caller's mesh has none, or device view has made all of them manual
+        if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
         leaves, tree = jax.tree.flatten(given)
         is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
@@ -63,7 +63,7 @@ class TypedLoss:
         with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
             try:
                 traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
-            except Exception as raised:  # the caller's function may raise any error
+            except Exception as raised:  # the caller's function can raise any error
                 error = raised
             else:
                 pairs = zip(traced(*arrays), traced.out_specs, strict=True)
@@ -72,14 +72,14 @@ class TypedLoss:
             return on_auto(self.loss.call, given, error)
 
     def _returned(self, results: PyTree) -> Any:
-        """Return results with the types that plain jit would give them. Only aux may be typed."""
+        """Remove the shardings from the types of all results except aux in global view, which keeps them."""
         if not isinstance(results, Returned):
             return results
         aux = results.aux if self.config.view == "global" else without_types(results.aux)
         return without_types(results)._replace(aux=aux)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
-        """Return the shardings in the types of the arguments on the caller's mesh, one spec per leaf."""
+        """Return the specs in the types that the arguments have on the caller's mesh, one per leaf."""
         config, mesh = self.config, typed_mesh(self.config.user_mesh)
         named = lambda spec: explicit_part(spec, mesh)
         full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
@@ -95,7 +95,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """Return the configuration. If the caller's mesh has Explicit axes, replace it by one device with the same axes."""
+    """Return a configuration in which a mesh with Explicit axes is replaced by one device with the same axes."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config
@@ -111,7 +111,7 @@ def is_spec(x: Any) -> bool:
 def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
     """Call a function on Auto axes, after it raised `error` on Explicit axes.
 
-    If it raises an error here, too, which says that it is written for Explicit axes, raise `error` again.
+    If the second error shows that the function is written for Explicit axes, raise the first `error` again.
     """
     try:
         return fn(*given)

@@ -1,10 +1,10 @@
-"""Differentiate a loss in one of its two views, which differ only in their collectives.
+"""Differentiate a loss in one of its two views, which use different collectives.
 
 In global view, the loss sees the whole batch, as under `jax.jit`, and the compiler divides the rows. In device view,
 each device differentiates the loss of its own rows inside of a `shard_map`, as under `pmap` and DDP.
 
-At stage 3, the room `gather` rewrites the loss to gather each parameter where it is used. The derivative of a gather is
-a reduce-scatter. The gradients of all other parameters are reduce-scattered here.
+At stage 3, `zerojax.gather` rewrites the loss to gather each sharded parameter where it is used, and to reduce-scatter
+its gradient there. The gradients of all other parameters are reduced in this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 
-# Which of the loss's arguments after the parameters (mutable state, batch, further arguments) have rows: the batch.
+# The arguments of the loss with rows, by index after the parameters (mutable state, batch, *args): only the batch.
 _OF_ROWS = (1,)
 
 
@@ -50,8 +50,8 @@ class LossInputs(NamedTuple):
     Attributes:
         stored: One array per parameter, in storage shape.
         mutable: The mutable state, or None.
-        batch: The rows of all devices in global view, and of this device in device view.
-        args: The caller's further arguments.
+        batch: The batch: all rows in global view, or this device's rows in device view.
+        args: Further arguments.
     """
 
     stored: Sequence[Array]
@@ -62,16 +62,16 @@ class LossInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A loss, and how one microbatch of it is differentiated.
+    """A loss in one view, with methods that differentiate one microbatch and reduce the gradients.
 
-    Shards have storage shape in global view and local shape in device view, as the collectives of the view expect.
+    Parameters and gradients have storage shape in global view, and local shape in device view.
 
     Attributes:
         config: The configuration: mesh axes, stage and types.
         layout: The layout of the parameters.
         grads: The layout in which the gradient of each trained parameter is returned.
-        loss: The loss function, or another object with the same `call`.
-        accumulate: Microbatches per device.
+        loss: The loss function, or another object with the same `call` method.
+        accumulate: Number of microbatches per device.
     """
 
     config: Config
@@ -82,28 +82,28 @@ class View:
 
     @property
     def differentiable(self) -> list[int]:
-        """Return the trained parameters with a gradient, as indices into `layout.trained`."""
+        """Return the indices into `layout.trained` of the parameters that JAX can differentiate."""
         leaves = self.layout.params
         return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
     @property
     def microbatches(self) -> int:
-        """Return the number of losses that a step averages."""
+        """Return the number of calls of the loss whose results a step averages."""
         return self.comm.losses * self.accumulate
 
     @property
     def reduces_each(self) -> bool:
-        """Return whether gradients are reduced per microbatch, and not once per step."""
+        """Return whether the gradients of each microbatch are reduced. Otherwise they are reduced once per step."""
         return self.config.stage >= 2 or self.accumulate == 1
 
     @property
     def gathers_on_use(self) -> bool:
-        """Return whether parameters are gathered where they are used, and their gradients reduced there."""
+        """Return whether sharded parameters are gathered where they are used, and their gradients reduced there."""
         return any(leaf.kind == "sharded" for leaf in self.layout.params)
 
     @functools.cached_property
     def comm(self) -> Collectives:
-        """Return the collectives of the view."""
+        """Return the implementation of collectives for this view."""
         return self._comm(self.config.bucket_bytes)
 
     @property
@@ -121,14 +121,14 @@ class View:
         return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else ManualCollectives(*options)
 
     def microbatches_of(self, rows: Array) -> Array:
-        """Divide the rows of the batch into microbatches, on a new dim 0. Each has rows of every device."""
+        """Divide the rows of the batch into microbatches, along a new dim 0. A microbatch has rows of every device."""
         devices = self.config.data.workers // self.comm.losses
-        each = rows.shape[0] // (devices * self.accumulate)  # not -1: rows may be empty in other dims
+        each = rows.shape[0] // (devices * self.accumulate)  # `reshape` cannot infer it (-1) if another dim is empty
         divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
         return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
 
     def rows_of(self, microbatches: Array) -> Array:
-        """Undo `microbatches_of`."""
+        """Undo `microbatches_of`: merge dims 0 and 1 into rows in the order of the batch."""
         devices = self.config.data.workers // self.comm.losses
         each = microbatches.shape[1] // devices
         divided = microbatches.reshape(self.accumulate, devices, each, *microbatches.shape[2:])
@@ -136,11 +136,11 @@ class View:
 
     @property
     def is_one_loss(self) -> bool:
-        """Return whether a step calls the loss once, for all rows."""
+        """Return whether a step calls the loss only once, for all rows."""
         return self.config.view == "global" and self.accumulate == 1
 
     def loss_of_params(self) -> Callable:
-        """Return the loss as a function of logical parameters and a batch, both of which it casts first."""
+        """Return the loss as a function that casts logical parameters and the batch before it calls the loss."""
         config, layout = self.config, self.layout
 
         def call(params, mutable, batch, *args):
@@ -153,7 +153,7 @@ class View:
         return call
 
     def loss_of_storage(self) -> Callable:
-        """Return the loss as a function of stored parameters, which are cast, and at stage 3 gathered on use."""
+        """Return the loss as a function of stored parameters. It casts them and, at stage 3, gathers them on use."""
         config, layout, call = self.config, self.layout, self.loss_of_params()
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())
@@ -169,20 +169,19 @@ class View:
         )
 
     def value_and_grad(self, given: LossInputs, scale: Array):
-        """Return loss and gradient of one microbatch.
+        """Return the loss and gradient of one microbatch.
 
-        The cotangent is not divided by the number of losses, because a custom rule, such as one that clips its
-        cotangent, is not linear. The gradients are divided later: where microbatches are added up, or where the loss
-        scale is divided out.
+        The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
+        one that clips its cotangent. The gradients are divided later, with the loss scale or in the microbatch loop.
 
         Returns:
             `(returned, grads, factor, values)`:
 
             - `returned`: the values that the loss returned.
-            - `grads`: their sum over the devices is `scale` times the gradient of the sum of the losses. For a weighted
-              loss it is `scale` times the gradient of the sum of the totals, divided by `factor`.
-            - `factor`: the mean weight over the devices, or None. The divisor of the totals is known only after the
-              last microbatch; this one keeps cotangents in range.
+            - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
+              For a weighted loss, it is `scale / factor` times the gradient of the sum of the totals.
+            - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
+              after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
             - `values`: the new value of each overwritten parameter.
         """
         of_storage = self._pulled_to_shards if self.gathers_on_use else self._pulled_to_full
@@ -193,24 +192,24 @@ class View:
             weight = self.comm.over_workers(lax.pmean, returned.weight)
             factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
             cotangent = cotangent / factor
-        # The loss scale multiplies the cotangent and not the gradients, so that narrow types stay in range.
+        # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
         grads, values = pull(cotangent)
-        # A new value belongs to the mean loss of this call alone: it is divided by the weight of this call, too.
+        # A new value is for the mean loss of this call, so it is also divided by this call's weight.
         own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
         values = self.unscaled(values, given, cotangent * own_weight)
         return returned, grads, factor, values
 
     @property
     def _trained(self) -> list[int]:
-        """Return the indices of the differentiable parameters among all parameters."""
+        """Return the indices of the differentiable parameters in the list of all parameters."""
         return [self.layout.trained[k] for k in self.differentiable]
 
     def _pulled_to_shards(self, given: LossInputs):
-        """Call the loss on shards, which it gathers on use.
+        """Call the loss on sharded parameters, which are gathered on use.
 
         Returns:
             The values that the loss returns, and a function from the cotangent of the loss to
-            `(gradients, values of overwritten parameters)`. The engine reduces the gradients of gathered parameters.
+            `(gradients, values of overwritten parameters)`. Gradients of gathered parameters are reduced already.
         """
         stored, mutable, batch, args = given
         fn, zeros, trained = self.loss_of_storage(), self.stand_ins(stored), self._trained
@@ -230,10 +229,7 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs):
-        """Call the loss on parameters that every device holds.
-
-        The returned values are those of `_pulled_to_shards`, but the gradients are not summed over the workers yet.
-        """
+        """Call the loss on full parameters, like `_pulled_to_shards`. Gradients are partial sums, one per worker."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))
@@ -263,7 +259,7 @@ class View:
         return jax.tree.unflatten(structure, rest)._replace(total=total), pull
 
     def unscaled(self, values: list, given: LossInputs, cotangent: Array) -> list:
-        """Divide by the cotangent of the loss those values of overwritten parameters that are linear in it."""
+        """Divide new values of overwritten parameters by the cotangent of the loss, if they are linear in it."""
         overwritten, precision = self.layout.overwritten, self.config.precision
         is_mean = self.is_one_loss or not self.loss.weighted
         if not values or (is_mean and (precision is None or precision.loss_scale is None)):
@@ -279,10 +275,10 @@ class View:
         return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
 
     def stand_ins(self, stored: Sequence[Array]) -> dict[int, Array]:
-        """Return zeros by which to differentiate instead of a parameter, if its gradient differs from the stored array.
+        """Return zeros for the parameters whose gradient cannot have the form of the stored array; see `StandIn`.
 
-        The gradient is in device memory while the parameter is in host memory, it has another shape, or it is reduced
-        later. Overwritten parameters have none: their gradient is a value, and no sum.
+        The loss is differentiated with respect to these zeros. They are needed if the parameter is in host memory, if
+        the gradient has another shape, or if it is reduced later. Overwritten parameters never need them.
         """
         if not self.gathers_on_use:
             return {}
@@ -297,7 +293,7 @@ class View:
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter the gradients, except for parameters gathered on use, whose gradients are reduced already."""
+        """Reduce-scatter the gradients. Those of parameters gathered on use are reduced already, and stay unchanged."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
         only_flat_buckets = self._comm(bucket_bytes=0)
@@ -311,10 +307,10 @@ class View:
     def reduce_across(
         self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
     ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
-        """Reduce across hosts the gradients that `reduce` left, once per step. Return sums and rounding errors.
+        """Reduce gradients across hosts, once per step. Return the sums, and the rounding errors of this reduction.
 
-        `errors` has the errors of the previous step's reduction, by the path of a parameter; empty without feedback.
-        Errors are kept in the units of gradients of the loss, into which `factor` turns `grads`.
+        `errors` has the rounding errors of the previous step, by the path of a parameter; empty without error feedback.
+        `grads` times `factor` are the gradients of the mean loss. Errors are kept with the same factor applied.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]

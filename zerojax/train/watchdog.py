@@ -1,6 +1,6 @@
-"""End the process if a step exceeds its time limit, and say what it waits for. A scheduler can then restart the run.
+"""End the process if a step exceeds its time limit, and print what it waits for. A scheduler can then restart the run.
 
-If a process dies or hangs, all other processes would wait for it in their next collective forever.
+Without a watchdog, the other processes would wait forever in their next collective if one process hangs or dies.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ LABELS_WITHIN_S = 120.0
 
 
 def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
-    """Return the limit of a step in seconds; None for no limit."""
+    """Return the time limit of a step in seconds, or None for no limit."""
     if timeout is None:
         return DEFAULT_S if is_of_all(mesh) else None
     return None if math.isinf(timeout) else timeout
 
 
 class Watchdog:
-    """Waits for the steps of one loss, in a thread. A step may take `timeout` seconds after the previous step ends."""
+    """Waits in a thread for the steps of one loss. A step may take `timeout` seconds after the previous step ends."""
 
     def __init__(self, timeout: float, collectives: Callable[[], list[str]]):
-        """Prepare to watch. `collectives()` returns the labels of a step's collectives, in order."""
+        """Create a watchdog without a thread. `collectives()` returns the labels of a step's collectives, in order."""
         self.timeout, self._collectives = timeout, collectives
         self._steps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def watching(self, number: int, *, compiles: bool) -> Iterator[Call]:
-        """Watch the calls inside, and then the `result` that the caller sets. Time to compile does not count."""
+        """Watch the calls inside, and the array that the caller sets as `result`; with `compiles`, only that array."""
         step = Call(number, f"step {number}")
         if not compiles:
             self._watch(step)
@@ -68,9 +68,9 @@ class Watchdog:
 
 @dataclasses.dataclass
 class _Waiting:
-    """The work of the thread. It has no reference to the `Watchdog`, whose end also ends the thread.
+    """The work of the thread. It has no reference to the `Watchdog`, so that the `Watchdog` can be garbage-collected.
 
-    None among the `steps` ends the thread. Other processes are known to have been stopped for `frozen` seconds.
+    None in the queue `steps` ends the thread. `frozen`: seconds for which another process has been stopped so far.
     """
 
     steps: queue.SimpleQueue[Call | None]
@@ -79,7 +79,7 @@ class _Waiting:
     frozen: float = 0.0
 
     def run(self) -> None:
-        """Wait for one step after the other."""
+        """Wait for each step in the queue."""
         while (step := self.steps.get()) is not None:
             begun = time.monotonic()
             while not step.has_ended:
@@ -89,17 +89,17 @@ class _Waiting:
                         self._end(step)
                 before, nap = time.monotonic(), min(0.05, self.timeout / 20)
                 time.sleep(nap)
-                begun += gap_since(before, nap)  # a debugger stopped this process, or its machine was frozen
+                begun += gap_since(before, nap)  # do not count time in which this process was stopped
 
     def _newly_frozen(self) -> float:
-        """Return the seconds for which another process was stopped, without seconds that were known before."""
+        """Return for how many seconds, since the last call, another process was stopped."""
         before = self.frozen
         with suppress(Exception):  # the coordination service may be gone
             self.frozen = max(one["frozen"] for one in EVENTS.others().values())
         return max(0.0, self.frozen - before)
 
     def _end(self, step: Call) -> None:
-        """Print what is known about the step, and end the process."""
+        """Print what is known about the step that did not end, and end the process."""
         index, count = jax.process_index(), jax.process_count()
         late = f"step {step.number} did not end within timeout={self.timeout:g} s on process {index} of {count}."
         say(f"zerojax: {late}")
@@ -107,7 +107,7 @@ class _Waiting:
         for line in behind:
             say(f"zerojax: {line}")
         faulthandler.dump_traceback(sys.stderr)
-        # The program is compiled again, for its text, in a thread: this may hang as the step does.
+        # To get its text, the program is compiled again. A thread does this, because it may hang like the step.
         thread = threading.Thread(target=self._say_collectives, daemon=True)
         thread.start()
         thread.join(LABELS_WITHIN_S)
