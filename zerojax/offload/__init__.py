@@ -12,7 +12,7 @@ MODULES = {"close": ".state_files", "remat_policy": ".remat"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used. So the files of a disk store can be imported without JAX."""
+    """Import a name when it is first used, so that `zerojax.offload.disk` can be imported without JAX."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(MODULES[name], __name__), name)

@@ -4,8 +4,8 @@ XLA:CPU writes each output of an elementwise program in a separate loop, and eac
 again. So AdamW moves 40 bytes per parameter, although 28 are enough. This file instead runs one loop over blocks that
 fit into the first cache. Each output overwrites an operand that no later output reads. Newer versions of XLA:CPU
 compile this loop into one kernel, in which the arithmetic of a block overlaps with the loads of the next block. Older
-versions run the loop's body as many small kernels, which is slower than no loop. With these versions, the function is
-evaluated on full arrays.
+versions run the loop's body as many small kernels, which is slow. With these versions, the function is evaluated on
+full arrays.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 
 from zerojax import compat
 
-BLOCK_BYTES = 512  # of the widest operand
+BLOCK_BYTES = 512  # bytes per block of the widest operand
 
 
 def in_blocks(

@@ -1,7 +1,7 @@
-"""Keep chunks of optimizer state on disk. Threads read and write them, with a fixed amount of memory.
+"""Keep chunks of optimizer state on disk. Threads read and write the chunks in a fixed amount of memory.
 
 The files are scratch files of one process. Each file has the bytes of one chunk, and is overwritten in place. Only the
-process knows the version in a file, so no other process reads the files. The next run starts from its checkpoint.
+process knows the version in a file, so no other process reads the files. The next run restores a checkpoint.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def to_memory(x: jax.Array, kind: str) -> jax.Array:
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array, or a tracer, is in host memory, where nothing can be computed."""
+    """Return whether an array, or a tracer, is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

@@ -61,15 +61,15 @@ def lock(folder: Path) -> Lock:
     """Lock a folder through the file `.lock` in it.
 
     Raises:
-        DiskError: If a process has locked the folder; the error names the process. Or if zerojax did not write `.lock`,
-            which is then not changed.
+        DiskError: If a process has locked the folder (the error names the process), or if zerojax did not write
+            `.lock`. Then the file is not changed.
     """
     with _forking:
         handle = _open(folder, os.O_RDWR | os.O_CREAT)
         try:
             require_mark(folder, handle)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Every mark has the same length, and is synced. So no crash can leave the file without a complete mark.
+            # Every mark has the same length, and is synced. So a crash cannot destroy a mark that is in the file.
             os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
             os.fsync(handle)
             return Lock(handle)

@@ -19,8 +19,7 @@ from zerojax.offload.host import host_kind, host_sharding, to_memory
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
-# The bytes that an update moves per float32 parameter in addition to state: it reads gradient and parameter, and writes
-# the parameter.
+# In addition to its state, an update reads a float32 gradient and parameter, and writes the parameter.
 BESIDE_STATE_BYTES = 12
 GRADIENT_BYTES = 4
 
@@ -31,7 +30,7 @@ class Speed:
 
     Attributes:
         link: Bytes per second between host and device, per direction, while both directions are busy.
-        host: Bytes per second that an update in host memory reads and writes, added up.
+        host: Bytes that an update in host memory reads and writes per second.
     """
 
     link: float

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files with one process's shards of a state. They are made at the first read or write.
 
-    The files have one version of the state. When every chunk of the next version is written, the files have that
-    version.
+    The files have one version of the state. It is replaced when every chunk of the next version is written.
     """
 
     def __init__(
         self, path: str | os.PathLike, leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]], *, in_flight: int
     ):
-        """Choose the files of the state leaves in `leaves`, by index. Each process has a folder in `path`.
+        """Name the files of the state leaves in `leaves`, whose keys are indices. Each process has a folder in `path`.
 
         At most `in_flight` chunks are read at a time, and as many chunks can wait to be written.
         """

@@ -19,8 +19,8 @@ from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
-# The most elements that a value which a core reads or returns, such as a norm, may have if it is not sharded. Such a
-# value is sent to all devices.
+# A core may read and return values that are not sharded, such as a norm. They are sent to all devices, and may have at
+# most this number of elements.
 SMALL = 8192
 
 
@@ -63,7 +63,7 @@ class CoreFinder:
                 self.by_leaf.setdefault(next(iter(found)), []).append(e)
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """Return the cores by parameter, and by parameter why an update with matrix products has no core."""
+        """Return `(cores, refused)`, by parameter. `refused` says why an update with matrix products has no core."""
         cores, refused = {}, {}
         for i, leaf in enumerate(self.grads):
             eqns = self._needed(i)
@@ -191,7 +191,7 @@ class CoreFinder:
 
 
 def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
-    """Return `start` and all equations from which `edges` lead to `start`. `eqns` lists the ends of an edge first."""
+    """Return `start` and all equations from which `edges` lead to `start`. In `eqns`, `edges[e]` come before `e`."""
     found: set[int] = set()
     for e in eqns:
         if e in start or edges[e] & found:

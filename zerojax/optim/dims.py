@@ -96,7 +96,7 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
 
 def has_products(eqn: Any) -> bool:
-    """Return whether an equation, or one inside it, multiplies or decomposes matrices."""
+    """Return whether an equation, or an equation in its inner jaxprs, multiplies or decomposes matrices."""
     name = eqn.primitive.name
     inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return name in DECOMPOSITIONS or name == "dot_general" or any(map(has_products, inner))
@@ -132,7 +132,7 @@ def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, ti
 def _through_loop(
     eqn: Any, loop: compat.LoopEqn, dims: list[int | None], may_sum: bool, work: Work
 ) -> list[int | None]:
-    """Follow the dim through a loop. It must keep its index in a carry, and must not be dim 0 of a scanned array."""
+    """Follow the dim through a loop. Its index must not change in a carry, and must not be 0 in a scanned array."""
     sliced = loop.consts + loop.carry
     if 0 in dims[sliced:]:
         raise LostError(eqn)
@@ -145,7 +145,7 @@ def _through_loop(
 
 
 def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """Follow the dim through a cond. Its branches must return it at equal indices. Count the most expensive branch."""
+    """Follow the dim through a cond. All branches must return the same dims. Count the most expensive branch."""
     found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
     if any(outs != found[0][0] for outs, _ in found):
         raise LostError(eqn)
@@ -170,7 +170,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
     if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
     if None not in dims and not matched:
-        # The operands have the dim in different roles, so the compiler gathers the second: half an all-reduce's bytes.
+        # The dim has another role in the second operand. The compiler gathers this operand: half an all-reduce's bytes.
         work.sum(eqn.invars[1], 0.5)
         dims = [dims[0], None]
         found = [one for one in pairs if has(one[0])]

@@ -6,8 +6,8 @@ two programs are compared. The leaf qualifies if each element of its update and 
 element of the leaf's arrays and from scalars, by the same program in both traces. State that depends on the leaf but
 does not have its shape must be a scalar that both traces compute by the same program.
 
-A sum over a full leaf (as in `clip_by_global_norm`) counts as such a scalar if padding adds zero to the sum. This is
-so if the summed value is zero wherever the gradient and the parameter are zero.
+A sum over a full leaf (as in `clip_by_global_norm`) counts as such a scalar if padding adds zero to the sum. This
+holds if the summed value is zero wherever the gradient and the parameter are zero.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def refused_leaves(
     param_of: tuple[int | None, ...],
     changed: dict[int, tuple[int, ...]],
 ) -> set[int]:
-    """Return the leaves whose update or state is not computed element by element by the same program in two traces.
+    """Trace the update in two shapes. Return the leaves that both traces do not update alike, element by element.
 
     State that mirrors no leaf must be a scalar that both traces compute by the same program. Otherwise all leaves that
     it depends on are returned. `changed` maps the indices of some leaves to their shapes in the second trace.
@@ -93,7 +93,7 @@ def refused_leaves(
 
 
 def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with `changed` shapes. Return the mirrored leaf, or None, and the properties of each output."""
+    """Trace `tx.update` with `changed` shapes. Return the leaf that each output mirrors, and its properties."""
     leaves, tree = jax.tree.flatten(params)
     shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
@@ -197,7 +197,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:
-    """Return the properties of a `cond`'s results. Its index must be a scalar, and its branches must read one leaf."""
+    """Return the properties of a `cond`'s results. Without a scalar index, or with several leaves, they are `MIXED`."""
     index, *operands = values
     branches = [walk(*compat.opened(branch), operands) for branch in eqn.params["branches"]]
     joined = []

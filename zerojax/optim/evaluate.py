@@ -68,7 +68,7 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
 
     arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
     numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
-    same = [len(set(of_each)) == 1 for of_each in numbers]  # whether all cores read one variable
+    same = [len(set(of_each)) == 1 for of_each in numbers]  # whether all cores read the same variable
 
     def each_item(of_each: Sequence[int]) -> Array:
         rows = zip(of_each, group.counts, strict=True)

@@ -20,7 +20,7 @@ from zerojax.placement.storage import shapes
 
 # The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
 IN_FLIGHT = 3
-# State leaves that are offloaded together. The index of a trained parameter means all state that mirrors it, and
+# State leaves that are offloaded together. The index of a trained parameter means all state that mirrors the parameter.
 # ("state", k) means leaf k alone.
 Unit = int | tuple[str, int]
 

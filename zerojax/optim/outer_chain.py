@@ -1,7 +1,7 @@
 """Warn if `tx` is in an `optax.chain` with other transformations that compute with the padding of parameters.
 
-The other transformations run outside of zerojax, on arrays in storage shape. There, a mean includes the padding without
-an error. zerojax can find these transformations, because the chain calls `tx.update`: the Python frame of the chain's
+The other transformations run outside of zerojax, on arrays in storage shape. There, a mean silently includes the
+padding. zerojax can find these transformations, because the chain calls `tx.update`: the Python frame of the chain's
 update function holds them. Each is traced on logical shapes and on storage shapes, and the two programs are compared,
 as for small leaves (`optim.elementwise`).
 """
@@ -51,7 +51,7 @@ def transformations_around() -> Iterator[tuple[Any, Any]]:
 
 
 def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the update functions and states of the other transformations, from the chain's local variables."""
+    """Return the update functions and states of the other transformations, given the local variables of the chain."""
     states = chain.get("state", ())
     if "transforms" in chain:
         inside = getattr(chain.get("tx"), "update", None)
@@ -64,7 +64,7 @@ def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tuple[Form, ...]) -> None:
-    """Warn if an update function is another program on the storage shapes of padded parameters."""
+    """Warn if an update function traces to different programs for logical and for padded parameters."""
     state = jax.tree.unflatten(structure, leaves)
     init = lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     params = jax.tree.unflatten(layout.treedef, shapes(layout.params))

@@ -28,7 +28,7 @@ from zerojax.optim.transformation import TransformationError
 # TF32 FLOPs per second and NVLink bytes per second of an H200, and the shortest time of a collective in seconds. Only
 # their ratios matter, and these differ little between GPUs. With one table, plans made on different devices agree.
 FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
-# The most bytes of a matrix that one device may compute. It holds several arrays of this size while it computes.
+# Bytes of the largest matrix that one device may compute. Meanwhile, the device holds several arrays of this size.
 LARGEST = 1 << 30
 
 
@@ -134,7 +134,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
-    """Return the cores and the devices per owner that take the least time, or why owners compute no core."""
+    """Return the cores and the devices per owner that take the least time, or the reason why owners compute none."""
     first, counts, shards = group.cores[0], group.counts, group.leaf.shards
     sizes = [item_of(where, group.size).bytes for _, where in (*first.arrays, *first.outs)]
     work, follows = _work(first, group.jaxpr)
@@ -183,7 +183,7 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """Return the largest number of leading cores whose items the owners can share evenly. `counts` has the items."""
+    """Return how many cores, from the first, have items that owners can share evenly. `counts` has items per core."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 

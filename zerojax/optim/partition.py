@@ -170,7 +170,7 @@ def may_chunk(
     """Return whether a parameter's group may be updated in chunks.
 
     The group must not reduce an array. All values that it reads and computes must be scalars, or arrays of the
-    parameter that have its shape. For example, a `cond` over all leaves reads arrays of other leaves, too.
+    parameter that have its shape. For example, a group with a `cond` over all leaves cannot be chunked.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 

@@ -48,8 +48,7 @@ class ShardingPlan(CachedHash):
             the device.
         errors: The path of each parameter whose gradient has error feedback, and how its rounding errors are sharded;
             see `layout.error_feedback`.
-        matrices: How the matrices of the update are computed; None if the update needs arguments that a step does not
-            give.
+        matrices: How matrices are updated; None if the update needs arguments that a step does not give.
         groups: A text that describes the groups of the update and their places; empty if nothing is offloaded.
         choice: Where the update of offloaded state runs; None in a plan from shapes alone, or if nothing is offloaded.
         describe: Describes the wrapped transformation for a checkpoint. Equality of plans ignores it.
@@ -159,7 +158,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
-    """Decide where the update of offloaded state runs. Measure if it is "auto". Return None if nothing is offloaded."""
+    """Decide where the update of offloaded state runs, by measuring for "auto". Return None if nothing is offloaded."""
     if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":

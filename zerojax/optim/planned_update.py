@@ -75,7 +75,7 @@ class PlannedUpdate:
 
     @property
     def groups(self) -> str:
-        """Return a description of the update's groups. It is empty if nothing is offloaded, and there is one group."""
+        """Return a description of the update's groups, or an empty string if nothing is offloaded."""
         return groups_in_words(self.partition, self.flat.leaves) if self.offloaded.units else ""
 
     @property

@@ -25,7 +25,7 @@ class Equations:
     Attributes:
         jaxpr: The equations. They compute some of the update's results from the inputs in `reads`.
         reads: The kind and index of each input, in order.
-        owned: The cores among these equations that owners compute. Their indices are those in `jaxpr` and `variables`.
+        owned: The cores among these equations that owners compute. Their indices refer to `jaxpr` and `variables`.
     """
 
     jaxpr: Any

@@ -185,8 +185,7 @@ def resident_update(
 ) -> Updated:
     """Compute the first group of the update, which needs no offloaded state. `value` is the loss.
 
-    `grads` and `params` have the storage shapes and the shardings of `plan.grads`. `state` has None for offloaded
-    leaves.
+    `grads` and `params` have the storage shapes and shardings of `plan.grads`. `state` has None for offloaded leaves.
     """
     if all(x is not None for x in state):
         tree = jax.tree.unflatten(plan.state_def, state)

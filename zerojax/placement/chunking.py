@@ -50,7 +50,7 @@ def update_chunk(
 
 
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
-    """Return a function that calls `local(*arrays, start)` on each device's shards. `arrays` is their number."""
+    """Return a function that calls `local(*arrays, start)` on each device's shards of `arrays` arrays."""
     spec = leaf.local_spec
     return mapped(
         local, mesh=mesh, in_specs=(*[spec] * arrays, PartitionSpec()), out_specs=spec, axis_names=set(leaf.axes)

@@ -124,7 +124,7 @@ def init_programs(config: Config, layout: Layout, init_fn: Callable, args: tuple
 
 
 def groups(leaves: tuple[Leaf, ...]) -> Iterator[tuple[int, ...]]:
-    """Group leaves in order. A group's shards have at most half the largest leaf's bytes, or 1/8 of all shards'."""
+    """Group leaves in order. A group is at most half as large as the largest full leaf, or 1/8 of all shards."""
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
     budget = max(largest // 2, sum(local) // MOST_PROGRAMS)

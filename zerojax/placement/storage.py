@@ -155,8 +155,7 @@ def gather(
 ) -> list[Array]:
     """All-gather stored arrays into the layouts `targets`. Flat leaves share one bucket.
 
-    If the target is replicated, the result has logical shape. If the target is sharded over fewer axes than the array,
-    the result has storage shape.
+    A result has logical shape if its target is replicated, and storage shape if its target is sharded over fewer axes.
     """
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GroupInputs(NamedTuple):
-    """The gradients (in storage shape), shared values and constants that a group's update reads, in its order."""
+    """The gradients (in storage shape), shared values and constants that a group reads, in the group's order."""
 
     grads: Sequence[Array]
     shared: Sequence[Array]
@@ -151,7 +151,7 @@ def params_from_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def gather_params(config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf]) -> Callable:
-    """Return a function `f(shards) -> params` that gathers updated shards into the layouts `targets`, donating them."""
+    """Return a function `f(shards) -> params` that gathers updated, donated shards into the layouts `targets`."""
     return jax.jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0)
 
 

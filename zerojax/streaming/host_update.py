@@ -65,7 +65,7 @@ def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared
 
 
 def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Compute the results of `update_chunk` block by block. They overwrite operands of the same type."""
+    """Compute the results of `update_chunk` block by block. The results overwrite operands of the same type."""
     operands = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 

@@ -54,7 +54,7 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """Make the state in one program for the leaves that stay on the device, and one per group for offloaded leaves."""
+    """Make the state in one program for all leaves that stay on the device, and one program per offloaded group."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))

@@ -134,7 +134,7 @@ class StreamedUpdate:
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
-        """Return the update of a chunk on the host, compiled for arguments of these shapes and types.
+        """Return the update of a chunk on the host, compiled for the shapes and types of `args`.
 
         Compile in the caller's thread, because JAX's settings, such as 64-bit numbers, may hold for this thread only.
         """
