@@ -132,8 +132,8 @@ def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
 def of_closed_over(value) -> Known:
     """Return the properties of a value that a transformation closes over, such as a hyperparameter.
 
-    Under `jax.jit`, the value may be a tracer, which may or may not be zero. So an array outside of `jit` is not taken
-    for zero either: `init` and `update` must agree on which leaves are flat.
+    Under `jax.jit`, the value may be a tracer, and it is not known whether it is zero. So an array outside of `jit` is
+    not taken for zero either: `init` and `update` must agree on which leaves are flat.
     """
     if isinstance(value, jax.core.Tracer):
         return Known(SCALAR, hash(("closed over", id(value)))) if value.shape == () else Known(MIXED)

@@ -116,7 +116,7 @@ def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Ar
 def pin_to_plan(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
 ) -> list[Shaped[Array, "*storage"]]:
-    """Fix the layouts of stored arrays along the data axes, under `jax.jit`. Arrays in host memory are not changed.
+    """Constrain stored arrays to their layouts along the data axes, under `jax.jit`. Skip arrays in host memory.
 
     `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. In a loop
     over steps, the compiler would then shard the leaf between steps, and gather it twice: for the loss and the update.

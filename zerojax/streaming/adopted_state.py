@@ -102,7 +102,7 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
 
     Raises:
         ValueError: If the leaf is not an array of the planned logical shape.
-        TypeError: If the planned type cannot represent the leaf's type, and the leaf may not be wider.
+        TypeError: If the planned type cannot represent the leaf's type. With `may_be_wider`, a wider float is accepted.
     """
     name = f"opt_state{leaf.path}"
     if is_chunked(x) or is_padded(x) or isinstance(x, jax.ShapeDtypeStruct):
