@@ -101,7 +101,7 @@ def lock_folder(path: Path) -> Lock:
 
 
 def has_mark(folder: Path) -> bool:
-    """Return whether a folder has a `.lock` with the mark of zerojax. Any program may have made an empty file."""
+    """Return whether a folder has a `.lock` with the mark of zerojax. An empty `.lock` does not count."""
     try:
         handle = _open(folder, os.O_RDONLY)
     except FileNotFoundError:

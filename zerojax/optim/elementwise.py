@@ -77,7 +77,7 @@ def refused_leaves(
     param_of: tuple[int | None, ...],
     changed: dict[int, tuple[int, ...]],
 ) -> set[int]:
-    """Trace the update in two shapes. Return the leaves that both traces do not update alike, element by element.
+    """Trace the update in two shapes. Return the leaves whose update is not the same elementwise program in both.
 
     State that mirrors no leaf must be a scalar that both traces compute by the same program. Otherwise all leaves that
     it depends on are returned. `changed` maps the indices of some leaves to their shapes in the second trace.

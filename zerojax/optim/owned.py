@@ -183,7 +183,7 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """Return how many cores, from the first, have items that owners can share evenly. `counts` has items per core."""
+    """Return the largest n for which the owners can share the items of the first n cores evenly."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 

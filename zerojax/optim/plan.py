@@ -78,7 +78,7 @@ class ShardingPlan(CachedHash):
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
-        """Restrict the plan to one slice of all mesh axes but the data axes. `sizes` has the sizes of all axes."""
+        """Restrict the plan to one slice of the mesh along all axes but the data axes. `sizes` has all axes' sizes."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
