@@ -107,7 +107,7 @@ class ShardingPlan(CachedHash):
 
     @property
     def update_in_words(self) -> list[str]:
-        """Return one line per set of similar groups of the update, and per set of matrices that are updated alike."""
+        """Return one line per set of similar groups of the update, and per set of similar matrices."""
         return [*self.groups.splitlines(), *str(self.matrices or "").splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Analyse a plan's update from shapes alone: find its offloaded state, the cores that owners compute, its groups."""
+"""Find a plan's offloaded state, the cores that owners compute, and the groups of its update, from shapes alone."""
 
 from __future__ import annotations
 
