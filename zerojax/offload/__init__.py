@@ -12,12 +12,12 @@ MODULES = {"close": ".state_files", "remat_policy": ".remat"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, because a disk store needs no JAX."""
+    """Import a name when it is first used, so that `zerojax.offload.disk` can be imported without JAX."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(MODULES[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public surface."""
+    """Return the public names."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])

@@ -1,11 +1,11 @@
-"""Elementwise updates on the host in one pass over memory.
+"""Compute elementwise updates on the host in one pass over memory.
 
 XLA:CPU writes each output of an elementwise program in a separate loop, and each loop reads its operands from memory
-again: AdamW moves 40 bytes per parameter where 28 are enough. Here one loop goes over blocks that fit the first cache.
-    Each
-output overwrites an operand that no later output reads. Newer versions of XLA:CPU make one kernel of this loop, whose
-unrolled blocks overlap their arithmetic with the loads of the next block. Older versions run the loop's body as many
-small kernels, which costs more than it saves. There the function is evaluated on full arrays.
+again. So AdamW moves 40 bytes per parameter, although 28 are enough. This file instead runs one loop over blocks that
+fit into the first cache. Each output overwrites an operand that no later output reads. Newer versions of XLA:CPU
+compile this loop into one kernel, in which the arithmetic of a block overlaps with the loads of the next block. Older
+versions run the loop's body as many small kernels, which is slow. With these versions, the function is evaluated on
+full arrays.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 
 from zerojax import compat
 
-BLOCK_BYTES = 512  # of the widest operand
+BLOCK_BYTES = 512  # bytes per block of the widest operand
 
 
 def in_blocks(
@@ -33,23 +33,23 @@ def in_blocks(
 ) -> list[Shaped[Array, "..."]]:
     """Evaluate an elementwise function block by block. Its outputs overwrite operands.
 
-    Call this inside `jax.jit` and donate the overwritten operands: other operands are copied first. The loop runs on
-    one thread. To use several cores, start programs for several arrays from as many Python threads.
+    Call this inside `jax.jit`, and donate the overwritten operands, because operands that are not donated are copied
+    first. The loop runs on one thread. To use several cores, run programs for several arrays in several Python threads.
 
     Args:
-        fn: `fn(wide_blocks, scalars) -> outputs`, elementwise, every output as long as a block. It is traced for blocks
-            of one dim.
-        wide: Arrays of one shape on one device, in one memory. Their dtypes may differ.
-        scalars: Values that every element reads. They are given to `fn` unchanged.
-        overwrites: For each output, the index in `wide` of the operand that it overwrites, of the same dtype; None for
-            a new buffer.
+        fn: An elementwise function `fn(wide_blocks, scalars) -> outputs`. It is traced for blocks of one dim, and every
+            output has the length of a block.
+        wide: Arrays of one shape, on one device and in one kind of memory. Their dtypes may differ.
+        scalars: Values that every element reads. They are passed to `fn` unchanged.
+        overwrites: For each output, the index in `wide` of an operand with the same dtype, which the output overwrites;
+            None for a new buffer.
 
     Returns:
-        The outputs of `jax.jit(fn)` on full arrays. They may be rounded differently where the compiler contracts a
+        The same outputs as `jax.jit(fn)` on full arrays. They may be rounded differently if the compiler contracts a
         multiply-add in only one of the two programs.
 
     Raises:
-        ValueError: If the shapes of `wide` differ, or `overwrites` does not fit the outputs.
+        ValueError: If the shapes of `wide` differ, or if `overwrites` does not fit the outputs.
     """
     shape = wide[0].shape
     if any(x.shape != shape for x in wide):
@@ -57,7 +57,7 @@ def in_blocks(
             f"Cannot update arrays of different shapes in blocks: {[x.shape for x in wide]}. Give arrays of one shape."
         )
     flat = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
-    # Shapes, because arrays in host memory do not combine with blocks that are given as shapes.
+    # Use shapes, because JAX cannot combine arrays in host memory with blocks that are only shapes.
     like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=jax.typeof(x).weak_type) for x in scalars]
     dtypes = [x.dtype for x in jax.eval_shape(lambda xs, ys: list(fn(list(xs), list(ys))), flat, like)]
     _check(overwrites, wide, dtypes)
@@ -70,10 +70,10 @@ def in_blocks(
 
 @functools.cache
 def loops_become_kernels() -> bool:
-    """Return whether this XLA:CPU makes one kernel of the loop, by compiling a small one."""
+    """Return whether this XLA:CPU compiles the loop into one kernel. Find out by compiling a small loop."""
     try:
         device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # no CPU backend: nothing will run on it
+    except RuntimeError:  # there is no CPU backend, so nothing will run on it
         return False
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     probe = lambda x: _loop(lambda xs, _: [xs[0] + 1], [x], (), (0,), [x.dtype], 128)
@@ -83,7 +83,7 @@ def loops_become_kernels() -> bool:
 
 
 def _check(overwrites, wide, dtypes) -> None:
-    """Refuse to overwrite an operand that does not exist, is overwritten twice, or has another dtype."""
+    """Raise a `ValueError` if an overwritten operand does not exist, is overwritten twice, or has another dtype."""
     places = [i for i in overwrites if i is not None]
     if len(overwrites) != len(dtypes) or len(set(places)) != len(places):
         raise ValueError(
@@ -99,7 +99,7 @@ def _check(overwrites, wide, dtypes) -> None:
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block):
-    """Process the blocks of flat operands, in order. The last block may overlap the block before it."""
+    """Process the blocks of flat operands in order. The last block may overlap the previous block."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
     fresh = lambda dtype: _in_memory_of(jnp.zeros(size, dtype), wide[0])
@@ -128,7 +128,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
         return carry
 
     def together(i, carry):
-        """Compute in a `cond` that is always taken: XLA computes all outputs before it overwrites an operand."""
+        """Compute all outputs in a `cond` that is always true, so that XLA does not overwrite an operand too early."""
         start = jnp.minimum(i * block, size - block)
         outputs = lax.cond(i >= 0, compute, skip, start, kept, carry)
         return tuple(write(x, new, i, start) for x, new in zip(carry, outputs, strict=True))
@@ -137,9 +137,9 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
 
 
 def _in_place(fn, wide, scalars, overwrites, block) -> list[int] | None:
-    """Return an order in which no output overwrites an operand that a later output reads, or None if there is none.
+    """Return an order in which no output overwrites an operand that a later output reads, or None if no order does.
 
-    In another order XLA would copy full arrays first.
+    In any other order, XLA would first copy full arrays.
     """
     first = [_slice(x, 0, block) for x in wide]
     jaxpr, _ = compat.opened(jax.make_jaxpr(lambda wide, scalars: list(fn(wide, scalars)))(first, list(scalars)))
@@ -160,6 +160,6 @@ def _slice(x, start, block):
 
 
 def _in_memory_of(x, other):
-    """Return `x` in the memory of `other`: types tell host from device memory, and jax does not mix them."""
+    """Return `x` in the memory of `other`, because JAX does not combine arrays in host and device memory."""
     space = jax.typeof(other).memory_space
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

@@ -1,4 +1,4 @@
-"""The bytes of a chunk: arrays in an aligned buffer, and the buffer in a file, past the page cache if possible."""
+"""Store the arrays of a chunk in an aligned buffer, and the buffer in a file, without the page cache if possible."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ChunkSpec:
     """The arrays of a chunk, stored one after the other.
 
     Attributes:
-        name: Name of the chunk in errors.
-        arrays: Local shape and dtype of each array.
+        name: The name of the chunk in error messages.
+        arrays: The local shape and the dtype of each array.
     """
 
     name: str
@@ -32,12 +32,12 @@ class ChunkSpec:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the chunk's file in complete blocks, as direct I/O requires."""
+        """Return the size of the chunk's file, rounded up to complete blocks, because direct I/O requires them."""
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
         return max(1, -(-size // BLOCK)) * BLOCK
 
     def views(self, buffer: memoryview) -> tuple[np.ndarray, ...]:
-        """Return the chunk's arrays in a buffer."""
+        """Return the chunk's arrays as views of a buffer."""
         views, start = [], 0
         for shape, dtype in self.arrays:
             views.append(np.ndarray(shape, dtype, buffer, start))
@@ -45,7 +45,7 @@ class ChunkSpec:
         return tuple(views)
 
     def require(self, arrays: Sequence[np.ndarray]) -> None:
-        """Raise a `ValueError` for arrays of other shapes or types than the chunk's."""
+        """Raise a `ValueError` if arrays have other shapes or types than the chunk's arrays."""
         given, wanted = [(x.shape, x.dtype) for x in arrays], list(self.arrays)
         if given != wanted:
             say = lambda pairs: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in pairs) or "no arrays"
@@ -53,26 +53,27 @@ class ChunkSpec:
 
 
 def checksum(content: memoryview) -> int:
-    """Return the CRC-32 of the sums of each 512-byte sector's words. A full CRC-32 is slower than a good disk.
+    """Add the words of each 512-byte sector, and return the CRC-32 of the sums.
 
-    The checksum detects a changed word, a sector of zeros, and sectors that changed places.
+    A CRC-32 of all bytes would be slower than a good disk. The checksum detects a changed word, a sector of zeros, and
+    swapped sectors.
     """
     words = np.frombuffer(content, "<u8").reshape(-1, 64)
     return zlib.crc32(words.sum(axis=1, dtype="<u8"))
 
 
 def aligned_buffer(size: int) -> memoryview:
-    """Return memory that is aligned to a page, as direct I/O requires."""
+    """Return memory that is aligned to a page, because direct I/O requires that."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Direct I/O pins page by page. With small pages, writes reach only two thirds of the disk's speed.
+        # Direct I/O pins each page separately. With small pages, writes reach only two thirds of the disk's speed.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
 
 def supports_direct(probe: Path) -> bool:
-    """Return whether a file there can be written past the page cache. The probe is removed."""
+    """Return whether the file `probe` can be written without the page cache. Remove the file afterwards."""
     try:
         transfer(probe, aligned_buffer(BLOCK), write=True, direct=True)
         return bool(_DIRECT)
@@ -85,9 +86,9 @@ def supports_direct(probe: Path) -> bool:
 
 
 def transfer(path: Path, content: memoryview, *, write: bool, direct: bool) -> int:
-    """Write a buffer to a file, in place, or fill it from a file. Return how many bytes were moved.
+    """Write a buffer to a file, in place, or fill the buffer from the file. Return the number of bytes moved.
 
-    With `direct`, the page cache is not used. Then the buffer must be aligned, and have complete blocks.
+    With `direct`, the page cache is not used. Then the buffer must be aligned and consist of complete blocks.
     """
     flags, move = (os.O_WRONLY | os.O_CREAT, os.pwritev) if write else (os.O_RDONLY, os.preadv)
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0), 0o644)

@@ -1,8 +1,7 @@
-"""Chunks of optimizer state on disk: read ahead and written behind, in a fixed amount of memory.
+"""Keep chunks of optimizer state on disk. Threads read and write the chunks in a fixed amount of memory.
 
 The files are scratch files of one process. Each file has the bytes of one chunk, and is overwritten in place. Only the
-process knows which version it wrote, so nobody reads the files after the process has ended: the next run restores its
-checkpoint.
+process knows the version in a file, so no other process reads the files. The next run restores a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from zerojax.offload.folder import DiskError
 
 
 class DiskStateError(DiskError):
-    """A file does not have the required state."""
+    """A file does not have the required version of the state."""
 
     def __init__(self, path: Path, found: str, version: int):
-        """Say which file was read, what was found, and which version is required."""
+        """Make the message from the file's path, a description of its content, and the required version."""
         super().__init__(
             f"{path} {found}, and version {version} of the state is required (a count of its writes, not of steps). "
             f"Restore the run from its last checkpoint, which writes the offloaded state again."
@@ -35,10 +34,10 @@ class DiskStateError(DiskError):
 
 
 class Lease:
-    """A chunk that was read, in a buffer that is lent until `release`, or until a `with` block ends.
+    """A chunk that was read into a lent buffer. Call `release`, or use a `with` block, to give the buffer back.
 
     Attributes:
-        arrays: The chunk's arrays, which may be changed in place; empty after the buffer is given back.
+        arrays: The chunk's arrays, which may be changed in place. Empty after `release`.
     """
 
     def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
@@ -56,15 +55,15 @@ class Lease:
 
 
 class DiskStore:
-    """Chunks of optimizer state in a folder, for one thread of one process.
+    """Keep chunks of optimizer state in a folder. Only one thread of one process may call the store.
 
     Operations on a chunk run in the order of the calls. If a write fails, the next call raises a `DiskError`, once. The
-    store is a context manager: leaving the block closes it.
+    store is a context manager, and is closed at the end of a `with` block.
 
     Attributes:
         path: The folder.
-        direct: Whether files are read and written past the page cache.
-        buffer_bytes: Memory of all buffers together. It does not depend on the number of chunks.
+        direct: Whether files are read and written without the page cache.
+        buffer_bytes: The size of all buffers together. It does not depend on the number of chunks.
         bytes_read: Bytes that were read since the store was made.
         bytes_written: Bytes that were written since the store was made.
     """
@@ -81,15 +80,15 @@ class DiskStore:
         """Make and lock a folder, and remove the files of an earlier run from it.
 
         Args:
-            path: The folder, which only this process uses. Its parent must exist.
+            path: The folder, which no other process may use. Its parent must exist.
             specs: The chunks, in the order of their indices.
-            in_flight: Chunks that can be read ahead or lent. As many chunks can be written behind.
-            threads: Reads and writes that run at a time.
-            direct: Read and write past the page cache if the file system can.
+            in_flight: The number of chunks that can be read or lent at a time. As many chunks can wait to be written.
+            threads: The number of reads and writes that run at a time.
+            direct: Whether to read and write without the page cache, if the file system can.
 
         Raises:
-            ValueError: If there is no chunk, no chunk in flight or no thread.
-            DiskError: If the folder cannot be used; see `folder.claim`. Then nothing is removed.
+            ValueError: If the number of chunks, `in_flight` or `threads` is below 1.
+            DiskError: If the folder cannot be used; see `folder.claim`. Then no file is removed.
         """
         if not specs or min(in_flight, threads) < 1:
             raise ValueError(
@@ -108,13 +107,13 @@ class DiskStore:
             on_error.pop_all()
         self.bytes_read = self.bytes_written = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
-        self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # of each chunk
+        self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # operations on each chunk
         self._writes: list[Future[None]] = []
         self._written: dict[int, tuple[int, int]] = {}  # version and checksum of each chunk
         self._closed = False
 
     def read(self, index: int, *, version: int) -> Future[Lease]:
-        """Begin to read a chunk. The future raises a `DiskStateError` if version or bytes are not as required.
+        """Begin to read a chunk. The future raises a `DiskStateError` if the version or the checksum is wrong.
 
         Raises:
             ValueError: If all buffers are lent.
@@ -133,7 +132,7 @@ class DiskStore:
         return reading
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
-        """Copy a chunk's new state to a buffer, blocking until one is free, and begin to write it."""
+        """Block until a buffer is free, copy a chunk's new state to the buffer, and begin to write the chunk."""
         self._raise_failure()
         spec = self._specs[index]
         spec.require(arrays)
@@ -148,12 +147,12 @@ class DiskStore:
             raise
 
     def flush(self) -> None:
-        """Block until everything written so far is in the files."""
+        """Block until all writes that were begun are in the files."""
         wait(self._writes)
         self._raise_failure()
 
     def close(self) -> None:
-        """Flush and unlock the folder. A second call does nothing, nor a call in a forked process, without threads."""
+        """Finish all writes, and unlock the folder. A second call, or a call in a forked process, does nothing."""
         if not self._closed and self._lock.held:
             try:
                 self.flush()
@@ -166,7 +165,7 @@ class DiskStore:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # The error that ended the block matters more than a write that failed.
+        # If an error ended the `with` block, raise it, and not the error of a failed write.
         with contextlib.suppress(DiskError) if kind else contextlib.nullcontext():
             self.close()
 
@@ -184,9 +183,9 @@ class DiskStore:
             write.result()
 
     def _begin(self, index: int, work: Callable[..., Any], *args: Any) -> Future:
-        """Let a thread do some work after all earlier work on the chunk.
+        """Let a thread run `work` after all earlier work on the chunk.
 
-        The thread waits for earlier work, which threads have taken before: so there is no deadlock.
+        The thread waits for the earlier work. It cannot wait forever, because other threads began that work before.
         """
         before = [begun for begun in self._begun[index] if not begun.done()]
         future = self._threads.submit(work, before, index, *args)

@@ -1,4 +1,4 @@
-"""A folder that one process uses at a time: make it, lock it, and remove the files of an earlier run."""
+"""Make a folder, lock it so that only one process uses it, and remove the files of an earlier run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zerojax.offload.lock import LOCK, DiskError, Lock, has_mark, lock
 
 
 def chunk_file(folder: Path, index: int) -> Path:
-    """Return the file of a chunk."""
+    """Return the path of a chunk's file."""
     return folder / f"chunk_{index:05d}.bin"
 
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Raise a `DiskError` for failures inside, where a folder is made or written to."""
+    """Enter a context that makes or writes a folder. Replace an `OSError` inside it by a `DiskError`."""
     try:
         yield
     except OSError as error:
@@ -32,12 +32,12 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
     """Make and lock a folder with room for files of these sizes, and remove the files of an earlier run.
 
     Raises:
-        DiskError: If the folder has other files, another process uses it, or the disk is too small. Then nothing is
+        DiskError: If the folder has other files, another process uses it, or the disk is too small. Then no file is
             removed.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
-    leftovers(folder)  # checked before the lock is made, because the lock file marks a folder as ours
+    leftovers(folder)  # check before the lock file is made, because this file marks a folder as ours
     locked = lock(folder)
     try:
         files, disk = leftovers(folder), os.statvfs(folder)
@@ -56,10 +56,10 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the chunks that an earlier run left. Without a lock file with our mark, no file counts as a chunk.
+    """Return the chunk files of an earlier run. Without a lock file that has our mark, no file counts as a chunk.
 
     Raises:
-        DiskError: If there are other files, or zerojax did not write `.lock`.
+        DiskError: If the folder has other files, or if zerojax did not write its `.lock`.
     """
     names = sorted(os.listdir(folder))
     chunks = {name for name in names if re.fullmatch(r"chunk_\d{5,}\.bin", name)} if has_mark(folder) else set()
@@ -73,7 +73,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def sync(path: Path) -> None:
-    """Block until a file, or the names in a folder, are on the disk."""
+    """Block until a file, or the list of a folder's files, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Host memory: which kind a backend has, whether there is enough of it, and copies to host memory and back."""
+"""Find a backend's kind of host memory, check that there is enough of it, and copy arrays to it and back."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.comm.processes import Processes
 from zerojax.units import format_bytes
 
-# The device reads pinned memory without an intermediate copy; the other kind is the fallback.
+# In order of preference. A device reads pinned memory without an intermediate copy.
 KINDS = ("pinned_host", "unpinned_host")
-# The CUDA backend reserves so much pinned memory, unless the variable says otherwise.
+# The CUDA backend can pin this much memory, unless the environment variable sets another limit.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 FITS = "fits"  # the message of a process without a problem
 
 
 def host_kind(mesh: Mesh) -> str:
-    """Return the kind of host memory that the mesh's devices reach, or raise a `ValueError` if there is none."""
+    """Return the kind of host memory that the mesh's devices can access, or raise a `ValueError` if there is none."""
     device = mesh.devices.flat[0]
-    # A device that programs are compiled for ahead of time does not say which memories it has.
+    # The device of a topology, for which programs are compiled ahead of time, does not list its memories.
     kinds = [memory.kind for memory in getattr(device, "addressable_memories", lambda: ())()] or list(KINDS)
     for kind in KINDS:
         if kind in kinds:
@@ -44,19 +44,19 @@ def to_memory(x: jax.Array, kind: str) -> jax.Array:
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array, or a tracer, is in host memory, where nothing can be computed."""
+    """Return whether an array, or a tracer, is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(x: Any) -> Any:
-    """Return an array, or a tracer, in device memory; unchanged if it is already there."""
+    """Return an array, or a tracer, in device memory. Return it unchanged if it is already in device memory."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
     """Raise a `MemoryError` on all processes if the host of one process has less memory than its devices need.
 
-    `what` names the arrays in the error. A process whose peers do not call this gets a `TimeoutError`.
+    `what` names the arrays in the error. All processes must call this function. Otherwise, it raises a `TimeoutError`.
     """
     problems = Processes("host memory").exchange("allocate", _host_memory_problem(mesh, bytes_per_device, what) or FITS)
     found = {index: problem for index, problem in enumerate(problems) if problem != FITS}
@@ -87,7 +87,7 @@ def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | 
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes of host memory that can be allocated without swapping, within a container's limit, or None."""
+    """Return the bytes that can be allocated without swapping, within a container's limit. None if not known."""
     limits: list[int] = []
     try:
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())

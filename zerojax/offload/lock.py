@@ -1,4 +1,4 @@
-"""Locks on folders, which end with the process that took them, even if it has forked other processes."""
+"""Lock folders. A lock ends with the process that took it, even if the process has forked other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _MARK = b"zerojax, process "
-# A mark has one length. After a power failure the file may be empty, or hold as many zero bytes.
+# All marks have the same length. After a power failure, the file may be empty, or have this number of zero bytes.
 _OURS = re.compile(rb"zerojax, process (\d{1,10}) *\n|\0{0,28}", re.ASCII)
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -25,22 +25,22 @@ class DiskError(RuntimeError):
 class Lock:
     """An flock on an open file or folder.
 
-    A lock belongs to the open file, which a forked process shares. The child therefore closes its copy at once, and
-    the parent unlocks explicitly: the lock must end with the parent even if a child that C code forked is still alive.
+    A lock belongs to the open file, which a forked child shares. So a child closes its copy at once, if Python forked
+    it. If C code forked it, the child keeps a copy, so the parent unlocks explicitly before it closes the file.
     """
 
     def __init__(self, handle: int):
-        """Take the handle of a locked file, while `_forking` is held, so that every forked child knows the lock."""
+        """Take the handle of a locked file. Hold `_forking` meanwhile, so that every forked child knows the lock."""
         self._handle: int | None = handle
         _held.add(self)
 
     @property
     def held(self) -> bool:
-        """Return whether this process has the lock: false after a release, and in a forked child."""
+        """Return whether this process has the lock. After `release` or in a forked child, it does not."""
         return self._handle is not None
 
     def release(self) -> None:
-        """Unlock and close; does nothing a second time, or in a forked child."""
+        """Unlock and close the file. A second call, or a call in a forked child, does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             try:
@@ -51,7 +51,7 @@ class Lock:
                 os.close(handle)
 
     def forget(self) -> None:
-        """Close a forked child's copy of the handle, without unlocking: that would unlock for the parent, too."""
+        """Close a forked child's copy of the handle. Do not unlock, because the parent would lose the lock, too."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -61,15 +61,15 @@ def lock(folder: Path) -> Lock:
     """Lock a folder through the file `.lock` in it.
 
     Raises:
-        DiskError: If a process has locked the folder, naming the process; or if `.lock` is something that zerojax did
-            not write. Then it is left as it was.
+        DiskError: If a process has locked the folder (the error names the process), or if zerojax did not write
+            `.lock`. Then the file is not changed.
     """
     with _forking:
         handle = _open(folder, os.O_RDWR | os.O_CREAT)
         try:
             require_mark(folder, handle)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Synced, and of one length: whatever stops the process, a mark that is there stays.
+            # Every mark has the same length, and is synced. So a crash cannot destroy a mark that is in the file.
             os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
             os.fsync(handle)
             return Lock(handle)
@@ -101,7 +101,7 @@ def lock_folder(path: Path) -> Lock:
 
 
 def has_mark(folder: Path) -> bool:
-    """Return whether a folder has a `.lock` that an earlier run wrote. An empty file proves nothing."""
+    """Return whether a folder has a `.lock` with the mark of zerojax. An empty `.lock` does not count."""
     try:
         handle = _open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -113,9 +113,9 @@ def has_mark(folder: Path) -> bool:
 
 
 def require_mark(folder: Path, handle: int) -> bytes:
-    """Return the content of an open `.lock`, or raise a `DiskError` if it is neither our mark nor empty.
+    """Return the content of an open `.lock`, or raise a `DiskError` if the file is neither our mark nor empty.
 
-    Locking the folder would overwrite such a file.
+    Without this check, locking the folder would overwrite another program's file.
     """
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
@@ -137,7 +137,7 @@ def foreign(folder: Path, found: str) -> DiskError:
 
 
 def in_use(folder: Path, holder: str) -> str:
-    """Return the message for a locked folder. `holder` is the number of the process that locked it, if it is known."""
+    """Return the message for a locked folder. `holder` is the ID of the process that locked it, if it is known."""
     if holder == str(os.getpid()):
         return (
             f"{folder} is in use by this process. First close a Checkpointer that uses it with close(), or a "
@@ -157,7 +157,7 @@ def in_use(folder: Path, holder: str) -> str:
 
 
 def _open(folder: Path, flags: int) -> int:
-    """Open `.lock` without following a link, and without waiting where it is a pipe."""
+    """Open `.lock`. Do not follow a link, and do not block if the file is a pipe."""
     try:
         return os.open(folder / LOCK, flags | _NO_LINK, 0o644)
     except OSError as error:
@@ -168,7 +168,7 @@ def _open(folder: Path, flags: int) -> int:
         raise
 
 
-# Held while a lock is taken, and while a process forks, so that a child knows every lock of which it has a copy.
+# Held while a lock is taken and while the process forks, so that `_held` in a child has every lock of the parent.
 _forking = threading.RLock()
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 

@@ -1,4 +1,4 @@
-"""Measure the link and the host memory, and choose where the update of offloaded state runs."""
+"""Measure the speeds of the link and of host memory, and choose where the update of offloaded state runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerojax.offload.host import host_kind, host_sharding, to_memory
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
-# In addition to its state, the update of a float32 parameter reads gradient and parameter, and writes the parameter.
+# In addition to its state, an update reads a float32 gradient and parameter, and writes the parameter.
 BESIDE_STATE_BYTES = 12
 GRADIENT_BYTES = 4
 
@@ -29,8 +29,8 @@ class Speed:
     """The bandwidth of one device of a mesh while all devices transfer or compute at once.
 
     Attributes:
-        link: Bytes per second between host and device, in each direction, while both directions are busy.
-        host: Bytes per second that an update in host memory reads and writes.
+        link: Bytes per second between host and device, per direction, while both directions are busy.
+        host: Bytes that an update in host memory reads and writes per second.
     """
 
     link: float
@@ -39,14 +39,14 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Where the update runs: `"device"` or `"host"`, and why, in words for the report."""
+    """The place where the update runs, `"device"` or `"host"`, and the reason, as a text for the report."""
 
     update: str
     why: str
 
 
 def choose(speed: Speed, state_bytes: float) -> Choice:
-    """Return the faster way to update, for `state_bytes` bytes of offloaded state per parameter."""
+    """Return where the update is faster, for `state_bytes` bytes of offloaded state per parameter."""
     device = state_bytes / speed.link
     host = max((2 * state_bytes + BESIDE_STATE_BYTES) / speed.host, GRADIENT_BYTES / speed.link)
     faster = "device" if device <= host else "host"
@@ -59,9 +59,9 @@ def choose(speed: Speed, state_bytes: float) -> Choice:
 
 @functools.lru_cache(maxsize=4)
 def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
-    """Time transfers and an update in host memory, on all devices at once. This takes about a second, once per mesh.
+    """Measure transfers and an update in host memory, on all devices at once. This takes about a second per mesh.
 
-    All processes take the figures of the first process, so that they make the same choice.
+    All processes use the speeds that the first process measured, so that they make the same choice.
     """
     spec, count = PartitionSpec(axes), math.prod(mesh.shape[axis] for axis in axes)
     host = host_sharding(mesh, spec)
@@ -86,7 +86,7 @@ def measure(mesh: Mesh, axes: tuple[str, ...]) -> Speed:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Return the median seconds of some work, after one warm-up."""
+    """Return the median time of some calls of `work` in seconds, after one warm-up call."""
     jax.block_until_ready(work())
     seconds = []
     for _ in range(ROUNDS):

@@ -1,8 +1,8 @@
-"""A remat policy that offloads named activations to host memory.
+"""Offload named activations to host memory with a remat policy.
 
-Between the forward and the backward pass an activation is in pinned host memory. Inside a scan the compiler stacks the
-activations, one row per iteration, and must read the rows back from the last to the first. On GPU, jaxlib before 0.11.2
-silently reads them from the first to the last (openxla/xla#46231). So the policy refuses such a jaxlib.
+Between the forward and the backward pass, an activation is in pinned host memory. Inside a scan, the compiler stacks
+the activations, one row per iteration, and must read the rows back from the last to the first. On GPU, jaxlib before
+0.11.2 silently reads the rows from the first to the last (openxla/xla#46231). So the policy refuses such a jaxlib.
 """
 
 import re
@@ -19,25 +19,25 @@ _FIRST_CORRECT_ON_GPU = (0, 11, 2)
 def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     """Return a policy for `jax.checkpoint` that offloads named activations to host memory.
 
-    Name activations in the model with `jax.ad_checkpoint.checkpoint_name`. Activations that are not named here are
-    recomputed in the backward pass. A name that the model never gives does nothing. To offload a layer's input, as
-    DeepSpeed's `cpu_checkpointing` does, name it on the first line of the checkpointed function.
+    Name activations in the model with `jax.ad_checkpoint.checkpoint_name`. Activations whose names are not given here
+    are recomputed in the backward pass. A name that the model does not use has no effect. To offload a layer's input,
+    as DeepSpeed's `cpu_checkpointing` does, name the input on the first line of the checkpointed function.
 
     Scan the layers, or train at stage 3. In any other unrolled model, XLA:GPU (seen on jaxlib 0.12.0) copies each
-    activation only when the backward pass needs it, and saves nothing.
+    activation only when the backward pass needs it, which saves no memory.
 
     Args:
-        *names: Activations to offload to pinned host memory.
-        save: Activations to keep in device memory.
+        *names: Names of the activations to offload to pinned host memory.
+        save: Names of the activations to keep in device memory.
 
     Returns:
         A policy, for the argument `policy` of `jax.checkpoint` and `flax.linen.remat`.
 
     Raises:
         TypeError: If a name is not a string.
-        ValueError: If there is no name to offload, a name is empty, or a name is in both lists.
-        RuntimeError: If the backend has no pinned host memory, or its jaxlib reads offloaded
-            activations back in the wrong order.
+        ValueError: If there is no name to offload, if a name is empty, or if a name is in both `names` and `save`.
+        RuntimeError: If the backend has no pinned host memory, or if its jaxlib reads offloaded activations back in the
+            wrong order.
 
     Examples:
         >>> policy = remat_policy("layer_input", save=["attention"])
@@ -81,11 +81,11 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
 
 
 def require_pinned_host(device: Any) -> None:
-    """Raise a `RuntimeError` for a device whose backend has no pinned host memory."""
+    """Raise a `RuntimeError` if a device's backend has no pinned host memory."""
     kinds = sorted({memory.kind for memory in device.addressable_memories()})
     if _HOST in kinds:
         return
-    # jax takes every other kind for device memory, and would silently keep the activations on the device.
+    # JAX treats every other kind as device memory, and would silently keep the activations on the device.
     other = " (jax.checkpoint offloads to pinned_host alone, not to unpinned_host)" if "unpinned_host" in kinds else ""
     raise RuntimeError(
         f"Activations cannot be offloaded on the backend {device.platform!r}: its devices have the memory kinds "
@@ -95,7 +95,7 @@ def require_pinned_host(device: Any) -> None:
 
 
 def require_correct_order(platform: str, version: str) -> None:
-    """Raise a `RuntimeError` for a jaxlib that reads the offloaded activations of a scan in the wrong order."""
+    """Raise a `RuntimeError` if a jaxlib reads the offloaded activations of a scan in the wrong order."""
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if platform not in ("gpu", "cuda", "rocm") or found >= _FIRST_CORRECT_ON_GPU:
         return

@@ -1,4 +1,4 @@
-"""The files of offloaded leaves, which are read and written as device arrays."""
+"""Read the files of offloaded state leaves into device arrays, and write device arrays to the files."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ if TYPE_CHECKING:
 
 
 class StateFiles:
-    """The files of one process's shards of a state. They are made when they are first needed.
+    """The files with one process's shards of a state. They are made at the first read or write.
 
-    The files have one version of the state. When every chunk of the next version is written, it becomes the version to
-    read.
+    The files have one version of the state. It is replaced when every chunk of the next version is written.
     """
 
     def __init__(
         self, path: str | os.PathLike, leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]], *, in_flight: int
     ):
-        """Name the files of some leaves of the state, given by index. Each process makes a folder for them in `path`.
+        """Name the files of the state leaves in `leaves`, whose keys are indices. Each process has a folder in `path`.
 
-        At most `in_flight` chunks are read ahead, and as many are written behind.
+        At most `in_flight` chunks are read at a time, and as many chunks can wait to be written.
         """
-        # Absolute, because the working directory may change.
+        # Make the path absolute, because the working directory may change.
         self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
         self._leaves = leaves
         self._in_flight = in_flight
@@ -69,12 +68,12 @@ class StateFiles:
         return self._store.read(self._index[k, n], version=self._version)
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
-        """Return the chunk that `read` began to read, in storage shape, in a kind of the devices' memory."""
+        """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
         leaf, chunking, sharding = self._leaves[k]
         shape = chunking.chunk_shape(leaf, chunking.extents[n])
         with reading.result() as lease:
             shards = [
-                # On CPU the array would share the lent buffer, even with may_alias=False (jax 0.10.2).
+                # On CPU, copy first: the array would share the lent buffer, even with may_alias=False (jax 0.10.2).
                 jax.device_put(
                     data.copy() if device.platform == "cpu" else data, SingleDeviceSharding(device, memory_kind=kind)
                 )
@@ -85,7 +84,7 @@ class StateFiles:
         return jax.make_array_from_single_device_arrays(shape, sharding.with_memory_kind(kind), shards)
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to write the next version of chunk `n` of leaf `k`. Returns when the array is in a buffer."""
+        """Copy the next version of chunk `n` of leaf `k` to a buffer, and begin to write it to the file."""
         data = {shard.device: shard.data for shard in array.addressable_shards}
         shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
         index = self._index[k, n]
@@ -110,7 +109,7 @@ class StateFiles:
         return np.array(self._version + 1, np.int32)
 
     def require(self, version: Any) -> None:
-        """Raise a `ValueError` for a state of another version than the files have."""
+        """Raise a `ValueError` if a state's version is not the version of the files."""
         if int(version) != self._version:
             raise ValueError(
                 f"The optimizer state on disk in {self.path} has version {self._version}, and this state has version "
@@ -119,7 +118,7 @@ class StateFiles:
             )
 
     def abandon(self) -> None:
-        """Give up files of mixed versions, and unlock their folder. Writing a whole new state makes them again."""
+        """Give up files of mixed versions, and unlock their folder. Writing a full new state makes the files again."""
         self._written.clear()
         if store := self.__dict__.pop("_store", None):
             close_store(store)
@@ -127,7 +126,7 @@ class StateFiles:
 
 @dataclasses.dataclass(frozen=True)
 class LeafFiles:
-    """The files of leaf `k` of the state. `chunks` is the number of chunks of the leaf."""
+    """The files of leaf `k` of the state, which has `chunks` chunks."""
 
     part: ClassVar[str] = "opt_state"
 
@@ -136,7 +135,7 @@ class LeafFiles:
     chunks: int
 
     def load(self, version: Any) -> list[Array]:
-        """Load the leaf's chunks onto the devices. They must have this version."""
+        """Load the leaf's chunks onto the devices. The files must have this version."""
         self.files.require(version)
         reading, arrays = collections.deque([self.files.read(self.k, 0)]), []
         try:
@@ -145,12 +144,12 @@ class LeafFiles:
                     reading.append(self.files.read(self.k, n + 1))
                 arrays.append(self.files.receive(self.k, n, reading.popleft(), "device"))
         finally:
-            for unused in reading:  # an earlier read failed
+            for unused in reading:  # only if an earlier read failed
                 unused.add_done_callback(lambda read: read.exception() or read.result().release())
         return arrays
 
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
-        """Write the leaf and return its version, which is complete when every leaf is written."""
+        """Write the leaf and return the new version. The version is complete when every leaf is written."""
         version = self.files.next_version
         for n, chunk in enumerate(chunks):
             self.files.write(self.k, n, chunk)
@@ -160,8 +159,8 @@ class LeafFiles:
 def close(state: PyTree) -> None:
     """Unlock the folder of a state on disk. The state cannot be used afterwards.
 
-    Call this after Ctrl-C in a step: the state is lost, and its folder stays locked as long as something, such as a
-    traceback, refers to the state. Leaves that are not on disk are not changed.
+    Call this after Ctrl-C in a step. The state is then lost, but its folder stays locked as long as something, such as
+    a traceback, refers to the state. Leaves that are not on disk are not changed.
 
     Args:
         state: A `ZeroState`, donated or not, or any tree with offloaded leaves.
@@ -172,13 +171,13 @@ def close(state: PyTree) -> None:
 
 
 def close_store(store: DiskStore) -> None:
-    """Unlock the folder of a state that nobody has any more. Nobody needs its failed writes either."""
+    """Unlock the folder of a state that is not used any more. Ignore failed writes."""
     with contextlib.suppress(DiskError):
         store.close()
 
 
 def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
-    """Return the devices of this process that hold the same shard of an array, shard by shard."""
+    """Return, for each shard of an array, the devices of this process that hold the shard."""
     devices: dict[Any, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(str(index), []).append(device)

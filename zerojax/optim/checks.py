@@ -1,4 +1,4 @@
-"""Refuse a state or parameters that do not fit a plan."""
+"""Raise an error if an optimizer state or parameters do not fit a plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
-    """Refuse a state that was not made for the plan's parameters, with a `ValueError` for the first leaf that differs.
+    """Raise a `ValueError` for the first leaf in which a state differs from the state that the plan describes.
 
-    With `may_be_wider`, floats may have a wider type than `init` gave them. Gradients that are wider than their
-    parameters make such a state.
+    With `may_be_wider`, a float leaf may have a wider type than `init` gave it. An update returns such a state if the
+    gradients are wider than the parameters.
     """
     remedy = "Make a new state with init(params), or pass the parameters, stage and mesh it was made for."
     found, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_chunked)
@@ -50,7 +50,7 @@ def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False
 
 
 def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
-    """Refuse parameters that a plan was not made for, and a plan of another stage or mesh, with a `ValueError`."""
+    """Raise a `ValueError` unless the plan was made for these parameters and for the configuration of the step."""
     policy = config.layout_policy
     if plan.layout.policy != policy:
         made = plan.layout.policy
@@ -98,6 +98,6 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 
 
 def roles(layout: Layout) -> Iterator[str]:
-    """Describe for each parameter whether it is trained, and in which types, as precision= and trainable= decide."""
+    """Yield a description of each parameter: whether it is trained, its gradient's type, and its compute type."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

@@ -1,10 +1,9 @@
-"""Find the core of a leaf's update: the part of its equations that needs the matrix whole.
+"""Find the core of each leaf's update, which is the part of its equations that needs the full matrix.
 
-Nothing is known about transformations by name. Among the equations behind a parameter's results, a core has all
-equations that multiply or decompose matrices, and all equations that lie between them. Elementwise equations before and
-after, such as a momentum or weight decay, are not part of the core, and stay divided with the leaf. A core reads only
-arrays of its leaf, and values that all leaves share (a count, a schedule, the norm of all gradients). So one device can
-compute it.
+Transformations are not recognised by name. From the equations that compute a leaf's results, the core takes all
+equations that multiply or decompose matrices, and all equations between them. Elementwise equations before and after
+the core, such as momentum or weight decay, stay sharded like the leaf. A core reads only arrays of its own leaf, and
+values that all leaves share (a count, a schedule, the norm of all gradients). So one device can compute it.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
-# Elements. A value of a leaf without a layout, such as a norm, is sent to all devices. If it is larger, there is no
-# core.
+# A core may read and return values that are not sharded, such as a norm. They are sent to all devices, and may have at
+# most this number of elements.
 SMALL = 8192
 
 
 class CoreFinder:
-    """Finds the cores of a traced update. Lives as long as one analysis."""
+    """Find the cores of one traced update."""
 
     def __init__(self, traced: TracedUpdate, grads: Sequence[Leaf], state: Sequence[Leaf], param_of: Sequence):
-        """Follow which variable depends on which leaf. The other arguments are the fields of `UpdatedLeaves`."""
+        """Find the leaves that each variable depends on. The last three arguments are fields of `UpdatedLeaves`."""
         self.traced, self.grads, self.state = traced, grads, state
         self.param_of = list(param_of)
         alone = [k for k, i in enumerate(self.param_of) if i is None and state[k].shape]
         self._follow()
-        for k in alone:  # a state leaf may belong to the one parameter that it depends on, whatever its path
+        for k in alone:  # without a matching path, a state leaf belongs to the only parameter that it depends on
             found = union(self.depends, [traced.jaxpr.outvars[traced.num_params + k]])
             self.param_of[k] = next(iter(found)) if len(found) == 1 else None
         self._follow()
 
     def _follow(self) -> None:
-        """Map each variable to the leaves that it depends on, except through scalars of several leaves.
+        """Map each variable to the indices of the leaves that it depends on.
 
-        Such a scalar, like the norm of all gradients, is shared: it ties no leaf to another.
+        A scalar that is computed from several leaves, such as the norm of all gradients, is not a dependency.
         """
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
@@ -64,7 +63,7 @@ class CoreFinder:
                 self.by_leaf.setdefault(next(iter(found)), []).append(e)
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """Return the cores by parameter, and why other parameters whose matrices are multiplied have no core."""
+        """Return `(cores, refused)`, by parameter. `refused` says why an update with matrix products has no core."""
         cores, refused = {}, {}
         for i, leaf in enumerate(self.grads):
             eqns = self._needed(i)
@@ -84,7 +83,7 @@ class CoreFinder:
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
-        """Return the equations behind the leaf's results that depend on this leaf only."""
+        """Return the equations that compute the leaf's results and depend on no other leaf."""
         outvars, this = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
             outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
@@ -108,9 +107,9 @@ class CoreFinder:
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
         """Return the core of one leaf, or the reason why it has none.
 
-        The anchors are the equations that a core must have: products, and non-elementwise equations that a product
-        needs or that need a product. The core is all equations between two anchors. It grows as long as it reads a
-        value of the leaf that has no layout, because only arrays with a layout can be sent to owners.
+        The core must contain all products, and all non-elementwise equations before or after a product. It also
+        contains every equation between two of these. While the core reads an array of the leaf without a known layout,
+        the equation that computes the array joins the core: only arrays with a layout can be sent to owners.
         """
         all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
         inside, this = set(eqns), frozenset((i,))
@@ -141,7 +140,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return the core with its inputs and results, or the reason why owners cannot compute it."""
+        """Return a `Core` with the inputs and results of these equations, or the reason why owners cannot run them."""
         position, this = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:
@@ -175,7 +174,7 @@ class CoreFinder:
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
     def _layout_of(self, var: Any, leaf: Leaf) -> Leaf | None:
-        """Return the layout of an array that the core reads: the leaf's layout, or a state leaf's layout."""
+        """Return the layout of a state leaf, the leaf's layout for an array of the leaf's shape, or otherwise None."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]
@@ -184,7 +183,7 @@ class CoreFinder:
         return None
 
     def _result_layout(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """Return the layout of a result of the core."""
+        """Return the layout of a result of the core, or None if it is not known."""
         for k, param in enumerate(self.param_of):
             if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
@@ -192,7 +191,7 @@ class CoreFinder:
 
 
 def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
-    """Return the equations in `start`, and all later equations in this order with an edge to a found equation."""
+    """Return `start` and all equations from which `edges` lead to `start`. In `eqns`, `edges[e]` come before `e`."""
     found: set[int] = set()
     for e in eqns:
         if e in start or edges[e] & found:

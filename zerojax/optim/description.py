@@ -1,6 +1,6 @@
-"""Describe a transformation for a checkpoint.
+"""Describe a transformation in a checkpoint, so that a later run can tell whether it uses another transformation.
 
-The states of two transformations may have the same leaves, as for AdamW and LAMB. Their descriptions differ.
+The states of two transformations, such as AdamW and LAMB, may have the same leaves. Their descriptions differ.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PARAMS, LEAF = "params", "*"
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The record of a transformation.
+    """The description of a transformation in a checkpoint.
 
     Attributes:
-        structure: The types in its state, such as `(ScaleByAdamState(*, params, params), EmptyState())`.
-        operations: The distinct operations of its update, each with its constants, such as `mul 0.9`; sorted. Empty
-            if it takes more arguments than a step gives.
-        program: sha256 of all operations in order, and of the numbers of the values that each of them reads.
+        structure: The nested types of its state, such as `(ScaleByAdamState(*, params, params), EmptyState())`.
+        operations: The sorted distinct operations of its update, each with its constants, such as `mul 0.9`. Empty if
+            the update needs arguments that a step does not give.
+        program: The sha256 of all operations in order, each with the numbers of the variables that it reads.
     """
 
     structure: str
@@ -40,9 +40,9 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Describe:
-    """Describes a transformation of the trained parameters, which are given in logical shapes.
+    """Describe the transformation `tx` of the trained parameters `params`, which have logical shapes.
 
-    The description is made when it is first asked for: tracing takes time, and only a checkpoint needs it.
+    The description is made when a checkpoint first reads it, because tracing takes time.
     """
 
     tx: optax.GradientTransformation
@@ -50,7 +50,7 @@ class Describe:
 
     @functools.cached_property
     def description(self) -> Description:
-        """Return the description, which does not depend on stage, mesh, devices or parameter types."""
+        """Return the description. It does not depend on the stage, the mesh, or the float types of the parameters."""
         wide = lambda x: jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide(x)), self.params)
         tx = with_extra_args(self.tx)
@@ -58,7 +58,7 @@ class Describe:
         try:
             update = lambda grads, state, params, value: guarded(tx.update)(grads, state, params, value=value)
             traced = jax.make_jaxpr(update)(params, state, params, jax.ShapeDtypeStruct((), np.float32))
-        except TransformationError:  # it needs more arguments
+        except TransformationError:  # the update needs arguments that a step does not give
             found: list[tuple[str, tuple]] = []
         else:
             jaxpr, consts = compat.opened(traced)
@@ -69,7 +69,7 @@ class Describe:
 
 
 def structure_of(state: Any, params: Any) -> str:
-    """Name the types of the nodes of a state's structure. A part with the parameters' structure is named `params`."""
+    """Return a state's nested types as text, with `params` for a part that has the structure of the parameters."""
     if state == params:
         return PARAMS
     if (data := state.node_data()) is None:
@@ -82,7 +82,7 @@ def structure_of(state: Any, params: Any) -> str:
 
 
 def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each operation with its constants, and the numbers of the variables that it reads; inner jaxprs too."""
+    """Yield each operation as text, and the numbers of the variables that it reads. Include inner jaxprs."""
     numbers: dict[Any, int] = {}
     for var in (*compat.constvars_of(jaxpr), *jaxpr.invars):
         numbers[var] = len(numbers)
@@ -97,7 +97,7 @@ def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def in_words(x: Any) -> str:
-    """Return a constant as text: a number, or the shape and digest of an array."""
+    """Return a number as text, or the type, shape and digest of an array."""
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = np.asarray(x)

@@ -1,8 +1,8 @@
-"""Count the cost of the products in a matrix's update if one of its dims is divided.
+"""Estimate the cost of a matrix's update if one dim of the matrix is sharded.
 
-The dim is followed through the update (`zerojax.dims`). The result says whether the update is a batch over this dim,
-with each slice computed for itself. It also says which products are divided if the dim is, and which every device
-repeats.
+The dim is followed through the equations of the update (`zerojax.dims`). The result says which products are divided
+over the devices, and which products every device repeats. It also says whether the update computes each slice of the
+dim separately.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from zerojax import compat
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.jaxprs import nbytes
 
-# FLOPs of a decomposition of an (m, n) matrix, m >= n, divided by m * n^2: Golub and Van Loan 2013, sections 4.2 to
-# 8.6.
+# A decomposition of an (m, n) matrix with m >= n takes this factor times m * n^2 FLOPs.
+# Source: Golub and Van Loan 2013, sections 4.2 to 8.6.
 DECOMPOSITIONS = {
     "cholesky": 1 / 3,
     "eig": 25.0,
@@ -34,19 +34,19 @@ DECOMPOSITIONS = {
 
 
 class LostError(Exception):
-    """The dim is mixed with other dims, or an equation is not known."""
+    """The dim cannot be followed, because it is mixed with other dims, or because an equation has no rule."""
 
 
 @dataclasses.dataclass
 class Work:
-    """The cost of equations through which a dim is followed.
+    """The cost of the equations through which a dim was followed.
 
     Attributes:
-        divided: FLOPs of products that have the dim. Each device computes its part if the dim is sharded.
-        repeated: FLOPs of all other products. Each device computes all of them.
-        summed: Bytes of results that are summed over the dim, each by an all-reduce, and half the bytes of operands
-            that are gathered.
-        sums: The number of these all-reduces and gathers.
+        divided: FLOPs of products that have the dim. If the dim is sharded, each device computes its part of them.
+        repeated: FLOPs of all other products. Every device computes them in full.
+        summed: Bytes of the results that are all-reduced because they are summed over the dim, plus half the bytes of
+            the operands that are gathered.
+        sums: The number of all-reduces and gathers.
     """
 
     divided: float = 0.0
@@ -60,14 +60,14 @@ class Work:
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add the cost of other equations, executed some times."""
+        """Add the cost of other equations, which run `times` times."""
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed
         self.sums += times * other.sums
 
     def sum(self, var: Any, share: float = 1) -> None:
-        """Count an all-reduce of a result, or another collective that sends a share of its bytes."""
+        """Count a collective on `var` that sends `share` times the bytes of an all-reduce."""
         self.summed += share * nbytes(var)
         self.sums += 1
 
@@ -77,14 +77,14 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
     Args:
         jaxpr: The equations.
-        dims: For each argument, which of its dims is the followed dim; None if it does not have the dim.
-        may_sum: Whether the dim may be summed over. A sum does not have the dim any more.
+        dims: For each argument, the index of the followed dim; None if the argument does not have the dim.
+        may_sum: Whether the dim may be summed over. The result of the sum does not have the dim.
 
     Returns:
-        For each result, which of its dims is the followed dim; and the cost of the equations.
+        A list with the index of the followed dim, or None, for each result; and the cost of the equations.
 
     Raises:
-        LostError: If the dim cannot be followed, or is summed over and `may_sum` is false.
+        LostError: If the dim cannot be followed, or if it is summed over and `may_sum` is false.
     """
     found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
     of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
@@ -96,14 +96,14 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
 
 def has_products(eqn: Any) -> bool:
-    """Return whether an equation, or one inside it, multiplies or decomposes matrices."""
+    """Return whether an equation, or an equation in its inner jaxprs, multiplies or decomposes matrices."""
     name = eqn.primitive.name
     inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return name in DECOMPOSITIONS or name == "dot_general" or any(map(has_products, inner))
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return which dim of each result the dim becomes, and add the equation's cost to `work`."""
+    """Return the index of the followed dim in each result of an equation, and add the equation's cost to `work`."""
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return _inner(body, dims, may_sum, work)
@@ -116,7 +116,7 @@ def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: 
     if name in DECOMPOSITIONS:
         return _through_decomposition(eqn, dims, work)
     if all(d is None for d in dims):
-        if has_products(eqn):  # such as a while loop, of unknown length
+        if has_products(eqn):  # such as a while loop, whose length is unknown: count one iteration
             for inner in compat.inner_jaxprs(eqn):
                 _inner(inner, [None] * len(inner.invars), may_sum, work)
         return [None] * len(eqn.outvars)
@@ -132,7 +132,7 @@ def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, ti
 def _through_loop(
     eqn: Any, loop: compat.LoopEqn, dims: list[int | None], may_sum: bool, work: Work
 ) -> list[int | None]:
-    """Follow the dim through a loop. A carry must keep it as the same dim. Slices of scanned arrays have no dim 0."""
+    """Follow the dim through a loop. Its index must not change in a carry, and must not be 0 in a scanned array."""
     sliced = loop.consts + loop.carry
     if 0 in dims[sliced:]:
         raise LostError(eqn)
@@ -145,7 +145,7 @@ def _through_loop(
 
 
 def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """Follow the dim through a cond. All branches must agree, and the most expensive branch counts."""
+    """Follow the dim through a cond. All branches must return the same dims. Count the most expensive branch."""
     found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
     if any(outs != found[0][0] for outs, _ in found):
         raise LostError(eqn)
@@ -154,7 +154,7 @@ def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -
 
 
 def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
-    """Follow the dim through a product, as a batch, free or contracted dim."""
+    """Follow the dim through a `dot_general`, in which it may be a batch, free or contracted dim."""
     contracted, batch = eqn.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in eqn.invars]
     flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted[0])
@@ -170,7 +170,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
     if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
     if None not in dims and not matched:
-        # The dim is another dim of the second operand. The compiler gathers it, with half the bytes of an all-reduce.
+        # The dim has another role in the second operand. The compiler gathers it with half the bytes of an all-reduce.
         work.sum(eqn.invars[1], 0.5)
         dims = [dims[0], None]
         found = [one for one in pairs if has(one[0])]
@@ -186,7 +186,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
 
 
 def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list[int | None]:
-    """Follow the dim through a decomposition of each matrix of a batch. The dim must be a batch dim."""
+    """Follow the dim through a decomposition of a batch of matrices. The dim must be a batch dim."""
     shape = eqn.invars[0].aval.shape
     *batch, m, n = shape if len(shape) > 1 else (1, *shape)
     if eqn.primitive.name == "triangular_solve":
@@ -203,7 +203,7 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
 
 
 def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return which dim of each result the dim becomes, in an equation without products: `zerojax.dims` has a table."""
+    """Return the followed dim's index in each result of an equation without products, by rules of `zerojax.dims`."""
     sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
     if len(sizes) > 1:
         raise LostError(eqn)

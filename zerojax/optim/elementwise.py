@@ -1,13 +1,13 @@
-"""Find out which leaves an optax transformation updates element by element.
+"""Find the leaves that an optax transformation updates element by element.
 
-Such a leaf may be flattened, padded and divided without changing a number. Nothing is known about transformations by
-name. `tx.update` is traced twice, with the leaf in its logical shape and with the leaf flattened and padded, and both
-programs are read. The leaf qualifies if each element of its update and of its state is computed from the same element
-of the leaf's arrays and from scalars, by the same program in both traces. All other state that depends on the leaf,
-such as a measurement, must qualify, too.
+Such a leaf may be flattened, padded and divided without changing any number. Transformations are not recognised by
+name. `tx.update` is traced twice, with the leaf in its logical shape and with the leaf flattened and padded, and the
+two programs are compared. The leaf qualifies if each element of its update and of its state is computed from the same
+element of the leaf's arrays and from scalars, by the same program in both traces. State that depends on the leaf but
+does not have its shape must be a scalar that both traces compute by the same program.
 
-A sum over a full leaf (as in the global norm of `clip_by_global_norm`) is a scalar on which both traces agree if
-padding adds zero to it, that is, if the summed value is zero wherever gradient and parameter are zero.
+A sum over a full leaf (as in `clip_by_global_norm`) counts as such a scalar if padding adds zero to the sum. This
+holds if the summed value is zero wherever the gradient and the parameter are zero.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ class Known:
     """Properties of one value of a traced program.
 
     Attributes:
-        kind: `SCALAR`: all elements are equal, whatever the shapes of the leaves. `LEAF`: element i depends on element
-            i of one leaf. `MIXED`: anything else.
-        token: Two values with the same token are computed by the same program.
-        leaf: Index of the leaf, if `kind` is `LEAF`.
+        kind: `SCALAR` if all elements are equal, whatever the shapes of the leaves. `LEAF` if element i depends only on
+            scalars and on element i of one leaf's arrays. Otherwise `MIXED`.
+        token: A hash of the program that computes the value. Equal programs have equal tokens.
+        leaf: The index of the leaf if `kind` is `LEAF`, otherwise None.
         zero: Whether the value is zero wherever gradients and parameters are zero.
         reads: Indices of all leaves that the value depends on.
     """
@@ -55,17 +55,17 @@ class Known:
 def elementwise_leaves(
     tx: optax.GradientTransformation, params: Any, parts: tuple[Leaf, ...], param_of: tuple[int | None, ...]
 ) -> frozenset[int]:
-    """Return the indices of the flat `parts` that `tx` updates element by element; none if it refuses flat leaves.
+    """Return the indices of the flat `parts` that `tx` updates element by element. Empty if `tx` refuses flat leaves.
 
-    `param_of` has the index of the parameter that each leaf of the state mirrors, or None.
+    For each leaf of the state, `param_of` has the index of the parameter that the leaf mirrors, or None.
     """
     small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
     vectors = frozenset(i for i in small if len(parts[i].shape) < 2)
-    for wanted in (small, vectors):  # a transformation that sorts leaves by ndim may accept only vectors as flat leaves
+    for wanted in (small, vectors):  # a transformation may refuse matrices that are flat, but accept flat vectors
         if wanted:
             try:
                 return wanted - refused_leaves(tx, params, parts, param_of, {i: parts[i].storage_shape for i in wanted})
-            except TransformationError:  # it needs more arguments, or refuses flat leaves: the report says so
+            except TransformationError:  # tx needs arguments that are not given here, or refuses flat leaves
                 continue
     return frozenset()
 
@@ -77,10 +77,10 @@ def refused_leaves(
     param_of: tuple[int | None, ...],
     changed: dict[int, tuple[int, ...]],
 ) -> set[int]:
-    """Return the leaves with an output that the two traces do not compute element by element by the same program.
+    """Trace the update in two shapes. Return the leaves whose update is not the same elementwise program in both.
 
-    An output that mirrors no leaf must be a scalar, of the same program in both traces. Otherwise all leaves that it
-    depends on are refused. `changed` has the shapes of some leaves in the second trace, by index.
+    State that mirrors no leaf must be a scalar that both traces compute by the same program. Otherwise all leaves that
+    it depends on are returned. `changed` maps the indices of some leaves to their shapes in the second trace.
     """
     logical = read_update(tx, params, parts, param_of, {})
     other = read_update(tx, params, parts, param_of, changed)
@@ -93,7 +93,7 @@ def refused_leaves(
 
 
 def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with some leaves in other shapes. Return the leaf and the properties of each output."""
+    """Trace `tx.update` with `changed` shapes. Return the leaf that each output mirrors, and its properties."""
     leaves, tree = jax.tree.flatten(params)
     shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
@@ -125,15 +125,15 @@ def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]
 
 
 def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
-    """Interpret a jaxpr over `Known` values."""
+    """Return the properties of a jaxpr's results, given the properties of its inputs."""
     return jaxprs.evaluate(jaxpr, [of_closed_over(c) for c in consts], inputs, interpret, literal=of_constant)
 
 
 def of_closed_over(value) -> Known:
     """Return the properties of a value that a transformation closes over, such as a hyperparameter.
 
-    Under `jax.jit` the value may be traced, and unknown. Outside, it may be zero. Neither must make a difference,
-    because `init` and `update` must agree on which leaves are flat.
+    Under `jax.jit`, the value may be a tracer, and it is not known whether it is zero. So an array outside of `jit` is
+    not taken for zero either: `init` and `update` must agree on which leaves are flat.
     """
     if isinstance(value, jax.core.Tracer):
         return Known(SCALAR, hash(("closed over", id(value)))) if value.shape == () else Known(MIXED)
@@ -142,7 +142,7 @@ def of_closed_over(value) -> Known:
 
 
 def of_constant(value) -> Known:
-    """Return the properties of a constant. The token of a scalar is its value. An array is not a scalar."""
+    """Return the properties of a constant. Equal scalars have equal tokens. An array is `MIXED`."""
     if getattr(value, "shape", ()) != ():
         return Known(MIXED)
     number = value.item() if hasattr(value, "item") and jax.dtypes.issubdtype(value.dtype, jax.numpy.number) else value
@@ -161,14 +161,14 @@ def interpret(eqn, values: list[Known]) -> list[Known]:
 
 
 def of_equation(eqn, values: list[Known]) -> list[Known]:
-    """Do the same as `interpret` for an equation that calls nothing, without recording which leaves it reads."""
+    """Return the properties of the results of an equation that calls no jaxpr. `interpret` adds the field `reads`."""
     name = eqn.primitive.name
     mixed = [Known(MIXED)] * len(eqn.outvars)
     if any(v.kind == MIXED for v in values):
         return mixed
     token = hash((name, parameters(eqn), tuple(v.token for v in values)))
     leaves = {v.leaf for v in values if v.kind == LEAF}
-    if name == "broadcast_in_dim":  # of a scalar: the same value in every element
+    if name == "broadcast_in_dim":  # a broadcast scalar has the same value in every element
         return [values[0]] if not leaves else mixed
     if name == "reduce_sum" and len(leaves) == 1 and values[0].zero:
         full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
@@ -197,7 +197,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:
-    """Return the properties of a `cond`'s results. A scalar must choose, and all branches must read the same leaf."""
+    """Return the properties of a `cond`'s results. Without a scalar index, or with several leaves, they are `MIXED`."""
     index, *operands = values
     branches = [walk(*compat.opened(branch), operands) for branch in eqn.params["branches"]]
     joined = []

@@ -1,4 +1,4 @@
-"""Evaluate equations of an update; owners compute the cores in them."""
+"""Evaluate the equations of an update, and let owners compute the cores among them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def evaluate(config: Config, equations: Equations, values: Sequence) -> list:
-    """Evaluate equations on the values that they read, in logical shapes, and return their results.
+    """Evaluate equations on their input values, which have logical shapes, and return the results.
 
-    In three parts, because all cores are computed together: equations that read no core's results, the cores, and the
-    remaining equations.
+    All cores are computed together. So the equations that do not depend on a core run first, then the cores, and then
+    all other equations.
     """
     jaxpr, variables = equations.jaxpr, equations.variables
     if not equations.owned:
@@ -50,7 +50,7 @@ def _read(eqns: Sequence) -> set:
 
 
 def _evaluate(jaxpr: Any, eqns: Sequence, env: dict, wanted: set) -> None:
-    """Evaluate some equations, and add their wanted results to `env`."""
+    """Evaluate `eqns`, and add the results that are in `wanted` to `env`."""
     made = [v for eqn in eqns for v in eqn.outvars if v in wanted]
     given = [v for v in _read(eqns) if v in env]
     part = compat.part_of(jaxpr, eqns, given, made)
@@ -58,7 +58,7 @@ def _evaluate(jaxpr: Any, eqns: Sequence, env: dict, wanted: set) -> None:
 
 
 def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
-    """Let owners compute a group's cores. Return the values of their results."""
+    """Let owners compute a group's cores. Return a map from the cores' result variables to their values."""
     first = group.cores[0]
     value = lambda n: env[variables[n]]
 
@@ -68,7 +68,7 @@ def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> d
 
     arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
     numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
-    same = [len(set(of_each)) == 1 for of_each in numbers]  # otherwise each leaf has a number for itself
+    same = [len(set(of_each)) == 1 for of_each in numbers]  # whether all cores read the same variable
 
     def each_item(of_each: Sequence[int]) -> Array:
         rows = zip(of_each, group.counts, strict=True)

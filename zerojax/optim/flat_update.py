@@ -1,4 +1,4 @@
-"""The wrapped transformation's update as a function of lists, and its traces."""
+"""Call or trace the wrapped transformation's update as a function of lists."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class UpdatedLeaves(NamedTuple):
-    """Layouts of everything that an update reads and replaces.
+    """The layouts of an update's gradients and state.
 
     Attributes:
         grads: One `Leaf` per trained parameter, for its gradient and its update.
         state: One `Leaf` per leaf of the state.
-        param_of: For each leaf of the state, the trained parameter that it mirrors, or None.
+        param_of: For each leaf of the state, the index of the trained parameter that the leaf mirrors, or None.
     """
 
     grads: tuple[Leaf, ...]
@@ -38,7 +38,7 @@ class UpdatedLeaves(NamedTuple):
 class FlatUpdate:
     """The wrapped transformation's update as a function of lists.
 
-    With `applies`, it returns new parameters instead of updates, in the types they are stored in.
+    With `applies`, the function returns new parameters, in their stored types, instead of updates.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class FlatUpdate:
     applies: bool = False
 
     def __call__(self, grads: list, state: list, params: list | None, extra: dict) -> tuple[list, list]:
-        """Return `(updates, state)`, or `(params, state)` if it applies them."""
+        """Return `(updates, state)`, or the new `(params, state)` with `applies`."""
         tree: Any = self.trained.treedef
         old: Any = None if params is None else jax.tree.unflatten(tree, params)
         updates, new = wrapped_tx(self.config, self.trained).update(
@@ -61,10 +61,10 @@ class FlatUpdate:
         return jax.tree.leaves(updates), jax.tree.leaves(new)
 
     def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
-        """Return `trace(changed)`, which traces the update of these values or shapes.
+        """Return a function `trace(changed)` that traces the update for these values or shapes.
 
-        `changed` maps trained parameters to other shapes, which their state takes as well; see `_state_shape`. `trace`
-        raises a `TransformationError` for every error of the transformation.
+        `changed` maps the indices of some trained parameters to other shapes. `_state_shape` changes the shapes of
+        their state. If the transformation raises an error, `trace` raises a `TransformationError`.
         """
         numbers, tree = jax.tree.flatten(extra)
         fixed = [None if is_traced(x) else x for x in numbers]
@@ -78,14 +78,14 @@ class FlatUpdate:
         def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
             of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
             seen = [_shaped(x, self._state_shape(k, changed)) for k, x in enumerate(state)]
-            # Equations remember the mesh of their context. Owners evaluate them in a shard_map, with another mesh.
+            # Equations record the mesh of their context, so trace them without a mesh: owners use another mesh.
             with jax.sharding.use_abstract_mesh(NO_MESH):
                 return trace_update(update, of_params(grads), seen, of_params(params or []), arrays)
 
         return trace
 
     def _state_shape(self, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Return another shape for a state leaf that has the shape, or the first dim, of a changed parameter."""
+        """Return the new shape of a state leaf whose parameter is in `changed`, or None if the shape stays."""
         i, leaf = self.leaves.param_of[k], self.leaves.state[k]
         if i is None or i not in changed:
             return None
@@ -96,10 +96,10 @@ class FlatUpdate:
 
 
 def is_traced(x: Any) -> bool:
-    """Return whether a further argument of an update is an array or stands for one. Other arguments are static."""
+    """Return whether an extra argument of an update is an array or an array's shape. Other arguments are static."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape and type of a value, or another shape in its type."""
+    """Return a `ShapeDtypeStruct` with a value's type, and with `shape` or, if it is None, the value's shape."""
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -1,7 +1,8 @@
-"""Convert the state of an optimizer for users: into logical arrays, or into parameters.
+"""Convert an optimizer state in storage into logical arrays, or into parameters.
 
-The leaves of a state are plain arrays in storage shape. A padded or flat array does not say its logical shape. A plan
-does: the plan of the parameters that the caller gives, or a plan that this transformation has made before.
+The leaves of a state are plain arrays in storage shape, so a padded or flat array does not record its logical shape.
+The logical shapes are read from a plan: the plan of the parameters that the caller gives, or an earlier plan of this
+transformation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def is_opt_state(tree: PyTree) -> bool:
-    """Return whether a tree is certainly a state, or a part of one: it has a node of optax or of zerojax."""
+    """Return whether a tree must be a state or a part of a state, because it has a node class of optax or zerojax."""
     nodes: list[Any] = []
     jax.tree.flatten(tree, is_leaf=lambda x: nodes.append(x) or is_chunked(x))
     ours = (Annotated, MasterState)
@@ -44,12 +45,13 @@ def is_opt_state(tree: PyTree) -> bool:
 
 
 def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
-    """Gather a state in storage, or a part of one, into replicated logical arrays, without master weights.
+    """Gather a state in storage, or a part of a state, into replicated logical arrays. Drop master weights.
 
-    Without `params`, the plans that were made before are asked. Returns None if `tree` belongs to no known state.
+    Without `params`, the logical shapes come from an earlier plan of this transformation. Return None if no plan fits
+    `tree`, and nothing shows that `tree` is a state.
 
     Raises:
-        ValueError: If `tree` is a state, and no plan describes it, or several plans with different logical shapes do.
+        ValueError: If `tree` is a state, and no plan or several plans with different logical shapes fit it.
     """
     if params is not None:
         with auto_context(config.user_mesh):
@@ -66,7 +68,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
 
 
 def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
-    """Raise a `ValueError` for a state whose logical shapes are not known, unless it has no arrays."""
+    """Raise a `ValueError` that says why the logical shapes of a state are not known. Accept a state without arrays."""
     keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     if not keyed:
         return
@@ -89,9 +91,9 @@ def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
 
 
 def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[tuple[Any, tuple[Leaf, ...]]]:
-    """Yield the tree without master weights, and the layouts of its leaves, for each part of the state that it fits.
+    """Yield, for each part of the plan's state that a tree fits, the tree without master weights, and its layouts.
 
-    Leaves are matched by path and not by structure, because Flax's NNX puts variables where the plan has arrays.
+    Leaves are compared by path and not by structure, because Flax's NNX has variables where the plan has arrays.
     """
     tree = as_planned(plan, tree)
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
@@ -114,7 +116,7 @@ def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[
 
 
 def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
-    """Gather the leaves of a state. Offloaded leaves are brought to the devices one by one."""
+    """Gather the leaves of a state into logical arrays. Copy offloaded leaves to the devices first."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_chunked)
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nodes)):
         wait_if_simulated(config.mesh, nodes)
@@ -124,7 +126,7 @@ def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def gathering(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
-    """Return the program that gathers arrays in storage shape."""
+    """Return a jitted function that gathers arrays in storage shape into replicated logical arrays."""
 
     def all_logical(arrays: Sequence[Shaped[Array, "*storage"]]) -> list[Shaped[Array, "*logical"]]:
         return [in_logical_shape(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
@@ -136,7 +138,7 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
     """Convert a state tree that mirrors the trained parameters into parameters; see `ZeroTransformation.as_params`."""
     plan = make_plan(config, params)
     found, _ = jax.tree_util.tree_flatten_with_path(mirror, is_leaf=lambda x: is_chunked(x) or is_padded(x))
-    # Compared by path: the state of nnx.Optimizer has variables of another class where the parameters have theirs.
+    # Compare paths and not structures, because the variables in nnx.Optimizer's state have another class.
     trained = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(plan.trained.treedef, plan.grads))
     if [path for path, _ in found] != [path for path, _ in trained]:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Master weights: wide copies of narrow parameters, which the optimizer updates and keeps in its state.
+"""Keep master weights, which are wide copies of narrow parameters, in the optimizer's state, and update them.
 
-They are made by a transformation around the user's, so that the same rules match their state to parameters and shard
-it.
+A transformation around the user's transformation does this. So the same rules match master weights and all other state
+to parameters, and shard them.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
@@ -28,8 +28,7 @@ class MasterState(NamedTuple):
 
     Attributes:
         inner: The state of the wrapped transformation.
-        master: The parameters in the type of the master weights; `optax.MaskedNode()` if the parameter itself is stored
-            in this type.
+        master: The master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type.
     """
 
     inner: PyTree
@@ -37,9 +36,9 @@ class MasterState(NamedTuple):
 
 
 def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> optax.GradientTransformationExtraArgs:
-    """Let a transformation update master weights. The new `update` returns new parameters, and not increments.
+    """Wrap a transformation so that it updates master weights. Its `update` returns new parameters, not increments.
 
-    `narrow` says for each parameter whether it is stored in a narrower type than its master weight.
+    `narrow` says, for each parameter, whether it is stored in a narrower type than its master weight.
     """
     inner = with_extra_args(tx)
 
@@ -62,12 +61,12 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
 
 
 def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
-    """Return the wrapped transformation, with master weights of the parameters that are stored in a narrower type."""
+    """Return the user's transformation, wrapped to update master weights if the configuration has them."""
     if not config.has_master_weights:
         return with_extra_args(config.tx)
     return with_master(config.tx, narrow_leaves(trained))
 
 
 def narrow_leaves(trained: Layout) -> list[bool]:
-    """Return for each trained parameter whether it is stored in a narrower type than its master weight."""
+    """Return, for each trained parameter, whether it is stored in a narrower type than its master weight."""
     return [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.grads, strict=True)]

@@ -18,16 +18,16 @@ from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import shapes
 
-# Chunks in flight: one is fetched, one updated, one written.
+# The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
 IN_FLIGHT = 3
-# Leaves that are offloaded together: all state that mirrors one trained parameter (its index), or one leaf ("state",
-# k).
+# State leaves that are offloaded together. The index of a trained parameter means all state that mirrors the parameter.
+# ("state", k) means leaf k alone.
 Unit = int | tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedState:
-    """The offloaded part of the state, from shapes alone."""
+    """Choose the offloaded part of the state, from shapes alone."""
 
     config: Config
     trained: Layout
@@ -35,9 +35,9 @@ class OffloadedState:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Return the offloaded leaves of the state, each with its unit.
+        """Map each offloaded leaf of the state to its unit.
 
-        The device keeps units that could be offloaded while they fit, largest first.
+        The device keeps as many units as fit into its share of the state. The largest units are tried first.
         """
         if self.config.offload is None:
             return {}
@@ -53,9 +53,9 @@ class OffloadedState:
 
     @functools.cached_property
     def _candidates(self) -> dict[int, Unit]:
-        """Return the leaves of the state that may be offloaded, each with its unit. Small leaves are not worth it."""
+        """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
-        # Adafactor's state of a scalar, or of an empty leaf, cannot be divided as its parameter is.
+        # Leave out scalars and empty leaves: Adafactor's state of these cannot be divided like the parameter.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
@@ -81,10 +81,10 @@ class OffloadedState:
         return self.config.offload
 
     def _room_on_device(self, total: int) -> int:
-        """Return how many of the `total` bytes of state that may be offloaded each device can keep.
+        """Return how many bytes of state each device keeps, of the `total` bytes per device that may be offloaded.
 
         Raises:
-            ValueError: If everything that cannot be offloaded needs more than the budget.
+            ValueError: If the arrays that must stay on the device, and the chunks in flight, exceed the budget.
         """
         offload = self._offload
         if offload.fraction != "auto":
@@ -110,7 +110,7 @@ class OffloadedState:
 
     @functools.cached_property
     def chunkable(self) -> dict[int, Chunking]:
-        """Return how parameters with offloaded state are chunked, if their update is elementwise."""
+        """Return the chunking of each parameter that has offloaded state and an elementwise update."""
         grads, state, param_of = self.leaves
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
@@ -123,9 +123,9 @@ class OffloadedState:
             return {}
         params = jax.tree.unflatten(self.trained.treedef, shapes(grads))
         inner = wrapped_tx(self.config, self.trained)
-        # Called as `train_step` calls it. Any value that is not zero stands for the loss.
+        # `train_step` gives the loss as `value`. For this trace, any number except zero can replace it.
         tx = optax.GradientTransformation(inner.init, functools.partial(inner.update, value=jnp.float32(1)))
-        # The last chunk may be shorter, and a transformation may treat shorter arrays in another way.
+        # The last chunk may be shorter, and a transformation may treat shorter arrays differently.
         first, last = (
             {i: chunking.chunk_shape(grads[i], chunking.extents[n]) for i, chunking in chunkings.items()}
             for n in (0, -1)
@@ -134,6 +134,6 @@ class OffloadedState:
         try:
             for changed in [first] if first == last else [first, last]:
                 refused |= refused_leaves(tx, params, grads, param_of, changed)
-        except TransformationError:  # it needs more arguments, or refuses chunks: leaves are updated as full arrays
+        except TransformationError:  # tx needs more arguments, or refuses chunks: update full arrays
             return {}
         return {i: chunking for i, chunking in chunkings.items() if i not in refused}

@@ -1,9 +1,9 @@
-"""Warn of optax transformations around `tx`, in an `optax.chain`, that compute with the padding of parameters.
+"""Warn if `tx` is in an `optax.chain` with other transformations that compute with the padding of parameters.
 
-These transformations run outside of zerojax, on storage, where nothing says that a mean counts the padding. But the
-chain calls `tx.update`, and the frame of the chain's update function holds its other transformations. Each of them is
-traced on logical shapes and on storage shapes, and both programs are compared, as for small leaves
-(`optim.elementwise`).
+The other transformations run outside of zerojax, on arrays in storage shape. There, a mean silently includes the
+padding. zerojax can find these transformations, because the chain calls `tx.update`: the Python frame of the chain's
+update function holds them. Each is traced on logical shapes and on storage shapes, and the two programs are compared,
+as for small leaves (`optim.elementwise`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerojax.placement.storage import Form, shapes
 def warn_of_outer_transformations(layout: Layout, forms: Sequence[Form]) -> None:
     """Warn once for each transformation of a surrounding `optax.chain` whose results may depend on padding.
 
-    `layout` describes the parameters that `update` was given, and `forms` how each of them is padded, or None.
+    `layout` describes the parameters that `update` was given. `forms` has the padded form of each parameter, or None.
     """
     if not any(forms):
         return
@@ -42,7 +42,7 @@ def warn_of_outer_transformations(layout: Layout, forms: Sequence[Form]) -> None
 
 
 def transformations_around() -> Iterator[tuple[Any, Any]]:
-    """Yield the update function and the state of the other transformations of every chain that calls this one."""
+    """Yield the update function and the state of each other transformation, for all chains that call this update."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "update_fn" and frame.f_globals.get("__name__") == "optax.transforms._combining":
@@ -51,7 +51,7 @@ def transformations_around() -> Iterator[tuple[Any, Any]]:
 
 
 def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the other transformations, given the variables of the update function of a chain or of a named chain."""
+    """Return the update functions and states of the other transformations, given the local variables of the chain."""
     states = chain.get("state", ())
     if "transforms" in chain:
         inside = getattr(chain.get("tx"), "update", None)
@@ -64,7 +64,7 @@ def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tuple[Form, ...]) -> None:
-    """Warn if the update of a transformation is not the same program on the storage shapes of padded parameters."""
+    """Warn if an update function traces to different programs for logical and for padded parameters."""
     state = jax.tree.unflatten(structure, leaves)
     init = lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     params = jax.tree.unflatten(layout.treedef, shapes(layout.params))
@@ -72,7 +72,7 @@ def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tupl
     try:
         tx = optax.GradientTransformationExtraArgs(init, fn)
         refused = refused_leaves(tx, params, layout.params, params_of_state(state, layout), changed)
-    except TransformationError:  # it needs more arguments, or is written for padded trees: nothing is known about it
+    except TransformationError:  # fn needs more arguments, or is written for padded trees: do not warn
         return
     if seen := sorted(refused.intersection(changed)):
         leaf = layout.params[seen[0]]
@@ -90,7 +90,7 @@ def _logical_shape(x: Any) -> Any:
 
 
 def _name(fn: Any) -> str:
-    """Return optax's name for the transformation of an update function."""
+    """Return the name of the optax function that made an update function."""
     inner = inspect.getclosurevars(fn).nonlocals.get("tx") if inspect.isfunction(fn) else None
     name = getattr(getattr(inner, "update", fn), "__qualname__", "A transformation")
     return name.partition(".<locals>")[0]

@@ -1,12 +1,12 @@
-"""Decide which cores owners compute: cores of one program are stacked, and each is computed by one device, once.
+"""Decide which cores owners compute. Cores with equal programs are stacked, and an owner computes each core once.
 
-Without owners, the compiler divides every product of a core among all devices. It needs an all-reduce after each
-product, and every device repeats a product that cannot be divided, such as the square of a Gram matrix. The cheaper way
-is found by counting FLOPs and bytes in the traced program.
+Without owners, the compiler divides every product of a core among all devices. Then each product needs an all-reduce,
+and every device repeats the products that cannot be divided, such as the square of a Gram matrix. The FLOPs and bytes
+of both ways are counted in the traced program, and the cheaper way is chosen.
 
 References:
-    Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon with the matrices gathered on some devices.
-    Ahn et al. 2025, arXiv 2504.05295: orthonormalised updates, each matrix by one device.
+    Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon that gathers each matrix on one of the devices.
+    Ahn et al. 2025, arXiv 2504.05295: orthonormalised updates that compute each matrix on one device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from zerojax.optim.owned_group import Core, OwnedGroup, equations_after, item_of
 from zerojax.optim.traced import TracedUpdate
 from zerojax.optim.transformation import TransformationError
 
-# TF32 products and NVLink of an H200, and the least time of a collective. Only their ratios matter, which differ little
-# between GPUs. So one table serves all devices, and plans of different devices agree.
+# TF32 FLOPs per second and NVLink bytes per second of an H200, and the shortest time of a collective in seconds. Only
+# their ratios matter, and these differ little between GPUs. With one table, plans made on different devices agree.
 FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
-# Bytes of the largest matrix that one device takes whole. It holds several arrays of this size while it computes.
+# Bytes of the largest matrix that one device may compute. Meanwhile, the device holds several arrays of this size.
 LARGEST = 1 << 30
 
 
@@ -36,7 +36,7 @@ LARGEST = 1 << 30
 class OwnedUpdate:
     """The cores of an update that owners compute, in groups.
 
-    `left` says, by parameter, why owners compute no core of other parameters whose matrices are multiplied.
+    `left` has all other parameters whose update multiplies matrices, with the reason why owners do not compute it.
     """
 
     groups: tuple[OwnedGroup, ...]
@@ -50,11 +50,10 @@ def owned_update(
     trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
     streamed: Collection[int] = (),
 ) -> OwnedUpdate:
-    """Find the cores that owners compute: the cheaper cores with `matrix_updates="auto"`, and otherwise all cores.
+    """Find the cores that owners compute. With `matrix_updates="auto"`, they only compute a core if this is cheaper.
 
-    `traced` is the update of logical arrays, and `trace` traces it with other shapes of some parameters. The state of
-    `streamed` parameters is offloaded: owners compute as many of them at a time as there are devices, and no more than
-    one chunk has room for.
+    `traced` is the update of logical arrays. `trace` traces the update with other shapes of some parameters. The
+    `streamed` parameters have offloaded state, so owners compute a batch of them at a time; see `_batches`.
     """
     cores, left = CoreFinder(traced, *leaves).find()
     stacks = {i: core.arrays[0][1].shape[0] for i, core in cores.items() if _is_stack(core, traced)}
@@ -85,7 +84,7 @@ def owned_update(
 
 
 def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
-    """Divide a group whose state is offloaded into batches, of one item per device if a chunk has room for them."""
+    """Divide a group with offloaded state into batches of at most one item per device, and at most a chunk's bytes."""
     assert config.offload is not None
     batches: list[list[Core]] = []
     items = local_bytes = math.inf
@@ -102,10 +101,10 @@ def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
 def _sliced(
     traced: TracedUpdate, trace: Callable, leaves: UpdatedLeaves, stacks: dict[int, int]
 ) -> tuple[TracedUpdate, int]:
-    """Return the same program on a few matrices of each stack, and their number, or 0 if there is no such program.
+    """Trace the update on short stacks of matrices. Return the trace, and the number of matrices per stack.
 
-    A stack of one matrix may give another program, because `jax.numpy` treats batches of one in another way. So the
-    smallest further divisor is tried, too.
+    The number is 1, or the next common divisor of all stacks' lengths: with one matrix, `jax.numpy` may trace another
+    program. If both give another program than `traced`, return `traced` and 0.
     """
     common = math.gcd(*stacks.values())
     for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
@@ -119,7 +118,7 @@ def _sliced(
 
 
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
-    """Return whether a core is a batch of matrices over dim 0, and dim 0 is not the sharded dim."""
+    """Return whether a core computes each matrix of a stack separately, and the stack's dim 0 is not sharded."""
     arrays = (*core.arrays, *core.outs)
     count = arrays[0][1].shape[0]
     if any(len(where.shape) < 3 or where.shape[0] != count or where.dim == 0 for _, where in arrays) or count == 1:
@@ -135,12 +134,12 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
-    """Return the cheapest way to compute all or some cores of one program, or why owners compute none of them."""
+    """Return the cores and the devices per owner that take the least time, or the reason why owners compute none."""
     first, counts, shards = group.cores[0], group.counts, group.leaf.shards
     sizes = [item_of(where, group.size).bytes for _, where in (*first.arrays, *first.outs)]
     work, follows = _work(first, group.jaxpr)
     sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
-    if not follows:  # the compiler gathers it
+    if not follows:  # the compiler gathers the matrix
         sharded = _seconds(work.flops, sum(sizes) * (shards - 1) / shards, 2)
     several = follows and len(group.leaf.axes) == 1
     best = None
@@ -168,7 +167,7 @@ def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
 
 
 def _work(core: Core, jaxpr: Any) -> tuple[Work, bool]:
-    """Return the cost of one matrix, and whether its products can be divided along the sharded dim."""
+    """Return the cost of one item, and whether its products can be divided along the sharded dim."""
     dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
     try:
         return follow(jaxpr, dims, may_sum=True)[1], True
@@ -184,13 +183,13 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """Return how many leaves, counted from the first, the owners can share evenly."""
+    """Return the largest n for which the owners can share the items of the first n cores evenly."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 
 
 def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
-    """Drop groups that read the results of another group, because all groups are computed at once."""
+    """Drop each group that depends on results of another group, because all groups run at the same time."""
     inside, late = equations_after(traced.jaxpr, [core for group in found.groups for core in group.cores])
     made = {traced.positions[var] for e in inside | late for var in traced.jaxpr.eqns[e].outvars}
     chained = [g for g in found.groups if any(made.intersection(core.inputs) for core in g.cores)]

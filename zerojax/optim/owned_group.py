@@ -1,4 +1,4 @@
-"""Records of the work of owners: cores, which need a matrix whole, and groups of cores of one program."""
+"""Describe the work of owners: a `Core` needs a full matrix, and an `OwnedGroup` has cores with equal programs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zerojax.layout.leaf import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The part of a leaf's update that needs the leaf whole. Equations and variables of a jaxpr are given by index.
+    """The part of a leaf's update that needs the full leaf. All integers are indices.
 
     Attributes:
         leaf: The trained parameter.
-        eqns: The equations of the core.
-        arrays: Sharded arrays that the core reads, each with its layout.
-        small: Other values of the leaf that the core reads.
-        shared: Values that the core reads and that all leaves share.
-        outs: Sharded results of the core, each with its layout.
+        eqns: The equations of the core in the jaxpr of the update.
+        arrays: The sharded arrays that the core reads, each with its layout.
+        small: Other variables that the core reads and that depend on the leaf.
+        shared: Variables that the core reads and that do not depend on the leaf, such as a count.
+        outs: The sharded results of the core, each with its layout.
         small_outs: All other results of the core.
     """
 
@@ -39,11 +39,11 @@ class Core:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """Return the variables that the core computes for other equations."""
+        """Return the variables that the core computes and that are used outside of the core."""
         return *(n for n, _ in self.outs), *self.small_outs
 
     def renumbered(self, eqns: Mapping[int, int], variables: Mapping[int, int]) -> Core:
-        """Return the same core in another jaxpr, with the new index of each equation and variable."""
+        """Return the same core for another jaxpr. The arguments map old indices to new indices."""
         of = lambda indices: tuple(variables[n] for n in indices)
         laid_out = lambda pairs: tuple((variables[n], leaf) for n, leaf in pairs)
         parts = of(self.small), of(self.shared), laid_out(self.outs), of(self.small_outs)
@@ -52,16 +52,16 @@ class Core:
 
 @dataclasses.dataclass(frozen=True)
 class OwnedGroup:
-    """Cores of one program that are computed together.
+    """Cores with equal programs, which are computed together.
 
     Attributes:
         cores: One core per parameter.
-        counts: The number of items of each core: 1, or the number of items that a stack of matrices is divided into.
-        size: Matrices per item if the parameters are stacks of matrices, mostly 1; 0 if they are not stacks.
-        jaxpr: The program of one item.
-        within: Devices per owner.
-        seconds: Estimated time if owners compute the group, at peak rates.
-        seconds_sharded: Estimated time if each matrix is divided among all devices.
+        counts: The number of items per core. A stack of matrices is divided into items; any other core is one item.
+        size: The number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices.
+        jaxpr: The program that computes one item.
+        within: The number of devices per owner.
+        seconds: The estimated time, at peak rates, if owners compute the group.
+        seconds_sharded: The estimated time, at peak rates, if each matrix is divided among all devices.
     """
 
     cores: tuple[Core, ...]
@@ -84,17 +84,17 @@ class OwnedGroup:
 
     @property
     def structure(self) -> tuple:
-        """Return everything in which two groups of equal equations can differ."""
+        """Return the properties in which two groups can differ although their equations are equal."""
         return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
 
     def take(self, cores: Sequence[Core]) -> OwnedGroup:
-        """Return the group with only some of its cores."""
+        """Return the group with only these of its cores."""
         counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
         return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
 
 
 def item_of(leaf: Leaf, size: int) -> Leaf:
-    """Return the layout of one item; see `OwnedGroup.size`."""
+    """Return the layout of one item, which has `size` matrices of a stack, or the full leaf if `size` is 0."""
     shape = (size, *leaf.shape[1:]) if size else leaf.shape
     return dataclasses.replace(leaf, shape=shape)
 

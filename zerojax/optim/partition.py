@@ -1,9 +1,9 @@
-"""Partition an optax update into groups: results that are computed together, when their state arrives.
+"""Partition an optax update into groups of results. A group is computed when its offloaded state is on the device.
 
-Nothing is known about transformations by name. `tx.update` is traced, and each result is followed back to the offloaded
+Transformations are not recognised by name. `tx.update` is traced, and each result is followed back to the offloaded
 arrays that it depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
-form the first group. It is computed once, in the program that computes the gradients. Results that depend on the same
-offloaded arrays form one further group. If all results of a group are elementwise, the group is updated in chunks.
+form the first group, which runs in the program that computes the gradients. All results that depend on the same
+offloaded arrays form another group. If all results of a group are elementwise, the group is updated in chunks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class UpdateGroup:
 
     Attributes:
         place: Where `state` waits between steps: `"device"`, `"host"` or `"disk"`.
-        params: Trained parameters that the group updates.
-        state: Offloaded leaves of the state, which the group reads and replaces.
-        resident: Leaves of the state on the device that the group replaces.
-        chunking: How the parameter and its state are chunked; None: the group is updated as full arrays.
-        equations: The equations for each length of a chunk; under 0 the equations on full arrays. Their results:
-            parameters, offloaded state, resident state.
+        params: Indices of the trained parameters that the group updates.
+        state: Indices of the offloaded state leaves that the group reads and replaces.
+        resident: Indices of the state leaves on the device that the group replaces.
+        chunking: How the parameter and its state are chunked; None if the group is updated as full arrays.
+        equations: The equations by length of a chunk; the key 0 means full arrays. The results are parameters, then
+            offloaded state, then resident state.
     """
 
     place: str
@@ -58,24 +58,24 @@ class UpdateGroup:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Return `(start, length)` of each chunk; `(0, 0)` for full arrays."""
+        """Return `(start, length)` of each chunk, or one `(0, 0)` for full arrays."""
         return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
     def reads(self, kind: str) -> tuple[int, ...]:
-        """Return the indices of the inputs of one kind."""
+        """Return the indices of the inputs of one kind, such as `GRAD`."""
         return next(iter(self.equations.values())).indices(kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A partitioned update.
+    """An update that is divided into groups.
 
     Attributes:
-        first: The group of the results that depend on no offloaded array. Its equations have further results: the
-            values that the other groups share.
+        first: The group of the results that depend on no offloaded array. After these results, its equations return the
+            shared values, which the other groups read.
         num_shared: The number of shared values.
         groups: All other groups.
-        consts: Arrays that the transformation closed over.
+        consts: The arrays that the transformation closes over.
     """
 
     first: UpdateGroup
@@ -85,12 +85,12 @@ class Partition:
 
     @property
     def grads(self) -> tuple[int, ...]:
-        """Return the gradients that the groups read."""
+        """Return the indices of the gradients that `groups` read."""
         return tuple(sorted({i for group in self.groups for i in group.reads(GRAD)}))
 
     @property
     def shared_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Return shapes and types of the shared values."""
+        """Return the shapes and types of the shared values."""
         outvars = self.first.equations[0].jaxpr.outvars
         return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outvars[len(outvars) - self.num_shared :]]
 
@@ -104,8 +104,8 @@ def partition(
 ) -> Partition:
     """Partition an update of logical arrays into groups.
 
-    `groups` has the indices of the results that are computed together, for each group but the first. `trace` traces the
-    update with other shapes of some parameters. `owned` has the cores that owners compute, of all groups.
+    `groups` has the indices of each group's results, without the first group. `trace` traces the update with other
+    shapes of some parameters. `owned` has the cores of all groups that owners compute.
     """
     units, chunkings = offloaded.units, offloaded.chunkable
     shared_scalars = Dependencies.of(traced, units, offloaded.params_on_disk).shared_scalars
@@ -120,7 +120,7 @@ def partition(
         resident = tuple(k for k in leaves if k not in units)
         outs = [*params, *(num_params + k for k in (*state, *resident))]
         eqns, inputs = equations_behind(traced.jaxpr, traced.producers, [outvars[o] for o in outs], shared_scalars)
-        # A group reads gradients and parameters, its offloaded state, and shared values, which are everything else.
+        # A group gets gradients, parameters, constants and its offloaded state. All other inputs are shared values.
         reads: dict[Any, Read] = {}
         for var in inputs:
             kind, i = traced.reads.get(var, (SHARED, 0))
@@ -129,7 +129,7 @@ def partition(
         alone = len(params) == 1 and not resident
         chunking = chunkings.get(params[0]) if alone and may_chunk(traced, units, eqns, reads, outs) else None
         traces = {0: traced} if chunking is None else traces_of(params[0])
-        # Variables of a chunk's trace are found by their positions, so a trace of another structure is of no use.
+        # The variables of a chunk's trace are found by position. So without equal structures, the group is not chunked.
         if any(other.structure != traced.structure for other in traces.values()):
             chunking, traces = None, {0: traced}
         equations = {}
@@ -143,7 +143,7 @@ def partition(
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
-    """Join groups whose matrices owners compute together."""
+    """Join the groups whose cores owners compute together."""
     group_of = {o: n for n, outs in enumerate(groups) for o in outs}
     together = [{group_of[core.leaf] for core in g.cores if core.leaf in group_of} for g in owned.groups]
     sets = [*({n} for n in range(len(groups))), *filter(None, together)]
@@ -153,7 +153,7 @@ def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int
 def first_group(
     traced: TracedUpdate, groups: Sequence[UpdateGroup], shared: Sequence, owned: Sequence[OwnedGroup]
 ) -> UpdateGroup:
-    """Return the group of the results that no other group computes, and of the variables that groups share."""
+    """Return the group that computes the `shared` variables, and the results that no other group computes."""
     taken_params = {i for group in groups for i in group.params}
     taken_state = {k for group in groups for k in (*group.state, *group.resident)}
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
@@ -169,8 +169,8 @@ def may_chunk(
 ) -> bool:
     """Return whether a parameter's group may be updated in chunks.
 
-    It must reduce nothing, and read and compute only scalars and arrays that belong to the parameter and have its
-    shape. An equation with several results, such as a `cond` over all leaves, reads arrays of other leaves, too.
+    The group must not reduce an array. All values that it reads and computes must be scalars, or arrays of the
+    parameter that have its shape. For example, a group with a `cond` over all leaves cannot be chunked.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
@@ -187,7 +187,7 @@ def may_chunk(
 
 
 def reduces(eqn: Any) -> bool:
-    """Return whether an equation, or one inside it, reduces an array."""
+    """Return whether an equation, or an equation in its inner jaxprs, reduces an array."""
     name = eqn.primitive.name
     inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return (name.startswith("reduce") and name != "reduce_precision") or any(map(reduces, inner))
@@ -198,9 +198,9 @@ class Dependencies:
     """The inputs that each variable of a traced update depends on.
 
     Attributes:
-        offloaded: For each variable, the units of the offloaded arrays that it depends on; no entry if there are none.
+        offloaded: For each variable that depends on offloaded arrays, the units of these arrays.
         params: For each variable, the parameters that it depends on, except through `shared_scalars`.
-        shared_scalars: Scalars that depend on no offloaded array. They are computed once, and given to all groups.
+        shared_scalars: Scalars that depend on no offloaded array. They are computed once, and passed to all groups.
     """
 
     offloaded: dict[Any, frozenset]
@@ -209,7 +209,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, traced: TracedUpdate, units: dict[int, Unit], params_on_disk: Collection[int] = ()) -> Dependencies:
-        """Follow the equations once. A parameter on disk counts as offloaded."""
+        """Find the dependencies in one pass over the equations. A parameter on disk counts as offloaded."""
         scalars: set = set()
         reads = traced.reads.items()
         offloaded = {v: frozenset((units[k],)) for v, (kind, k) in reads if kind == STATE and k in units}
@@ -231,10 +231,10 @@ class Dependencies:
 def groups_of(
     traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies, params_on_disk: Collection[int] = ()
 ) -> list[list[int]]:
-    """Return the indices of results that are computed together, for each group with offloaded state.
+    """Return the indices of the results of each group with offloaded state.
 
-    A group updates every parameter that it reads, because the update of a parameter overwrites it: no other group could
-    read the old one.
+    A group also updates every parameter that it reads. If another group updated the parameter, the old value might be
+    overwritten before it is read.
     """
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     units_of: list[set] = [{i} for i in range(num_params)]
@@ -244,7 +244,7 @@ def groups_of(
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
     active.update(params_on_disk)
     fresh = active
-    while fresh:  # updates of parameters that an active result reads become active, too
+    while fresh:  # if an active result reads a parameter, the parameter's update becomes active
         fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
         active |= fresh
     results = sorted(active)
@@ -252,7 +252,7 @@ def groups_of(
 
 
 def connected(sets: Sequence[Collection]) -> list[list[int]]:
-    """Group sets that overlap, directly or through other sets. Return the indices of each group. No set is empty."""
+    """Group sets that overlap, directly or through other sets. Return the indices of each group's sets."""
     parent: dict[Any, Any] = {}
 
     def root(x):
@@ -273,9 +273,9 @@ def connected(sets: Sequence[Collection]) -> list[list[int]]:
 def chunk_traces(
     chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable
 ) -> Callable[[int], dict[int, TracedUpdate]]:
-    """Return `of(i)`: for each length of parameter `i`'s chunks, the update traced with chunks of this length.
+    """Return a function that maps a parameter's index to traces of its update, one per length of its chunks.
 
-    All parameters share two traces: the first with their chunks of full length, the second with their last chunks.
+    All parameters share two traces. In the first, every chunk has its full length. The second has the last chunks.
     """
     lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
 

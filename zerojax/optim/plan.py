@@ -1,7 +1,6 @@
-"""The plan of a run: how parameters, gradients and optimizer state are sharded, from shapes alone.
+"""Plan from shapes alone how parameters, gradients and optimizer state are sharded.
 
-A plan is made once, before any array is placed. It is frozen and hashable, because `ZeroState` carries it as static
-data.
+A plan is made once, before any array is placed. It is frozen and hashable, because it is static data in `ZeroState`.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from zerojax.placement.storage import shapes
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CachedHash):
-    """How parameters, gradients and optimizer state are sharded. Prints one line per leaf.
+    """A plan of how parameters, gradients and optimizer state are sharded. `print(plan)` shows one line per leaf.
 
     Attributes:
-        layout: Layout of all parameters.
-        trained: Layout of the trained parameters; all other parameters are holes in its tree.
+        layout: The layout of all parameters.
+        trained: The layout of the trained parameters. In its tree, `optax.MaskedNode()` replaces all other parameters.
         grads: One `Leaf` per trained parameter, for its reduced gradient and its update.
         state: One `Leaf` per leaf of the optimizer's state.
-        state_def: Structure of the state of the wrapped transformation, inside a `MasterState` if there are master
+        state_def: The tree structure of the wrapped transformation's state, inside a `MasterState` if there are master
             weights.
-        param_of: For each leaf of the state, the trained parameter that it mirrors, or None.
-        chunkings: For each leaf of the state, how it is divided into chunks that are kept outside the device's memory;
-            None: it is on the device.
-        errors: For each quantised gradient whose rounding errors are fed back, by the path of its parameter, how the
-            errors are sharded; see `layout.error_feedback`.
-        matrices: How the matrices of the update are computed; None if it takes more arguments than a step gives.
-        groups: The groups of the update in words, with the place of each; empty if nothing is offloaded.
-        choice: Where the update of offloaded state runs; None until live arrays ask for it.
-        describe: Describes the wrapped transformation for a checkpoint. It takes no part in equality.
+        param_of: For each leaf of the state, the index of the trained parameter that the leaf mirrors, or None.
+        chunkings: For each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on
+            the device.
+        errors: The path of each parameter whose gradient has error feedback, and how its rounding errors are sharded;
+            see `layout.error_feedback`.
+        matrices: How matrices are updated; None if the update needs arguments that a step does not give.
+        groups: A text that describes the groups of the update and their places; empty if nothing is offloaded.
+        choice: Where the update of offloaded state runs; None in a plan from shapes alone, or if nothing is offloaded.
+        describe: Describes the wrapped transformation for a checkpoint. Equality of plans ignores it.
     """
 
     layout: Layout
@@ -70,16 +69,16 @@ class ShardingPlan(CachedHash):
 
     @property
     def leaves(self) -> UpdatedLeaves:
-        """Return the layouts of everything that an update reads and replaces."""
+        """Return the layouts of the update's gradients and state."""
         return UpdatedLeaves(self.grads, self.state, self.param_of)
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
-        """Return how the offloaded leaves of the state are chunked, by index."""
+        """Map the index of each offloaded leaf of the state to its chunking."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
-        """Restrict the plan to one slice of the other mesh axes, which have these `sizes`."""
+        """Restrict the plan to one slice of the mesh along all axes but the data axes. `sizes` has all axes' sizes."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
@@ -89,11 +88,11 @@ class ShardingPlan(CachedHash):
         return dataclasses.replace(self, layout=layout, trained=trained, **parts)
 
     def __repr__(self) -> str:
-        """Return one line. `str` has every leaf."""
+        """Return one line. `str` describes every leaf."""
         return f"ShardingPlan(stage={self.layout.policy.stage}, {len(self.grads)} trained parameters)"
 
     def __str__(self) -> str:
-        """Return stage and axes, then each leaf with its type, logical shape and layout."""
+        """Return a line with stage and axes, then one line per leaf with its type, logical shape and layout."""
         policy = self.layout.policy
         uses = map(self.layout.why_not_trained, range(len(self.layout.params)))
         pairs = zip(self.layout.params, uses, strict=True)
@@ -108,7 +107,7 @@ class ShardingPlan(CachedHash):
 
     @property
     def update_in_words(self) -> list[str]:
-        """Return a line for each kind of group of the update, and for matrices that are updated alike."""
+        """Return one line per set of similar groups of the update, and per set of similar matrices."""
         return [*self.groups.splitlines(), *str(self.matrices or "").splitlines()]
 
 
@@ -123,7 +122,7 @@ def make_plan(config: Config, params: Any) -> ShardingPlan:
 
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
-    """Complete a layout of parameters: add gradients and optimizer state, flat where the update is elementwise."""
+    """Add gradients and optimizer state to a layout of parameters. Only leaves with an elementwise update stay flat."""
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))

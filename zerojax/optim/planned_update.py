@@ -1,4 +1,4 @@
-"""The update of a plan, from shapes alone: its offloaded state, the cores that owners compute, and its groups."""
+"""Find a plan's offloaded state, the cores that owners compute, and the groups of its update, from shapes alone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PlannedUpdate:
 
     @functools.cached_property
     def traced(self) -> TracedUpdate:
-        """Return the update as equations, or raise a `TransformationError` if it needs more than a step gives."""
+        """Return the traced update, or raise a `TransformationError` if a step does not give all its arguments."""
         return self.trace({})
 
     def trace(self, changed: dict[int, tuple[int, ...]]) -> TracedUpdate:
-        """Trace the update with other shapes of some parameters."""
+        """Trace the update. `changed` maps the indices of some parameters to other shapes."""
         seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape
         shapes = lambda leaves: [jax.ShapeDtypeStruct(seen(leaf), leaf.dtype) for leaf in leaves]
         grads, state = shapes(self.flat.leaves.grads), shapes(self.flat.leaves.state)
@@ -43,7 +43,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def _with_offloaded(self) -> list[list[int]]:
-        """Return the results that are computed together, for each group with offloaded state."""
+        """Return the indices of the results of each group with offloaded state."""
         units, on_disk = self.offloaded.units, self.offloaded.params_on_disk
         if not units and not on_disk:
             return []
@@ -51,7 +51,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def owned(self) -> OwnedUpdate:
-        """Return which cores owners compute, or raise a `TransformationError` like `traced`."""
+        """Return the cores that owners compute, or raise a `TransformationError` as `traced` does."""
         config, grads = self.flat.config, self.flat.leaves.grads
         if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" or leaf.shards == 1 for leaf in grads):
             return OwnedUpdate((), {})
@@ -60,7 +60,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def partition(self) -> Partition:
-        """Return the groups of the update, or raise the error of a transformation that a step cannot call."""
+        """Return the groups of the update, or raise the transformation's error if a step cannot call it."""
         try:
             groups = merged(self._with_offloaded, self.owned)
         except TransformationError as error:
@@ -69,7 +69,7 @@ class PlannedUpdate:
 
     @property
     def chunkings(self) -> tuple[Chunking | None, ...]:
-        """Return for each leaf of the state how it is chunked, or None if it is on the device."""
+        """Return the chunking of each leaf of the state, or None for a leaf that stays on the device."""
         state, found = self.flat.leaves.state, {}
         for group in self.partition.groups if self.offloaded.units else ():
             found |= {k: group.chunking or Chunking(0, state[k].local_shape[:1]) for k in group.state}
@@ -77,12 +77,12 @@ class PlannedUpdate:
 
     @property
     def groups(self) -> str:
-        """Return the groups of the update in words, or an empty string if nothing is offloaded: all is one group."""
+        """Return a description of the update's groups, or an empty string if nothing is offloaded."""
         return groups_in_words(self.partition, self.flat.leaves) if self.offloaded.units else ""
 
     @property
     def matrices(self) -> MatrixUpdates | None:
-        """Return how matrices are updated, or None if the update needs more arguments than a step gives."""
+        """Return how matrices are updated, or None if the update needs arguments that a step does not give."""
         try:
             return matrix_updates(self.owned, self.flat.leaves.grads)
         except TransformationError:

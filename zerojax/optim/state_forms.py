@@ -1,8 +1,8 @@
-"""Convert the optimizer state that a plan describes to its other forms, and back.
+"""Convert the optimizer state between the form that a plan describes and two other forms.
 
-The first form is the state that `init` and `update` return. Flax puts the variables of a model into the state of its
-optimizer, annotations included. Under `jax.jit`, an array of Auto axes does not say which of them divide it. The
-returned state says both. The second form is the full state in device memory, for programs that need all of it at once.
+The first form is the state that `init` and `update` return. Its Flax annotations describe the layout of the state, and
+`Annotated` adds facts that `update` cannot see under `jax.jit`. The second form has the full state in device memory,
+for programs that need all of it at once.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ ON_DISK = (
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["others", "overwritten"])
 @dataclasses.dataclass(frozen=True)
 class Annotated:
-    """The state of an optimizer, with facts about its parameters that `update` cannot see in them.
+    """The state of an optimizer, with facts about the parameters that `update` cannot see.
 
     Under `jax.jit`, `update` cannot see which Auto axes, other than the data axes, divide a parameter. Flax's
-    `nnx.Optimizer` gives it arrays without the variables that held them.
+    `nnx.Optimizer` passes arrays without their variables, whose class marks overwritten parameters.
 
     Attributes:
         state: The state, in the structure of the wrapped transformation.
-        others: `Leaf.others` of each parameter; () if no other axis divides any parameter.
-        overwritten: Indices of the overwritten parameters whose paths do not say so.
+        others: `Leaf.others` of each parameter; () if no Auto axis other than the data axes divides a parameter.
+        overwritten: Indices of the overwritten parameters that `update` cannot recognise by their paths or shapes.
     """
 
     state: PyTree
@@ -52,12 +52,12 @@ class Annotated:
 
 
 def seen_in(state: PyTree) -> dict[str, tuple]:
-    """Return the state's facts about the parameters, as keyword arguments of `layout_of`."""
+    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`. Another state has no facts."""
     return {"others": state.others, "overwritten": state.overwritten} if isinstance(state, Annotated) else {}
 
 
 def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Return a state, or its shardings, in the form that `init` and `update` return."""
+    """Convert a state, or the tree of its shardings, to the form that `init` and `update` return."""
     others = tuple(leaf.others for leaf in plan.layout.params)
     names = {
         name for entries in others for entry in entries for name in (entry if isinstance(entry, tuple) else [entry])
@@ -72,7 +72,7 @@ def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
     """Undo `as_returned`. A state of another structure is returned unchanged, and `check_state` refuses it.
 
-    None is the state of a transformation without state, as in optax.
+    As in optax, None is accepted as the state of a transformation without state.
     """
     if state is None and plan.state_def.num_leaves == 0:
         return jax.tree.unflatten(plan.state_def, ())
@@ -88,25 +88,25 @@ def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Return the state with Flax's annotations changed from the parameters' layouts to the state's layouts."""
+    """Return the state with Flax annotations that describe the layouts of the state, and not of the parameters."""
     nodes, treedef = jax.tree.flatten(state, is_leaf=lambda x: is_chunked(x) or is_annotated(x))
     new = [x.copy(out_sharding=leaf.spec) if is_annotated(x) else x for x, leaf in zip(nodes, plan.state, strict=True)]
     return jax.tree.unflatten(treedef, new)
 
 
 def is_annotated(x: Any) -> bool:
-    """Return whether a node is a Flax variable that says how it is sharded."""
-    # Asked of the type, because a user's node may answer for any attribute.
+    """Return whether a node is a Flax variable with an annotation of its sharding."""
+    # Look at the type, because an object of a user's class may return something for any attribute.
     has_metadata = callable(getattr(type(x), "get_metadata", None))
     metadata = x.get_metadata() if has_metadata else None
     return isinstance(metadata, dict) and bool(metadata.get("out_sharding"))
 
 
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Return the state with every offloaded leaf joined on the device, all at once.
+    """Return the state with the chunks of all offloaded leaves copied to the device and joined.
 
     Raises:
-        TypeError: If a part is on disk, which a traced program cannot read.
+        TypeError: If a leaf is on disk, because a traced program cannot read files.
     """
 
     def one(x, leaf: Leaf):
@@ -137,7 +137,7 @@ def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the shardings of the state: a tree of `NamedSharding`, in `Chunked` nodes where it is offloaded."""
+    """Return the state's tree of `NamedSharding`s. Offloaded leaves are `Chunked` nodes of shardings."""
 
     def one(leaf: Leaf, chunking: Chunking | None):
         if chunking is None:
@@ -149,5 +149,5 @@ def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
 
 
 def is_on_disk(config: Config) -> bool:
-    """Return whether offloaded state is on disk."""
+    """Return whether offloaded state is kept on disk."""
     return config.offload is not None and config.offload.optimizer == "disk"

@@ -1,4 +1,4 @@
-"""The groups of an update and the matrices that owners compute, in the words of plan and report."""
+"""Describe an update's groups, and the matrices that owners compute, for the texts of a plan and a report."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ WHERE = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 @dataclasses.dataclass(frozen=True)
 class OwnedMatrices:
-    """Matrices of one shape and one program that are updated by owners.
+    """Matrices with equal shapes and equal programs that are updated by owners.
 
     Attributes:
-        paths: Paths of the parameters.
-        matrices: The number of matrices: a parameter may be a stack of them.
+        paths: The paths of the parameters.
+        matrices: The number of matrices. A parameter may be a stack of matrices.
         owners: The number of owners that share the matrices.
-        within: Devices per owner.
-        seconds: Least time of their update.
-        seconds_sharded: The same if each product were divided among all devices.
+        within: The number of devices per owner.
+        seconds: The time of the update at peak rates.
+        seconds_sharded: The time at peak rates if each product were divided among all devices.
     """
 
     paths: tuple[str, ...]
@@ -34,7 +34,7 @@ class OwnedMatrices:
     seconds_sharded: float
 
     def __str__(self) -> str:
-        """Return one line that compares the time with owners and without owners."""
+        """Return one line that compares the time of the update with owners to the time without owners."""
         each = f"{self.within} devices each" if self.within > 1 else "one device each"
         matrices = "1 matrix" if self.matrices == 1 else f"{self.matrices} matrices"
         return (
@@ -45,18 +45,18 @@ class OwnedMatrices:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixUpdates:
-    """How the matrices of an update are computed.
+    """A summary of how the matrices of an update are computed.
 
     Attributes:
         owned: The matrices that owners compute.
-        left: The paths of all other matrices, which the compiler divides or repeats, and why.
+        left: The paths of all other matrices, with the reason why owners do not compute them.
     """
 
     owned: tuple[OwnedMatrices, ...] = ()
     left: tuple[tuple[tuple[str, ...], str], ...] = ()
 
     def __str__(self) -> str:
-        """Return a line for each group of parameters, or an empty string if no matrices are multiplied."""
+        """Return one line per entry of `owned` and `left`, or an empty string if the update multiplies no matrices."""
         lines = [str(group) for group in self.owned]
         lines += [f"{_named(paths)}: divided among all devices: {reason}" for paths, reason in self.left]
         return "\n".join(f"update of {line}" for line in lines)
@@ -67,7 +67,7 @@ def _named(paths: Sequence[str]) -> str:
 
 
 def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
-    """Describe who computes which matrices. `leaves` are the layouts of the trained parameters."""
+    """Describe how each matrix is updated. `leaves` are the layouts of the trained parameters."""
     owned = tuple(
         OwnedMatrices(
             tuple(leaves[core.leaf].path for core in group.cores),
@@ -86,7 +86,7 @@ def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
 
 
 def groups_in_words(partition: Partition, leaves: UpdatedLeaves) -> str:
-    """Return a line for all groups that are alike: their parameters, and where their state waits between steps."""
+    """Return one line per set of similar groups, with their parameters and where their state waits between steps."""
     alike: dict[tuple, list[list[str]]] = {}
     for group in (partition.first, *partition.groups):
         state = group.state or group.resident

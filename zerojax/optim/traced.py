@@ -1,4 +1,4 @@
-"""An optax update as equations: trace it, inline its calls, and find the equations behind some of its results."""
+"""Trace an optax update into equations, inline its calls, and find the equations that compute some of its results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.optim.owned_group import Core, OwnedGroup
 
-# The inputs of an update: a kind of value, and an index into the values of this kind.
+# Each input of an update is named by its kind, and by its index among the inputs of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
 Read = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Equations:
-    """Some equations of an update.
+    """A part of the equations of an update.
 
     Attributes:
-        jaxpr: The equations, from the inputs `reads` to some of the update's results.
-        reads: The inputs, in order.
-        owned: The cores in them that owners compute, by indices in `jaxpr` and `variables`.
+        jaxpr: The equations. They compute some of the update's results from the inputs in `reads`.
+        reads: The kind and index of each input, in order.
+        owned: The cores among these equations that owners compute. Their indices refer to `jaxpr` and `variables`.
     """
 
     jaxpr: Any
@@ -34,12 +34,12 @@ class Equations:
 
     @functools.cached_property
     def key(self) -> tuple:
-        """Return a key: equations with equal keys are the same program."""
+        """Return a key that is equal for equal programs."""
         return str(self.jaxpr), tuple(group.structure for group in self.owned)
 
     @functools.cached_property
     def variables(self) -> list:
-        """Return all variables: inputs, then results, equation by equation."""
+        """Return all variables: first the inputs, then the results of each equation in order."""
         return [*self.jaxpr.invars, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     def indices(self, kind: str) -> tuple[int, ...]:
@@ -49,13 +49,13 @@ class Equations:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:
-    """An update as equations.
+    """An update that was traced into equations.
 
     Attributes:
-        jaxpr: From gradients, state, parameters and extra arguments to new parameters and state.
-        consts: Arrays that the transformation closed over.
+        jaxpr: The equations. They compute new parameters and state from gradients, state, parameters and extra values.
+        consts: The arrays that the transformation closes over.
         reads: For each input variable, its kind and index.
-        num_params: How many of the results are parameters. The remaining results are state.
+        num_params: The number of results that are parameters. The remaining results are state.
     """
 
     jaxpr: Any
@@ -65,38 +65,38 @@ class TracedUpdate:
 
     @functools.cached_property
     def producers(self) -> dict[Any, int]:
-        """Map each variable to the equation that makes it."""
+        """Map each variable to the index of the equation that computes it."""
         return producers_of(self.jaxpr)
 
     @functools.cached_property
     def structure(self) -> tuple:
-        """Return what two traces of one update, on arrays of different shapes, must have in common."""
+        """Return the structure of the trace, which does not include shapes."""
         return len(self.reads), [(eqn.primitive.name, len(eqn.outvars)) for eqn in self.jaxpr.eqns]
 
     @functools.cached_property
     def variables(self) -> list:
-        """Return all variables in order. The variables of two traces of one structure correspond."""
+        """Return all variables in order. If two traces have equal structures, their variables correspond."""
         return [*self.reads, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     @functools.cached_property
     def positions(self) -> dict[Any, int]:
-        """Map each variable to its index among `variables`."""
+        """Map each variable to its index in `variables`."""
         return {var: n for n, var in enumerate(self.variables)}
 
     @property
     def num_state(self) -> int:
-        """Return how many of the results are state."""
+        """Return the number of results that are state."""
         return len(self.jaxpr.outvars) - self.num_params
 
     def core_jaxpr(self, core: Core) -> Any:
-        """Return a core as `inputs -> results`, for arrays of the shapes of this trace."""
+        """Return a core as a jaxpr from its inputs to its results, in the shapes of this trace."""
         of = lambda indices: [self.variables[n] for n in indices]
         return compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in core.eqns], of(core.inputs), of(core.results))
 
     def equations(
         self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedGroup] = ()
     ) -> Equations:
-        """Return some equations, from the variables in `reads` to `outvars`, with the `owned` cores in them."""
+        """Return `eqns` as a program from the variables in `reads` to `outvars`. Keep the `owned` cores among them."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
         part, position = Equations(jaxpr, tuple(reads.values())), {e: n for n, e in enumerate(eqns)}
         variables = {self.positions[var]: n for n, var in enumerate(part.variables)}
@@ -110,7 +110,7 @@ class TracedUpdate:
 
 
 def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:
-    """Trace an update of lists, `update(grads, state, params, extra) -> (params, state)`, on arrays or shapes."""
+    """Trace a function of lists, `update(grads, state, params, extra) -> (params, state)`, on arrays or shapes."""
     counts = {GRAD: len(grads), STATE: len(state), PARAM: len(params), EXTRA: len(extra)}
 
     def flat(*values):
@@ -126,22 +126,22 @@ def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Seq
 
 
 def trace_inlined(fn: Callable, *args: Any) -> tuple[Any, Sequence]:
-    """Trace a function and inline the calls in it: `(jaxpr, consts)`."""
+    """Trace a function, inline the calls in its jaxpr, and return `(jaxpr, consts)`."""
     jaxpr, consts = compat.opened(jax.make_jaxpr(fn)(*args))
     return compat.opened(jax.make_jaxpr(functools.partial(jaxprs.inline_calls, jaxpr, consts))(*args))
 
 
 def producers_of(jaxpr: Any) -> dict[Any, int]:
-    """Map each variable of a jaxpr to the index of the equation that makes it."""
+    """Map each variable of a jaxpr to the index of the equation that computes it."""
     return {var: e for e, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
 
 def equations_behind(
     jaxpr: Any, producers: dict[Any, int], outvars: Sequence, stop: Collection = ()
 ) -> tuple[list[int], list]:
-    """Return the equations that compute some variables, by index, and the input variables that they start from.
+    """Return the indices of the equations that compute `outvars`, and the input variables that these equations read.
 
-    `producers` are from `producers_of`. The variables in `stop` are taken as inputs.
+    `producers` is the result of `producers_of`. The variables in `stop` count as inputs.
     """
     pending, inputs, eqns = list(outvars), {}, set()
     while pending:
@@ -157,5 +157,5 @@ def equations_behind(
 
 
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
-    """Return everything that is known of some variables. Literals depend on nothing."""
+    """Return the union of the sets that `known` has for some variables. A literal has the empty set."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))

@@ -1,4 +1,4 @@
-"""Call a wrapped transformation: with the loss, in an analysis, and with a look at the state that it returns."""
+"""Call a wrapped transformation with the loss, guard its calls in an analysis, and check the state that it returns."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from zerojax.layout.leaf import Leaf
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
-UNEXPECTED = "unexpected keyword argument 'value'"  # Python's words
+UNEXPECTED = "unexpected keyword argument 'value'"  # Python's message
 
 
 class TransformationError(Exception):
-    """A wrapped transformation cannot be traced as an analysis asks; `__cause__` is the transformation's error."""
+    """An analysis could not trace the wrapped transformation. `__cause__` is the transformation's error."""
 
 
 def guarded(update: Callable) -> Callable:
-    """Return a function that calls `update` and raises a `TransformationError` for every error inside.
+    """Return a function that calls `update`, and raises a `TransformationError` if `update` raises any error.
 
     An analysis traces the transformation with fewer arguments, or in other shapes, than training does. If the
-    transformation refuses, the analysis finds nothing, and the plan says so. An error of the analysis itself is a bug.
-    It must not turn into "replicated", so an analysis catches a `TransformationError` and nothing else.
+    transformation then raises an error, the analysis has no result, and the plan reports this. An error of the analysis
+    itself is a bug, and must not silently replicate a leaf. So an analysis catches only a `TransformationError`.
     """
 
     def call(*args: Any, **keywords: Any) -> Any:
@@ -38,11 +38,12 @@ def guarded(update: Callable) -> Callable:
 
 
 def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation with an update that can be given the loss as `value=`.
+    """Return the transformation with an `update` that accepts the loss as `value=`.
 
-    A training step gives every transformation the loss. optax drops the loss where a transformation takes no further
-    arguments. A transformation that takes other further arguments, such as `optax.contrib.sam`, would fail, alone or in
-    a chain. Signatures do not tell, because a chain takes any argument. So the update is called again without the loss.
+    A training step gives every transformation the loss. optax drops the loss if a transformation takes no extra
+    arguments. But a transformation that takes other extra arguments, such as `optax.contrib.sam`, raises a `TypeError`,
+    alone or in a chain. Its signature is no help, because a chain takes any argument. So after this error, the update
+    is called again without the loss.
     """
     supported = optax.with_extra_args_support(tx)
 
@@ -59,7 +60,7 @@ def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def check_new_state(leaves: Sequence[Leaf], state: PyTree) -> None:
-    """Refuse a state that an update has given another tree than `init` made, with a `ValueError`."""
+    """Raise a `ValueError` if `update` returned a state with more or fewer leaves than `init` made."""
     found = jax.tree_util.tree_leaves_with_path(state)
     if len(found) != len(leaves):
         raise ValueError(

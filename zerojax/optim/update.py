@@ -1,8 +1,8 @@
-"""Run the optax update: each device does 1/N of the work, and the result is exact for every transformation.
+"""Run the optax update. Each of N devices does 1/N of the work, and the result is exact for every transformation.
 
-The update runs in global view under `jit`: gradients, parameters and state are logical arrays whose layouts are pinned,
-and the compiler divides the work. So a norm over all parameters, a factored second moment or a Newton-Schulz iteration
-sees full matrices, as on one device. A leaf that is updated element by element may be flat.
+The update runs in global view under `jit`. Gradients, parameters and state are logical arrays with fixed layouts, and
+the compiler divides the work. So a norm over all parameters, a factored second moment or a Newton-Schulz iteration sees
+full matrices, as on one device. A leaf that is updated element by element may be flat.
 
 References:
     Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 
 def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
-    """Return the trained leaves of parameters or gradients, in any form, sharded for the update, in storage shape.
+    """Shard the trained leaves of a tree of parameters or gradients for the update. Return them in storage shape.
 
-    A parameter in host memory already has the sharding of its gradient, and stays in host memory.
+    The tree may be in logical or storage form. A parameter in host memory already has the sharding of its gradient, and
+    stays in host memory.
     """
     leaves = leaves_of(tree)
 
@@ -58,10 +59,10 @@ def unshard_after_update(
     updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """Undo `shard_for_update`: gather leaves that are replicated, or sharded over fewer axes, between steps.
+    """Undo `shard_for_update`. Gather the parameters that are replicated, or sharded over fewer axes, between steps.
 
-    `frozen` has one array per parameter, of which the parameters that are not trained are taken. The result has None
-    where `updated` has None.
+    `frozen` has one array per parameter, and the result takes the parameters that are not trained from it. The result
+    has None where `updated` has None.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     leaves = plan.trained.params
@@ -81,12 +82,13 @@ def update(
     params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """Run one step of the optimizer on sharded leaves, in storage shape of `plan.grads`. Return updates and state.
+    """Run one step of the optimizer on sharded leaves, and return `(updates, state)`.
 
-    With master weights, the updates are the new parameters. A gradient that is wider than its parameter stays wide.
+    Gradients, parameters and updates have the storage shapes of `plan.grads`. With master weights, the updates are the
+    new parameters. A gradient that is wider than its parameter is not cast.
 
     Raises:
-        TypeError: If wide gradients make an offloaded leaf of the state wider than `init` made it.
+        TypeError: If state is offloaded, and wide gradients make a leaf of the state wider than `init` made it.
     """
     views = lambda stored, leaves: list(map(unpadded, stored, leaves))
     keep = lambda values, leaves: [to_storage(config.mesh, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
@@ -109,15 +111,15 @@ def update(
 def logical_update(
     config: Config, plan: ShardingPlan, grads: list, state: list, params: list | None, extra: dict
 ) -> tuple[list[Array], list[Array]]:
-    """Return `(updates, state)` of the wrapped transformation for logical arrays, with matrices computed by owners."""
+    """Call the wrapped transformation on logical arrays, let owners compute cores, and return `(updates, state)`."""
     flat = FlatUpdate(config, plan.trained, plan.leaves, plan.state_def)
     # The update is traced again, because a custom loop may give it other arguments and types than the plan assumed.
-    # `plan.matrices` is None if the plan could not trace the update without further arguments, which may be here now.
+    # `plan.matrices` is None if the plan could not trace the update without extra arguments. `extra` may have them.
     if plan.matrices is None or plan.matrices.owned:
         trace = flat.tracer(grads, state, params, extra)
         try:
             traced = trace()
-        except TransformationError:  # it needs the context of the mesh. If it fails below, its own error is raised
+        except TransformationError:  # tracing may need the mesh's context. The call below raises any other error
             return flat(grads, state, params, extra)
         if found := owned_update(config, plan.leaves, traced, trace).groups:
             arrays = filter(is_traced, jax.tree.leaves(extra))
@@ -131,7 +133,7 @@ def logical_update(
 
 
 def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
-    """Refuse a state that wide gradients have made wider than `init` made it, with a `TypeError` for the first leaf."""
+    """Raise a `TypeError` for the first state leaf whose float type is not the type that `init` gave it."""
     for x, leaf in zip(state, leaves, strict=True):
         if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
@@ -149,7 +151,7 @@ def apply_update(
     params: Sequence[Shaped[Array, "*storage"]],
     extra: dict,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """Return the trained parameters after one step, in their stored type, and the state; see `update`."""
+    """Run `update` and apply its updates. Return the trained parameters, in their stored types, and the state."""
     params = [to_device(x) for x in params]
     updates, state = update(config, plan, grads, state, params, extra)
     moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)
@@ -157,7 +159,7 @@ def apply_update(
 
 
 def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """Return the new arrays if the step counts, or else the old arrays, bit for bit."""
+    """Return the new arrays if `ok`, and otherwise the old arrays, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
@@ -165,11 +167,11 @@ class Updated(NamedTuple):
     """The result of an update's first group.
 
     Attributes:
-        params: The trained parameters that the group updates, by index; storage shape of their shards.
-        state: One array per leaf of the state: the new array, or the old array if another group replaces it; None for
+        params: The trained parameters that the group updates, by index. They are sharded like their gradients.
+        state: One array per leaf of the state: the new array, or the old array if another group replaces it. None for
             offloaded leaves.
-        shared: Values that the other groups share.
-        grads: Indices of the gradients that the other groups read.
+        shared: The shared values, which the other groups read.
+        grads: The indices of the gradients that the other groups read.
     """
 
     params: dict[int, Array]
@@ -181,10 +183,9 @@ class Updated(NamedTuple):
 def resident_update(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> Updated:
-    """Compute the first group of the update: everything that needs no offloaded state. `value` is the loss.
+    """Compute the first group of the update, which needs no offloaded state. `value` is the loss.
 
-    Gradients are in storage shape of their shards, and parameters are laid out as their gradients. `state` has None for
-    offloaded leaves.
+    `grads` and `params` have the storage shapes and shardings of `plan.grads`. `state` has None for offloaded leaves.
     """
     if all(x is not None for x in state):
         tree = jax.tree.unflatten(plan.state_def, state)

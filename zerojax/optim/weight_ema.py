@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, as an optax transformation: its state is sharded like any moment."""
+"""Keep an exponential moving average of the weights in the state of an optax transformation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WeightEmaState(NamedTuple):
-    """The state of `weight_ema`: the average of the parameters, in their shapes, in float32 or wider."""
+    """The state of `weight_ema`. `average` is a tree like the parameters, whose floats are float32 or wider."""
 
     average: PyTree
 
@@ -23,18 +23,18 @@ class WeightEmaState(NamedTuple):
 def weight_ema(decay: float) -> optax.GradientTransformation:
     """Keep a moving average of the parameters in the optimizer's state. Updates pass through unchanged.
 
-    Put it last in an `optax.chain`, where an update is the number that is added to a parameter. Under `zero_shard` it
-    averages the master weights. The average is sharded, offloaded, rolled back, checkpointed and restored like any
-    state.
+    Put `weight_ema` last in an `optax.chain`, because only the last updates are the numbers that are added to the
+    parameters. Under `zero_shard`, `weight_ema` averages the master weights. The average is sharded, offloaded, rolled
+    back, checkpointed and restored like all other state.
 
     Args:
-        decay: The share of the average that each step keeps, from 0 to 1. The average starts at the parameters.
+        decay: The share of the old average that each step keeps, from 0 to 1. The first average is the parameters.
 
     Returns:
         An optax transformation. `zerojax.averaged` finds the average in any state that contains it.
 
     Raises:
-        ValueError: If `decay` is below 0 or above 1; in `update`, if the parameters are not given.
+        ValueError: If `decay` is below 0 or above 1. `update` raises it if the parameters are not given.
 
     Examples:
         >>> tx = zero_shard(optax.chain(optax.adamw(3e-4), weight_ema(0.999)), stage=3)
@@ -61,7 +61,7 @@ def weight_ema(decay: float) -> optax.GradientTransformation:
 
 
 def wide(x: jax.Array) -> jnp.dtype:
-    """Return the type of an average: the parameter's type, but not narrower than float32."""
+    """Return the type of a parameter's average. A float that is narrower than float32 becomes float32."""
     return common_dtype(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
@@ -72,11 +72,11 @@ def averaged(opt_state: PyTree) -> PyTree:
         opt_state: A state that contains the state of one `weight_ema`, at any depth.
 
     Returns:
-        A tree with the parameters' structure. In a state of `zero_shard`, its leaves are in storage, and
-        `tx.as_params` converts it into parameters.
+        A tree with the parameters' structure. In a state of `zero_shard`, its leaves have storage shapes, and
+        `tx.as_params` converts the tree into parameters.
 
     Raises:
-        ValueError: If there is not exactly one average.
+        ValueError: If `opt_state` does not have exactly one average.
     """
     is_ema = lambda x: isinstance(x, WeightEmaState)
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ema) if is_ema(x)]

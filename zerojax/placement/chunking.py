@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def slice_chunk(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*chunk"]:
-    """Return the chunk of every device's shard that begins at `start` on `dim`. Traced under jit."""
+    """Return the chunk of every device's shard that begins at `start` on `dim`. Call this under `jax.jit`."""
 
     def local(x, start):
         return lax.dynamic_slice_in_dim(x, start, length, dim)
@@ -41,7 +41,7 @@ def update_chunk(
     dim: int,
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
-    """Return the array with a chunk of every device's shard replaced. Traced under jit."""
+    """Return the array with a chunk of every device's shard replaced. Call this under `jax.jit`."""
 
     def local(x, chunk, start):
         return lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
@@ -50,7 +50,7 @@ def update_chunk(
 
 
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
-    """Return a function that computes `local(*arrays, start)` on each device's shard."""
+    """Return a function that calls `local(*arrays, start)` on each device's shards of `arrays` arrays."""
     spec = leaf.local_spec
     return mapped(
         local, mesh=mesh, in_specs=(*[spec] * arrays, PartitionSpec()), out_specs=spec, axis_names=set(leaf.axes)
@@ -60,7 +60,7 @@ def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
 def split_chunks(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking
 ) -> list[Shaped[Array, "*chunk"]]:
-    """Split an array into all of its chunks, in order. Traced under jit."""
+    """Split an array into all of its chunks, in order. Call this under `jax.jit`."""
     if len(chunking.extents) == 1:
         return [stored]
     return [slice_chunk(mesh, stored, leaf, chunking.dim, start, length) for start, length in chunking.chunks]
@@ -80,7 +80,7 @@ def join_chunks(
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
-    """Return the node of a leaf whose chunks are in host memory."""
+    """Return the `Chunked` node of a leaf whose chunks are in host memory."""
     return Chunked(tuple(chunks), leaf, chunking, named(config, leaf))
 
 
@@ -91,7 +91,7 @@ def joined(node: Chunked) -> Shaped[Array, "*storage"]:
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
-    """Return an offloaded leaf with the values of an array that is on the devices."""
+    """Return the node of an offloaded leaf with the values of `x`, which is an array on the devices."""
     chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))
@@ -101,11 +101,11 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 
 @functools.lru_cache(maxsize=32)
 def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """Return the program of `joined`."""
+    """Return the jitted function that `joined` calls."""
     return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)
 def splitting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """Return the program of `replaced`."""
+    """Return the jitted function that `replaced` calls."""
     return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)

@@ -1,4 +1,4 @@
-"""Find live arrays that are not placed as planned, for example because of a caller's `jax.jit(out_shardings=)`."""
+"""Find arrays that are not sharded as planned, for example because of a user's `jax.jit(out_shardings=)`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMED = 3
 
 
 class Misplaced(NamedTuple):
-    """The planned placement of an array over the data axes, and the placement that was found, in words."""
+    """Texts that describe the planned and the found placement of an array over the data axes."""
 
     planned: str
     found: str
@@ -33,10 +33,10 @@ class Misplaced(NamedTuple):
 
 
 def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
-    """Return the placement of a live array over the data axes if it is not the planned one, and otherwise None.
+    """Describe the placement of a real (not traced) array if it differs from the plan. Otherwise, return None.
 
-    `leaf` is the planned layout over the axes `data`, which divide the batch. Other mesh axes are left to the compiler,
-    and not compared. `x` is an array in storage, or its `Padded` or `Chunked` node.
+    Only the axes `data`, which divide the batch, are compared, because other mesh axes belong to the compiler. `leaf`
+    is the planned layout. `x` is an array in storage, or its `Padded` or `Chunked` node.
     """
     x = x.storage if is_padded(x) else x
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
@@ -49,11 +49,11 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
     if planned and sharding.is_fully_replicated:
         one = len(sharding.device_set) == 1
         return Misplaced(in_words(planned, ())[0], "on one device" if one else "replicated")
-    return None  # a sharding without axes, such as the compiler's, may be equal
+    return None  # a sharding without mesh axes, such as the compiler's, may be the planned one
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return, for each dim up to the last divided one, the data axes that divide it."""
+    """Return the data axes that divide each dim, without the undivided dims at the end."""
     dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
     while dims and not dims[-1]:
         dims.pop()
@@ -61,7 +61,7 @@ def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...
 
 
 def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Describe placements. Dims are named unless one of the placements is replicated."""
+    """Describe placements. The text names dims unless a placement is replicated."""
 
     def one(dims: tuple[tuple[str, ...], ...]) -> str:
         names = ", ".join(repr(axis) for axes in dims for axis in axes)
@@ -73,17 +73,17 @@ def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 class PlacementCheck:
-    """Warns once, in the first call with live arrays, if arrays that should be sharded are replicated."""
+    """On the first call with real (not traced) arrays, warn of arrays that are not sharded as planned."""
 
     def __init__(self):
         """Prepare the check of the first call."""
         self._done = False
 
     def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
-        """Check the arrays if this is the first call with live arrays.
+        """Check the arrays, unless they are traced or an earlier call has checked arrays.
 
-        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is fine:
-        a program shards it when it is passed. `stacklevel` is that of `warnings.warn`, relative to this method.
+        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is accepted,
+        because a program shards its arguments. `stacklevel` is that of `warnings.warn`; 1 means this method's caller.
         """
         if self._done:
             return
@@ -94,7 +94,7 @@ class PlacementCheck:
         found: dict[str, Misplaced] = {}
         for name, tree, leaves in trees:
             nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_padded(x) or is_chunked(x))
-            placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # refused elsewhere
+            placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
             how = {f"{name}{leaf.path}": misplaced(leaf, x, data) for leaf, x in placed if leaf.kind != "replicated"}
             found |= {path: one for path, one in how.items() if one and one.found != "on one device"}
         if found:

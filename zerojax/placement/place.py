@@ -1,4 +1,4 @@
-"""Place parameters by a layout, or initialise them in it. Shapes are placed as shapes with shardings."""
+"""Copy parameters into a layout, or initialise them in the layout. For shapes, return shapes with shardings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_PROGRAMS = 8
 
 
 def storage_of(params: PyTree, layout: Layout) -> list:
-    """Return the stored arrays of parameters as `storage_leaves` does, or shapes for shapes."""
+    """Return the parameters in storage shape, like `storage_leaves`. For shapes, return storage shapes."""
     if are_shapes(params):
         return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
     return storage_leaves(params, layout.params)
@@ -40,7 +40,7 @@ def are_shapes(params: PyTree) -> bool:
 
 
 def place_params(config: Config, layout: Layout, params: PyTree) -> list:
-    """Copy parameters into their layout, in storage shape, without casting them."""
+    """Copy parameters into their layout, and return them in storage shape. Do not cast them."""
     if not are_shapes(params):
         check_host_room(config, layout)
     stored = storage_of(params, layout)
@@ -48,7 +48,7 @@ def place_params(config: Config, layout: Layout, params: PyTree) -> list:
 
 
 def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
-    """Return a replicated copy of a tree of arrays and numbers; if `shapes`, shapes with shardings."""
+    """Return a replicated copy of a tree of arrays and numbers. With `shapes`, return shapes with shardings."""
     sharding = replicated(mesh)
 
     def one(x):
@@ -60,38 +60,38 @@ def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
 
 
 def check_host_room(config: Config, layout: Layout) -> None:
-    """Raise a MemoryError if the host has no room for the parameters that live in host memory."""
+    """Raise a `MemoryError` if there is not enough host memory for the parameters that are kept in it."""
     if needed := sum(leaf.local_bytes for leaf in layout.params if leaf.host):
         check_host_memory(config.mesh, needed, "Offload(params=)")
 
 
 def place_array(x: Any, sharding: NamedSharding) -> Any:
-    """Copy one array into a sharding. The copy can be donated without deleting the caller's array."""
+    """Return a copy of an array with this sharding. Donating the copy does not delete the caller's array."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind in KINDS:
         return copy_to_host(x, sharding)
     x = to_device(x) if isinstance(x, jax.Array) else x
-    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # constants of a program would be replicated
+    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # device_put would replicate constants of a program
         return jax.lax.with_sharding_constraint(x, sharding)
-    # device_put may share a shard with the array it is given, even when told not to (seen on jax 0.10.2)
+    # device_put may share a shard with its argument, even with may_alias=False (seen on jax 0.10.2)
     return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)
 
 
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
     """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves."""
-    # The copy goes through the device. Otherwise it would share its shards with an array that is on the host already.
+    # Copy through the device. Otherwise, the copy of an array in host memory would share the array's shards.
     copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
     return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
 
 
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
-    """Cast placed parameters to the types of `like`."""
+    """Cast parameters that are in their layout to the types of `like`."""
     types = [leaf.dtype for leaf in like]
     if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
         return arrays
     shardings = [named(config, leaf) for leaf in layout.params]
-    # Parameters in host memory are cast one by one: a single program would hold all of them on the device.
+    # Cast parameters in host memory one by one, because one program would hold all of them on the device.
     on_device = [i for i, leaf in enumerate(layout.params) if not leaf.host]
     program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
     results = program([arrays[i] for i in on_device], tuple(types[i] for i in on_device))
@@ -100,17 +100,17 @@ def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Lea
 
 
 def cast_on_host(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
-    """Cast an array in host memory on the device, because JAX computes nothing in host memory."""
+    """Copy an array from host memory to the device, cast it there, and copy it back. JAX cannot cast in host memory."""
     return x if x.dtype == dtype else copy_to_host(to_device(x).astype(dtype), sharding)
 
 
 def init_programs(
     config: Config, layout: Layout, init_fn: Callable, args: tuple, *, most: int = MOST_PROGRAMS
 ) -> list[Any]:
-    """Return jitted programs of `args`, each of which initialises the next few parameters, in storage shape.
+    """Return jitted functions of `args`. Each initialises the next few parameters, and returns them in storage shape.
 
-    One program for all leaves would hold the intermediate values of all leaves at once, several times their size (seen
-    on CPU, where jax 0.10 drops the barriers that would order them).
+    A single program would hold the intermediate values of all leaves at once, which are several times the size of the
+    leaves (seen on CPU, where jax 0.10 drops the barriers that would order the leaves).
     """
     jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 

@@ -1,7 +1,7 @@
 """Convert trees of parameters between the caller's form and lists of stored arrays.
 
 A tree in logical form has arrays of logical shape. A tree in storage form has a `Padded` node for each array that is
-padded. A function of zerojax returns trees in the form of its arguments, so that `jax.tree.map` over both works.
+padded. A function of zerojax returns trees in the form of its arguments, so that `jax.tree.map` can combine them.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
 
 
 def leaves_of(params: PyTree) -> list:
-    """Return the leaves of a tree. A `Padded` is one leaf, and so is the node of a parameter on disk."""
+    """Return the leaves of a tree. A `Padded` node counts as one leaf, and so does a parameter on disk."""
     return jax.tree.leaves(params, is_leaf=is_stored_node)
 
 
 def is_stored_node(x: Any) -> bool:
-    """Return whether a node of a tree of parameters stands for one array; for `is_leaf=`."""
+    """Return whether a node of a tree of parameters represents one array; for `is_leaf=`."""
     return is_padded(x) or is_chunked(x)
 
 
-# The padded dim of a `Padded` and its size in storage; None for a plain array.
+# The padded dim of a `Padded` node and the dim's size in storage; None for a plain array.
 Form = tuple[int, int] | None
 
 
 def padded_forms(params: PyTree) -> tuple[Form, ...]:
-    """Return the form of each leaf. It may come from another stage or another number of devices."""
+    """Return the form of each leaf. The tree may have been padded for another stage or number of devices."""
     return tuple((x.dim, x.storage.shape[x.dim]) if is_padded(x) else None for x in leaves_of(params))
 
 
 def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array, "*storage"]]:
-    """Return the arrays of `params`, in either form, in storage shape."""
+    """Return the arrays of `params` in storage shape. `params` may be in logical or storage form."""
 
     def stored(x, leaf: Leaf):
         if isinstance(x, Padded):
             if x.storage.shape == leaf.storage_shape:
                 return x.storage
-            x = logical(x)  # it was padded for another stage or number of devices
+            x = logical(x)  # x was padded for another stage or number of devices
         if leaf.dim is None or x.shape == leaf.storage_shape:
             return x
         return pad(to_device(x), leaf.dim, leaf.storage_shape[leaf.dim])
@@ -65,17 +65,17 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
 
 
 def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
-    """Return the logical array on the device."""
+    """Return an array in logical shape, on the device."""
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Move new parameters, given by index, back to host memory if they live there. Traced under jit."""
+    """Move new parameters, given by index, back to host memory if their layouts say so."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
 def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[Form]) -> PyTree:
-    """Undo `storage_leaves`: return a tree of stored arrays, each leaf in the given form."""
+    """Undo `storage_leaves`. Return a tree whose leaves have the given forms."""
 
     def in_form(x: Any, leaf: Leaf, form: Form) -> Any:
         if form is None:
@@ -90,7 +90,7 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
 
 
 def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
-    """Return the form of each leaf in storage: `Padded` if there is padding."""
+    """Return the form that each leaf has in a tree in storage form."""
     return tuple(
         (leaf.dim, leaf.storage_shape[leaf.dim])
         if leaf.kind == "sharded" and leaf.dim is not None and leaf.padding > 0
@@ -100,17 +100,17 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
-    """Return a tree of stored arrays in storage form."""
+    """Return stored arrays as a tree in storage form."""
     forms = storage_forms(layout.params)
     if any(forms):
         with contextlib.suppress(ImportError):
-            importlib.import_module("flax.serialization")  # if it were imported later, it would not know a Padded
+            importlib.import_module("flax.serialization")  # imported later, it would not know `Padded`
         known_to_flax()
     return unflatten_params(stored, layout, layout.params, forms)
 
 
 def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
-    """Remove the padding of a stored array, unless it is flat. An optimizer sees arrays in this form."""
+    """Remove the padding of a stored array, unless the array is flat. An optimizer sees arrays in this form."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 
 
@@ -122,10 +122,10 @@ def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Ar
 def pin_to_plan(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
 ) -> list[Shaped[Array, "*storage"]]:
-    """Pin stored arrays to their layout along the data axes, inside jit; arrays in host memory stay as they are.
+    """Constrain stored arrays to their layouts along the data axes, under `jax.jit`. Skip arrays in host memory.
 
-    `comm.mesh.constrain` leaves a replicated leaf to the compiler where the mesh has other axes. In a loop over steps,
-    the compiler then shards the leaf between two steps, and gathers it once for the loss and once for the update.
+    `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. In a loop
+    over steps, the compiler would then shard the leaf between steps, and gather it twice: for the loss and the update.
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     specs = [leaves[i].local_spec for i in pinned]
@@ -137,7 +137,7 @@ def pin_to_plan(
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
-    """Cast each array to its type, on the device. An array that has its type is returned unchanged, where it is."""
+    """Cast each array to its type, on the device. An array that already has the type is returned unchanged."""
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
@@ -147,21 +147,21 @@ def named(config: Config, leaf: Leaf) -> NamedSharding:
 
 
 def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
-    """Return the `NamedSharding`s of a tree, with one for each `Padded`."""
+    """Return the `NamedSharding`s of a tree. Each `Padded` node has one sharding."""
     return jax.tree.unflatten(treedef, [named(config, leaf) for leaf in leaves])
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
-    """Return the logical shapes of leaves."""
+    """Return the logical shapes and types of leaves."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def gather(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], targets: Sequence[Leaf]
 ) -> list[Array]:
-    """All-gather stored arrays, flat leaves in one bucket.
+    """All-gather stored arrays into the layouts `targets`. Flat leaves share one bucket.
 
-    A result has the layout of its target: replicated, in logical shape, or sharded over fewer axes, in storage shape.
+    A result has logical shape if its target is replicated, and storage shape if its target is sharded over fewer axes.
     """
     axes = config.data.batch
     comm = ManualCollectives(axes, bucket_bytes=0)
@@ -173,6 +173,6 @@ def gather(
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=[target.spec for target in targets],
-        # All axes are manual. XLA would first gather a leaf along axes that are left to the compiler.
+        # All axes are manual, because XLA would first gather a leaf along the axes that are not manual.
         axis_names={*axes, *axes_of(*specs)},
     )(list(stored))

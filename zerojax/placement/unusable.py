@@ -1,4 +1,4 @@
-"""Name an array that cannot be used: a step has used it up, or it is on another mesh."""
+"""Name an array that cannot be used, because it was donated or because it is on another mesh."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from zerojax.config.data_mesh import in_words
 
 @contextlib.contextmanager
 def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
-    """Replace an error of JAX about an unusable array by one that names the array. A call that succeeds costs nothing.
+    """Replace JAX's error about an unusable array by an error that names the array.
 
-    `mesh` is the mesh of the transformation, or None to accept arrays of any mesh. `trees` are the arguments by name.
+    The arrays are checked only after an error. `mesh` is the mesh of the transformation, or None to accept arrays on
+    any mesh. `trees` are the arguments by name.
     """
     try:
         yield
@@ -29,7 +30,7 @@ def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
 
 
 def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
-    """Explain why the first unusable array cannot be used; empty if all arrays can be used."""
+    """Explain why the first unusable array cannot be used. Return an empty string if all arrays can be used."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             continue
@@ -50,5 +51,5 @@ def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
 
 
 def foreign(found: Any, mesh: Mesh) -> bool:
-    """Return whether an array's mesh has other devices."""
+    """Return whether an array's mesh has other devices than `mesh`."""
     return isinstance(found, Mesh) and set(found.devices.flat) != set(mesh.devices.flat)

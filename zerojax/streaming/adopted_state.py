@@ -1,4 +1,4 @@
-"""Place the state of an optimizer that ran without zerojax as a plan says: the inverse of `unshard`."""
+"""Place the state of an optimizer that ran without zerojax, as a plan requires. This is the inverse of `unshard`."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ INNER = ".inner"
 
 
 def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTree) -> PyTree:
-    """Return a copy of a plain state as a plan places it. Master weights are taken from the parameters.
+    """Return a copy of a plain optax state, sharded and offloaded by a plan. Make master weights from the parameters.
 
     Raises:
-        ValueError: If the state is of other parameters, or of another transformation.
-        TypeError: If a leaf is of a type that the plan's type cannot represent.
-        MemoryError: If the offloaded part is for host memory, and there is not enough of it.
+        ValueError: If the state was made for other parameters, or by another transformation.
+        TypeError: If the planned type of a leaf cannot represent the leaf's type.
+        MemoryError: If there is not enough host memory for the state that is offloaded to it.
     """
     masters = master_weights(plan, params) if config.has_master_weights else []
-    # Paths in the state of the wrapped transformation, as a plain state has them.
+    # Use the paths of the wrapped transformation's state, because a plain state has these.
     prefix = INNER if config.has_master_weights else ""
     inner = plan.state[: len(plan.state) - len(masters)]
     wanted = [dataclasses.replace(leaf, path=leaf.path.removeprefix(prefix)) for leaf in inner]
@@ -70,17 +70,17 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:
-    """Return logical master weights of the parameters that are stored in a narrower type."""
+    """Return master weights, in logical shape, of the parameters that are stored in a narrower type."""
     leaves, as_array = leaves_of(params), lambda x: logical(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
     narrow = zip(plan.layout.trained, plan.trained.grads, narrow_leaves(plan.trained), strict=True)
     return [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
 
 
 def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> list:
-    """Return the leaves of a plain state in the plan's order, or raise a `ValueError` for the first leaf that differs.
+    """Return the leaves of a plain state in the plan's order, or raise a `ValueError` if the state does not fit.
 
-    A state may also have leaves of parameters that are not trained here. They are left out. The state may be inside a
-    state of `optax.masked`.
+    The state may also have leaves of parameters that this transformation does not train. These leaves are left out.
+    The state may be inside a state of `optax.masked`.
     """
     keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     found = {jax.tree_util.keystr(path): x for path, x in keyed}
@@ -101,8 +101,8 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     """Return a leaf of a plain state, widened to the plan's type.
 
     Raises:
-        ValueError: If the leaf has another shape than planned, or is in storage.
-        TypeError: If the plan's type cannot represent it.
+        ValueError: If the leaf is not an array of the planned logical shape.
+        TypeError: If the planned type cannot represent the leaf's type. With `may_be_wider`, a wider float is accepted.
     """
     name = f"opt_state{leaf.path}"
     if is_chunked(x) or is_padded(x) or isinstance(x, jax.ShapeDtypeStruct):
@@ -124,7 +124,7 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     wide = common_dtype(dtype, leaf.dtype) if floats else None
     if wide == leaf.dtype:
         return x.astype(leaf.dtype)
-    if wide == dtype and may_be_wider:  # wide gradients make such a leaf, and `update` takes it
+    if wide == dtype and may_be_wider:  # wide gradients make such a leaf, and `update` accepts it
         return x
     raise TypeError(
         f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every {dtype}. "

@@ -1,4 +1,4 @@
-"""Compile the programs that update chunks: alike chunks of alike layers share one program, in a model of any depth."""
+"""Compile the programs that update chunks. Equal chunks of equal layers share one program, however deep the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GroupInputs(NamedTuple):
-    """Further values that a group's update reads, each kind in the order of the group. Gradients have storage shape."""
+    """The gradients (in storage shape), shared values and constants that a group reads, in the group's order."""
 
     grads: Sequence[Array]
     shared: Sequence[Array]
@@ -36,19 +36,19 @@ class GroupInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramKey:
-    """Everything that tells two programs apart. Chunks with equal keys share one program.
+    """All properties in which two programs can differ. Chunks with equal keys share one program.
 
     Attributes:
         equations: The equations of the program.
         computes: The key of the equations.
         reads: For each value that the equations read, its kind and its index among the values of this kind.
-        params: Layouts of the parameters to update, in the type in which they are updated.
+        params: The layouts of the parameters to update, in the type in which they are updated.
         stored_dtypes: The types in which these parameters are stored.
-        grads: Layouts of the gradients.
-        state: Layouts of the offloaded state.
-        resident: Layouts of the state on the device that is replaced.
-        dim: The dim that is chunked; None: the program updates full arrays.
-        length: Length of the chunk on this dim.
+        grads: The layouts of the gradients.
+        state: The layouts of the offloaded state.
+        resident: The layouts of the state on the device that the program replaces.
+        dim: The dim that is divided into chunks; None if the program updates full arrays.
+        length: The length of the chunk on this dim.
     """
 
     equations: Equations = dataclasses.field(compare=False)
@@ -64,7 +64,7 @@ class ProgramKey:
 
     @classmethod
     def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:
-        """Return the key for a group's chunks of this length; 0 for a group that is not chunked."""
+        """Return the key for a group's chunks of this length. The length is 0 if the group is not chunked."""
         equations = group.equations[length]
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
@@ -86,11 +86,11 @@ class ProgramKey:
 
     @property
     def reads_params(self) -> bool:
-        """Return whether the equations read parameters. With master weights they read none."""
+        """Return whether the equations read parameters. With master weights, they read the master weights instead."""
         return any(kind == PARAM for kind, _ in self.reads)
 
     def shapes(self, config: Config) -> tuple[list, list, list, list]:
-        """Return parameters, offloaded state, resident state and gradients as shapes with their shardings."""
+        """Return shapes, with shardings, of the parameters, offloaded state, resident state and gradients."""
 
         def shape(leaf: Leaf, dtype: Any = None, *, dim: int | None = None) -> Any:
             full = leaf.storage_shape if dim is None else Chunking(dim, ()).chunk_shape(leaf, self.length)
@@ -102,9 +102,10 @@ class ProgramKey:
 
 
 def update_on_device(config: Config, key: ProgramKey) -> Callable:
-    """Return a chunk's update: `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`.
+    """Return a jitted function that updates a chunk on the device.
 
-    The first three arguments are donated. If the step is skipped, they come back bit for bit.
+    It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. Its first three
+    arguments are donated. If the step is skipped, their values are returned bit for bit.
     """
     full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 
@@ -135,7 +136,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
 
 
 def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
-    """Return `f(params, grads, start) -> (params, grads)`, which slices the chunks that an update on the host needs."""
+    """Return a function `f(params, grads, start) -> (params, grads)` that slices the chunks for a host update."""
 
     def run(params, grads, start):
         params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
@@ -145,19 +146,19 @@ def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def params_from_host(config: Config, key: ProgramKey) -> Callable:
-    """Return `f(params, new, start, skipped) -> params`, which writes updated chunks. `params` are donated."""
+    """Return a function `f(params, new, start, skipped) -> params` that writes updated chunks and donates `params`."""
     return jax.jit(functools.partial(write_params, config, key), donate_argnums=0)
 
 
 def gather_params(config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf]) -> Callable:
-    """Return `f(shards) -> params`, which gathers updated, donated shards as `targets` say."""
+    """Return a function `f(shards) -> params` that gathers updated, donated shards into the layouts `targets`."""
     return jax.jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0)
 
 
 def slice_chunks(
     config: Config, key: ProgramKey, arrays: Sequence[Array], leaves: Sequence[Leaf], start: Int[Array, ""]
 ) -> list[Array]:
-    """Return chunks of some arrays, or the arrays if the update is not chunked."""
+    """Return the chunk of each array that begins at `start`, or the full arrays if the update is not chunked."""
     dim = key.dim
     if dim is None:
         return list(arrays)
@@ -168,7 +169,7 @@ def slice_chunks(
 def write_params(
     config: Config, key: ProgramKey, params: Sequence, new: Sequence, start: Int[Array, ""], skipped: Bool[Array, ""]
 ) -> list:
-    """Return the parameters with new chunks, unless the step is skipped."""
+    """Return the parameters with the new chunks written at `start`. If the step is skipped, return the old values."""
     dim = key.dim
     if dim is None:
         return roll_back(~skipped, list(new), list(params))

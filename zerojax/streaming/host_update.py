@@ -1,4 +1,4 @@
-"""Update a chunk in host memory: each device's shard separately, in one pass over memory if possible."""
+"""Update a chunk in host memory. Each device's shard is updated separately, in one pass over memory if possible."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zerojax.streaming.chunk_programs import ProgramKey
 
 
 def update_on_host(config: Config, key: ProgramKey) -> Callable:
-    """Return `f(params, grads, state, shared, consts) -> (params, state)` for chunks in host memory.
+    """Return a function `f(params, grads, state, shared, consts) -> (params, state)` that updates a chunk on the host.
 
-    Results overwrite operands of the same type. New parameters have the type in which they are stored.
+    The results overwrite operands of the same type. New parameters have the type in which they are stored.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
@@ -31,7 +31,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
     compute = update_in_blocks if may_block(key) else update_chunk
 
     def run(params, grads, state, shared, consts):
-        # In a shard_map, because a block of an array over all devices would span the devices.
+        # Use a shard_map, because otherwise a block of an array could span several devices.
         local = jax.shard_map(
             compat.on_host(functools.partial(compute, key)),
             mesh=config.mesh,
@@ -51,7 +51,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Return new parameters and new state of a chunk."""
+    """Return the new parameters and the new state of a chunk."""
     inputs = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
     leaves = {PARAM: key.params, GRAD: key.grads, STATE: key.state}
 
@@ -65,7 +65,7 @@ def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared
 
 
 def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Return the results of `update_chunk`, computed block by block. Outputs overwrite operands of the same type."""
+    """Compute the results of `update_chunk` block by block. The results overwrite operands of the same type."""
     operands = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 
@@ -77,10 +77,10 @@ def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, sh
 
 
 def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
-    """Evaluate elementwise equations on arrays of another shape than in their trace.
+    """Evaluate elementwise equations on arrays that have another shape than in the trace.
 
-    All branches of a `cond` are evaluated, because shapes are written into the branches. A constant is put into host
-    memory if the values are there.
+    All branches of a `cond` are evaluated, because its traced branches are bound to the shapes of the trace. A constant
+    is copied to host memory if a value is in host memory.
     """
     on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
 
@@ -102,7 +102,7 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
 
 
 def may_block(key: ProgramKey) -> bool:
-    """Return whether the equations are known to give the same results on a block as on the chunk."""
+    """Return whether a block of the chunk can be updated alone, because all equations are elementwise."""
     jaxpr = key.equations.jaxpr
     elementwise = all(eqn.primitive.name in ELEMENTWISE_OR_BARRIER | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
     scalars = all(

@@ -1,4 +1,4 @@
-"""Make the optimizer's first state. Offloaded state is made group by group, so the device never holds all of it."""
+"""Make the optimizer's first state. Offloaded state is made per group, so the device never holds all state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Return the wrapped transformation's first state, sharded and offloaded by a plan."""
+    """Return the wrapped transformation's first state, sharded and offloaded as a plan says."""
     is_whole = not plan.offloaded and not config.params_on_disk
     if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
@@ -52,14 +52,14 @@ class Deferred:
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
-    """Raise a `MemoryError` if offloaded state is for host memory, and there is not enough of it."""
+    """Raise a `MemoryError` if there is not enough host memory for the state that is offloaded to it."""
     if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Make the state with one program, which may be part of another. The device holds all of it for a moment."""
+    """Make the state in one program, also under `jax.jit`. The device holds all state at once."""
 
     def init(stored):
         state = logical_state(config, plan, [to_device(x) for x in stored])
@@ -72,13 +72,13 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """Make the state with one program for all state on the device, and one program per group that `store` takes."""
+    """Make the state in one program for all leaves that stay on the device, and one program per offloaded group."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
 
     def init(leaves: Sequence[int]) -> list[list[Array]]:
-        """Return some leaves of the state, each in its chunks, on the device."""
+        """Return the chunks of each of these leaves of the state, on the device."""
         outvars = [jaxpr.outvars[k] for k in leaves]
         eqns, read = jaxprs.needed_for(jaxpr.eqns, outvars)
         invars = [var for var in inputs if var in read]
@@ -109,9 +109,9 @@ def on_device(x: Any) -> Array:
 def store_by_group(
     config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore
 ) -> PyTree:
-    """Return a state whose offloaded leaves `store` takes, group by group.
+    """Return a state whose offloaded leaves are written to `store`, group by group.
 
-    `make` makes some leaves of the state, by index, each in its chunks, on the device.
+    `make` gets the indices of some leaves of the state, and returns the chunks of each leaf, on the device.
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
@@ -123,7 +123,7 @@ def store_by_group(
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the state as storage shapes with their shardings. No file is made for state on disk."""
+    """Return the storage shapes of the state with their shardings. Make no files for state on disk."""
     nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if is_on_disk(config) and plan.offloaded else {}
 
     def shape(k: int, leaf: Leaf):
@@ -138,7 +138,7 @@ def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
 
 
 def logical_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:
-    """Return the leaves of the wrapped transformation's first state. Traced under jit."""
+    """Return the leaves of the wrapped transformation's first state, without padding. Call this under `jax.jit`."""
     layout = plan.layout
     params = [unpadded(stored[i], layout.params[i]) for i in layout.trained]
     wide = cast(params, [leaf.dtype for leaf in plan.grads])

@@ -1,4 +1,4 @@
-"""Stores of offloaded state, in host memory or on disk, which are read and written chunk by chunk."""
+"""Read and write offloaded state chunk by chunk, in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from zerojax.placement.storage import named
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
-# ruff: noqa: D102 - StateStore describes the methods of both stores
+# ruff: noqa: D102 - StateStore documents the methods of both subclasses
 
 
 class StateStore(abc.ABC):
-    """Offloaded state between steps, which is read and written by group and chunk."""
+    """Keep offloaded state between steps, and read and write it by group and chunk."""
 
     def __init__(self, nodes: dict[int, Chunked]):
-        """Store the `nodes` of the offloaded leaves, by index; none for a first state."""
+        """Take the `nodes` of the offloaded leaves, by index. A first state in host memory has no nodes yet."""
         self._nodes = nodes
 
     @abc.abstractmethod
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> Any:
-        """Begin to bring the state of a group's chunk `n` into a kind of memory. Return a ticket for `receive`."""
+        """Begin to copy the state of a group's chunk `n` to this kind of memory. Return a ticket for `receive`."""
 
     @abc.abstractmethod
     def receive(self, ticket: Any) -> list[Array]:
-        """Return the state that `fetch` brings, one array per leaf."""
+        """Return the state that `fetch` began to copy, one array per leaf."""
 
     @abc.abstractmethod
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
@@ -50,22 +50,22 @@ class StateStore(abc.ABC):
 
     @abc.abstractmethod
     def complete(self, ticket: Any) -> None:
-        """Block until the arrays of a `write` are no longer needed on the device."""
+        """Block until the arrays that were given to `write` are no longer needed on the device."""
 
     @abc.abstractmethod
     def nodes(self, group: UpdateGroup) -> list[PyTree]:
-        """Return the new nodes of the state's tree, one per leaf of the group."""
+        """Return the nodes of the group's new state, one per leaf. Every chunk must be written."""
 
     def unchanged(self, group: UpdateGroup) -> list[PyTree]:
-        """Return the nodes of a group of which nothing was fetched."""
+        """Return the old nodes of a group, whose state was neither fetched nor written."""
         return [self._nodes[k] for k in group.state]
 
     def abandon(self) -> None:  # noqa: B027
-        """Give up after a failed step: nothing that was written will be read."""
+        """Give up the state after a failed step. Nothing that was written will be read."""
 
 
 class HostStateStore(StateStore):
-    """State in host memory, in `Chunked` nodes, which are donated. `nodes` has one entry per leaf of the state."""
+    """Keep state in host memory, in `Chunked` nodes. Steps donate the `nodes`, which have one entry per state leaf."""
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
         super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
@@ -89,7 +89,7 @@ class HostStateStore(StateStore):
     def complete(self, ticket: tuple[list, list]) -> None:
         new, old = ticket
         jax.block_until_ready(new)
-        for x in old:  # the old chunks are freed, like those of a donated array
+        for x in old:  # free the old chunks, because the state is donated
             if not x.is_deleted():
                 x.delete()
 
@@ -99,7 +99,7 @@ class HostStateStore(StateStore):
 
 
 class DiskStateStore(StateStore):
-    """State in files. Each of its `Chunked` nodes, of which there is at least one, holds the version of the files."""
+    """Keep state in files. There is at least one `Chunked` node, and each node holds the version of the files."""
 
     def __init__(self, nodes: dict[int, Chunked]):
         super().__init__(nodes)
@@ -118,7 +118,7 @@ class DiskStateStore(StateStore):
         return [(k, n, x) for k, x in zip(group.state, arrays, strict=True)]
 
     def complete(self, ticket: list) -> None:
-        for writing in ticket:  # returns when the arrays are in buffers, which threads write
+        for writing in ticket:  # copies the arrays to buffers, which threads write to the files
             self._files.write(*writing)
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
@@ -129,7 +129,7 @@ class DiskStateStore(StateStore):
 
 
 def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = None) -> StateStore:
-    """Return the store of a state that has these `nodes`, one per leaf; None for a first state."""
+    """Return the store of a state. `nodes` has one entry per leaf of the state, and is None for a first state."""
     assert config.offload is not None
     if config.offload.optimizer == "host":
         return HostStateStore(config, plan, nodes or ())
@@ -142,7 +142,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
 
 
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
-    """Return nodes for the offloaded leaves of a first state. Their files are made when they are first written."""
+    """Return nodes for the offloaded leaves of a first state. The files are made when a chunk is first written."""
     assert config.offload is not None
     assert config.offload.path is not None
     shardings = {k: named(config, plan.state[k]) for k in plan.offloaded}

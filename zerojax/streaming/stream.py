@@ -1,8 +1,8 @@
-"""Run the groups of an update whose state is offloaded: chunks are fetched, updated and written in one queue.
+"""Update the groups with offloaded state. One queue fetches, updates and writes their chunks.
 
-While a chunk is updated, the next chunks are fetched and the last chunks are written. At most `IN_FLIGHT` chunks are in
-flight, so the device holds a few chunks, whatever the size of the model. On the host, the update of a chunk runs on one
-thread. So a few chunks are updated at a time, if there are cores for them.
+While a chunk is updated, the next chunks are fetched and the previous chunks are written. At most `IN_FLIGHT` chunks
+are in flight, so the device holds a few chunks, whatever the size of the model. On the host, one thread updates a
+chunk, and several threads update several chunks at a time if there are enough cores.
 
 References:
     Ren et al. 2021, arXiv 2101.06840, section 4; Rajbhandari et al. 2021, arXiv 2104.07857, section 5.
@@ -51,12 +51,12 @@ class UpdateInputs(NamedTuple):
     """The results of a step's first program that the streamed update reads.
 
     Attributes:
-        params: One array per parameter, as stored; None for parameters that a group has yet to update.
-        pending: The parameters that a group has yet to update, by index among the trained; storage shape of their
-            shards.
+        params: One array per parameter, as stored. None for the parameters in `pending`.
+        pending: The parameters that the groups will update, by index among the trained parameters. They are sharded
+            like their gradients.
         state: One array per leaf of the state; None for offloaded leaves.
-        grads: Gradients that groups read, by index; storage shape.
-        shared: The values that the groups share.
+        grads: The gradients that the groups read, by index, in storage shape.
+        shared: The shared values, which several groups may read.
         skipped: Whether the step is skipped.
     """
 
@@ -69,9 +69,9 @@ class UpdateInputs(NamedTuple):
 
 
 class StreamedUpdate:
-    """The streamed update of one transformation. Its programs are compiled when they first run.
+    """The streamed update of one plan. Its programs are compiled when they first run.
 
-    Its attribute `update` says where chunks are updated: `"device"` or `"host"`.
+    The attribute `update` says where chunks are updated: on the `"device"` or on the `"host"`.
     """
 
     def __init__(self, config: Config, plan: ShardingPlan):
@@ -86,7 +86,7 @@ class StreamedUpdate:
 
     @property
     def host_threads(self) -> int:
-        """Return how many chunks per device the host updates at a time."""
+        """Return the number of chunks per device that the host updates at a time."""
         return max(1, min(IN_FLIGHT, cores() // len(self.config.mesh.local_devices)))
 
     def lower(self) -> list[Any]:
@@ -103,13 +103,13 @@ class StreamedUpdate:
         return lowered
 
     def run(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
-        """Update every chunk. Return one array per parameter, as stored, and one node per leaf of the state.
+        """Update every chunk. Return one stored array per parameter, and one node per leaf of the state.
 
-        The arrays of `inputs` are donated.
+        The arrays in `inputs` are donated.
         """
         try:
             wait_if_simulated(self.config.mesh, inputs)
-            # Reading `skipped` blocks. That costs nothing here, because the host has to wait for the gradients anyway.
+            # Reading `skipped` blocks, which costs no time here: the host must wait for the gradients anyway.
             if self.update == "host" and inputs.skipped:
                 return self._skip(inputs, store)
             with ThreadPoolExecutor(self.host_threads) as threads:
@@ -119,7 +119,7 @@ class StreamedUpdate:
             raise
 
     def _skip(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
-        """Run a step that changes nothing."""
+        """Return the old parameters and the old state, because the step is skipped."""
         params, state = list(inputs.params), list(inputs.state)
         for group in self.partition.groups:
             for k, node in zip(group.state, store.unchanged(group), strict=True):
@@ -130,14 +130,13 @@ class StreamedUpdate:
         return params, state
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
-        """Return whether the host updates a group. Full arrays need programs that span all devices, so they do not."""
+        """Return whether the host updates a group. It cannot update full arrays, whose programs span all devices."""
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
-        """Return the update of a chunk on the host, compiled for such arguments.
+        """Return the update of a chunk on the host, compiled for the shapes and types of `args`.
 
-        It is compiled here and not in a thread, because JAX's settings, such as 64-bit numbers, may hold for the
-        caller's thread only.
+        Compile in the caller's thread, because JAX's settings, such as 64-bit numbers, may hold for this thread only.
         """
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
         if (key, shapes) not in self._compiled:
@@ -145,7 +144,7 @@ class StreamedUpdate:
         return self._compiled[key, shapes]
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
-        """Return a group's parameters as they are stored: gathered if the stage keeps them replicated."""
+        """Return a group's parameters as they are stored, gathered if they are sharded less than their gradients."""
         plan = self.plan
         moved = {
             j: (plan.grads[i], plan.trained.params[i])
@@ -161,9 +160,9 @@ class StreamedUpdate:
 
 @dataclasses.dataclass
 class GroupInFlight:
-    """A group whose update has begun: its parameters, and its leaves of the state on the device, in storage shape.
+    """A group whose update has begun, with its parameters and its state leaves on the device, in storage shape.
 
-    Some chunks of the parameters are already updated.
+    Some chunks of the parameters may be updated already.
     """
 
     group: UpdateGroup
@@ -172,7 +171,7 @@ class GroupInFlight:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a group: its index, the key of the programs that update it, and where it starts."""
+    """A chunk of a group, with its index `n`, the key of its program, and its start on the chunked dim."""
 
     of: GroupInFlight
     n: int
@@ -181,9 +180,9 @@ class Chunk(NamedTuple):
 
 
 class UpdateQueue:
-    """One step's update: the chunks that are being fetched, updated on the host, and written.
+    """The queue of one step's chunks, which are fetched, updated and written.
 
-    `threads` update chunks on the host.
+    `threads` run the updates on the host.
     """
 
     def __init__(self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor):
@@ -236,7 +235,7 @@ class UpdateQueue:
         self._write(chunk, state)
 
     def _begin_on_host(self, chunk: Chunk) -> None:
-        """Send gradients to the host, where a thread updates the chunk."""
+        """Copy gradients, and parameters if needed, to the host, and let a thread update the chunk there."""
         state, group = self._store.receive(self._fetching.popleft()), chunk.of.group
         inputs = self._inputs_of(group)
         chunks = self._streamed.program(chunks_for_host, chunk.key)(chunk.of.params, inputs.grads, chunk.start)
@@ -247,7 +246,7 @@ class UpdateQueue:
         self._complete_on_host(most=self._streamed.host_threads - 1)
 
     def _complete_on_host(self, most: int) -> None:
-        """Block until the host is updating at most `most` chunks, and take back the parameters of all other chunks."""
+        """Block until the host is updating at most `most` chunks. Write the results of the chunks that are done."""
         while len(self._on_host) > most:
             chunk, updated = self._on_host.popleft()
             new, state = updated.result()
@@ -257,7 +256,7 @@ class UpdateQueue:
             self._write(chunk, state)
 
     def _write(self, chunk: Chunk, state: Sequence[Array]) -> None:
-        """Write a chunk's new state. After its last chunk the group is complete."""
+        """Begin to write a chunk's new state. Complete the group after its last chunk."""
         self._writing.append(self._store.write(chunk.of.group, chunk.n, state))
         if len(self._writing) >= IN_FLIGHT:
             self._store.complete(self._writing.popleft())
@@ -274,17 +273,17 @@ class UpdateQueue:
         for k, node in zip(group.state, self._store.nodes(group), strict=True):
             self._state[k] = node
         params, of.params = dict(zip(group.params, streamed.unsharded(group, of.params), strict=True)), []
-        # Parameters pass through the device even if the update runs on the host, as their gradients do.
+        # Even if the update runs on the host, the parameters and gradients pass through the device.
         params = return_to_host(streamed.config, params, streamed.plan.trained.params)
         for i, x in params.items():
             self._params[streamed.plan.layout.trained[i]] = x
-        # Block on the group before, so that the device holds the shards of two groups and not more: one group is
-        # fetched and updated while the other returns to the host.
+        # Wait for the previous group's parameters, so that the device holds the shards of at most two groups. One group
+        # is fetched and updated while the other group returns to the host.
         jax.block_until_ready(self._returning)
         self._returning = [x for x in params.values() if is_on_host(x)]
         wait_if_simulated(streamed.config.mesh, params)
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
