@@ -8,8 +8,7 @@ restore   `restoring.py` reads a verified checkpoint into a state. `matching.py`
           with those of the target state, and `resharding.py` converts a leaf to another layout.
 verify    `verifying.py` checks every file against its digest, and every leaf against its files. `soundness.py` rejects
           a forged manifest before any memory is allocated for it.
-export    `export.py` writes parameters to safetensors. `safetensors.py` reads and writes the files, and `mapping.py`
-          renames parameters.
+export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.
 import    `importing.py` reads parameters from safetensors, also with `safetensors.py` and `mapping.py`.
 
 `checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`

@@ -17,8 +17,7 @@ pattern      names the tensor's dims before the arrow, and the leaf's dims after
              that is split into two dims of the leaf. `()` is a dim of size 1 that the leaf does not have. All sizes
              come from the leaf.
 list         names leaves that are made from the same tensor. They are tied: each is a copy of the whole tensor. But if
-             the patterns mark a dim by `+`, as in `(h+ d) e -> e h d`, each leaf is a slice of the tensor along this
-             dim, in the order of the list.
+             their patterns mark a dim, as in `(h+ d) e -> e h d`, each leaf is the tensor's next slice along that dim.
 """
 
 from __future__ import annotations
