@@ -13,8 +13,8 @@ import    `importing.py` reads parameters from safetensors, also with `safetenso
 
 `checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
 turns a state into named logical leaves; `records.py` and `manifest.py` describe these leaves on disk; `data_state.py`
-writes the position of a data loader. `processes.py` makes all processes continue, or none. `preemption.py` lets a
-signal start a last save.
+writes the position of a data loader. `processes.py` makes sure that either all processes continue or none.
+`preemption.py` lets a signal start a last save.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer

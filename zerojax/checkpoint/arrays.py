@@ -31,7 +31,7 @@ from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
-# Hosts divide the writing of a replicated array only if each slice has at least this size: slicing is compiled.
+# Hosts divide the writing of a replicated array only from this slice size on, because every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
 # Arrays are read in groups of about this size, to limit the host memory in use.
 GROUP_BYTES = 2 << 30
@@ -150,7 +150,7 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
-    """Make PRNG keys of the key data that was read."""
+    """Make an array of PRNG keys from the key data that was read."""
     try:
         wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
         return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put rejects an array that spans processes
@@ -216,6 +216,6 @@ def run(coroutine: Coroutine) -> Any:
 
 
 async def quietly(coroutine: Coroutine) -> Any:
-    """Run a coroutine. Its first error is raised; asyncio must not log the errors of the other arrays."""
+    """Run a coroutine, and raise its first error. Drop the errors of other arrays, which asyncio would log."""
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     return await coroutine

@@ -1,4 +1,4 @@
-"""Write the data that is saved with a state, such as the position of a data iterator, as JSON, and read it.
+"""Write and read, as JSON, the data that is saved with a state, such as the position of a data iterator.
 
 Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys are restored as they were. For an object with
 `get_state` and `set_state`, such as a grain iterator, its state is written. Any other pytree node is written as the

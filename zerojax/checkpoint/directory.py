@@ -67,8 +67,8 @@ def steps_in(directory: Path) -> list[int]:
 def clean(directory: Path) -> dict[str, str]:
     """Remove the folders of killed saves. If a save was killed while it replaced a checkpoint, put the old one back.
 
-    The caller holds the directory's lock. Another run may still be writing, if the lock file was deleted or is
-    invisible on its host, so folders that may be in use stay. Return the outcome for each folder, by name.
+    The caller holds the directory's lock. Folders that may be in use stay, because another run may still write if the
+    lock file was deleted or is invisible on that run's host. Return the outcome for each folder, by name.
     """
     outcomes = {}
     for entry in sorted(directory.iterdir()):
@@ -129,7 +129,7 @@ def is_being_written(temporary: Path, writer: str) -> bool:
 
 
 def commit(temporary: Path, step: int) -> None:
-    """Rename a complete folder, whose files are on disk, to the checkpoint of a step.
+    """Rename a complete folder to the folder name of a step. All files of the folder are already on disk.
 
     If the step already has a checkpoint, it is removed. If another folder has the step's name, that folder is renamed.
     """

@@ -217,7 +217,7 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
 
 def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
-    """Return the logical elements at one index of a stored array's leading dims. All traced indices share a program."""
+    """Return the logical elements at an index of leading dims. The index is traced, so all indices share a program."""
     x = in_logical_shape(x, leaf)
     return x[index] if index else x
 

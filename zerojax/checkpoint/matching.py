@@ -23,7 +23,7 @@ NAMED_OPERATIONS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Pairs of a saved leaf and the leaf that it is restored into. `Restored` explains the other fields."""
+    """The pairs of a saved leaf and the leaf that it is restored into. `Restored` explains the other fields."""
 
     pairs: tuple[tuple[SavedLeaf, StateLeaf], ...]
     missing: tuple[str, ...]
@@ -90,7 +90,7 @@ def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
-    """Return whether a leaf accepts any saved type: optax's first update makes moments of integer parameters floats."""
+    """Return whether a leaf accepts any saved type. Integer state does, because optax's first update makes it float."""
     return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
 
 

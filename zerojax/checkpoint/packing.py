@@ -1,7 +1,7 @@
 """Write and read small leaves. Each process writes its small leaves into one file, and the manifest locates each leaf.
 
 A folder per leaf and a file per shard would cost milliseconds for each leaf. OCDBT also packs leaves into few files,
-but was rejected, because the leaf that a damaged byte of such a file belongs to is unknown.
+but was rejected, because a damaged byte in such a file cannot be traced to a leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf's storage, one range per dim, and the place of its bytes: row-major, little-endian."""
+    """A box of a leaf's storage (one range per dim), and where its bytes are. They are row-major and little-endian."""
 
     file: str  # its name in the checkpoint
     offset: int  # of the first byte in the file
@@ -82,7 +82,7 @@ def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
 
 
 def written_shards(x: jax.Array) -> list[jax.Shard]:
-    """Return the shards that this process writes, so that each part of an array is written once. Keys become data."""
+    """Return the shards that this process writes: each part of an array once. PRNG keys are returned as key data."""
     x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 

@@ -29,7 +29,7 @@ log = logging.getLogger("zerojax.checkpoint")
 
 
 class Restored(NamedTuple):
-    """What was restored from a checkpoint.
+    """The result of restoring a checkpoint.
 
     Attributes:
         state: The state, in the layout of `like`.

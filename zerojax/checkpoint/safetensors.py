@@ -2,8 +2,7 @@
 
 The safetensors library can do neither. To write, it needs all arrays in memory at once, so this module writes the
 format itself: a length, a JSON header, and the arrays one after the other. To read, the library maps a whole file,
-which then counts as resident memory, so this module maps single tensors. The library still checks every header that is
-read.
+which then counts as resident memory, so this module maps single tensors. The library still checks all headers.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -110,7 +109,7 @@ class Files:
 
         Raises:
             FileNotFoundError: If there is no file, or a file that the index names is missing.
-            ValueError: If a file is damaged, two files have the same tensor, or the index names an outside file.
+            ValueError: If a file is damaged, a tensor is in two files, or the index names a file outside the folder.
         """
         folder, index = path if path.is_dir() else path.parent, path / INDEX
         if path.is_file():

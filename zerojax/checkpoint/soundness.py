@@ -172,7 +172,7 @@ def agrees(name: str, path: Sequence[str]) -> bool:
 
 
 def after_other_key(rest: str, key: str) -> str | None:
-    """Return the text after a key whose `str` and `repr` differ, such as `[<Name.KEY: 1>]`, or None for another key.
+    """Return the text after a key whose `str` and `repr` differ, such as `[<Name.KEY: 1>]`, or None without such a key.
 
     A key in quotes is a string. `agrees` has already compared its `repr`.
     """

@@ -123,7 +123,7 @@ def reading(root: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
-    """Read the manifest of a step again, and raise a `ReplacedError` if the result (or its damage) has changed."""
+    """Read the manifest of a step again, and raise a `ReplacedError` if the result differs from `manifest`."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
         raise ReplacedError(

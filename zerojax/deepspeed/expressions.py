@@ -67,7 +67,7 @@ def defined(source: str) -> dict[str, Any]:
 
 
 def _evaluate(tree: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return the value of a tree of names, calls, literals and arithmetic. Any other node, as a lambda, is an error."""
+    """Return the value of a tree of names, calls, literals and arithmetic. Refuse other nodes, such as a lambda."""
     value = lambda node: _evaluate(node, names)
     match tree:
         case ast.Constant(value=constant):

@@ -21,7 +21,7 @@ CLIP = 1.0  # DeepSpeed's default since 2026-06
 
 @dataclasses.dataclass(frozen=True)
 class FromDeepSpeed:
-    """A DeepSpeed configuration as Python, which `print` shows. The properties are the values that it defines.
+    """A DeepSpeed configuration as Python, which `print` shows. The properties are the values that the Python defines.
 
     Attributes:
         source: Python that defines `optimizer`, `options` and `step_options`.
@@ -64,12 +64,12 @@ def from_deepspeed(
     devices: int | None = None,
     optimizer: str | None = None,
 ) -> FromDeepSpeed:
-    """Read a DeepSpeed configuration.
+    """Convert a DeepSpeed configuration into an optax transformation and options of zerojax.
 
     Args:
         config: The path of the JSON file, or the object in the file.
         auto: Values for keys that are `"auto"` or missing in the file, by path: `{"optimizer.params.lr": 3e-4}`.
-        devices: Number of data-parallel workers. Needed if the file gives microbatches or rows only through it.
+        devices: Number of data-parallel workers. Needed if the file's number of microbatches or rows depends on it.
         optimizer: One Python expression for an optax transformation, such as `"optax.contrib.muon(2e-2)"`. It replaces
             the file's optimizer and schedule in the printed Python. The attribute `optimizer` can evaluate it, without
             `exec`, if it consists of calls, literals and arithmetic.

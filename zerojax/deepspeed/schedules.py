@@ -83,7 +83,7 @@ def warmup_cosine_lr(
 
 
 def _step(count):
-    """Return DeepSpeed's step, whose rate applies to the update with this count."""
+    """Return the step of DeepSpeed whose rate applies to the update with this count."""
     return jnp.maximum(jnp.asarray(count, jnp.float32) - 1, 0)
 
 

@@ -73,7 +73,7 @@ def word(*known: str, null: bool = False) -> Rule:
 
 
 def only(allowed: Any, why: str) -> Rule:
-    """Make a rule that takes only one value. Its error says why."""
+    """Make a rule that takes only one value. `why` is the reason that its error gives."""
     takes = lambda value: value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
     return Rule(f"{json.dumps(allowed)}, because {why}", takes)
 

@@ -31,7 +31,7 @@ from zerojax.zero import ZeroTransformation
 class AbsentProgram(NamedTuple):
     """A program for GPUs that this machine does not have.
 
-    `lower` takes a batch of shapes. Its number of rows must be a multiple of `row_multiple`.
+    `lower` takes a batch of shapes. The number of rows must be a multiple of `row_multiple`.
     """
 
     lower: Callable[[Any], Any]

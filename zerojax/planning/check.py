@@ -56,7 +56,7 @@ class Check:
 
     Attributes:
         stage: ZeRO stage.
-        devices: Data-parallel workers.
+        devices: Number of data-parallel workers.
         peak: Peak bytes per device: the sum of arguments, results and temporary memory.
         floor: Bytes per device that the contract allows: arguments, results, the temporary memory of plain jit with
             replicated parameters, and three times the largest layer of the model (a layer in use, a prefetched layer,
@@ -74,8 +74,8 @@ class Check:
         flops_formula: FLOPs of plain jit's matrix products, of all types.
         hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.
         findings: One sentence per excess, with leaves and lines of the model.
-        rules: At stage 3, the equations that read parameters, each with its line of the loss, by the rule that the
-            engine applied to them (docs/stage3.md).
+        rules: At stage 3, a mapping from each rule of the engine (docs/stage3.md) to the equations on parameters to
+            which the rule applied. Each equation has its line of the loss.
     """
 
     stage: int

@@ -100,7 +100,7 @@ class Comparison:
 
     Attributes:
         stages: ZeRO stages that were compared.
-        devices: Data-parallel workers of the mesh.
+        devices: Number of data-parallel workers of the mesh.
         steps: Number of updates.
         tolerance: Relative difference that is allowed for every leaf. It depends on the narrowest type in the loss's
             computation. If rounding on one device changes a leaf by more, the leaf may differ more.

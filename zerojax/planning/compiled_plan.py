@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes on a device in a step."""
+        """Return the peak bytes per device in a step."""
         return sum(self.memory.values())
 
     @property
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Return bytes that a device sends per step, over rings. A loop of unknown length counts as one iteration."""
+        """Return bytes that a device sends per step in a ring. A loop of unknown length counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
 
     @property
@@ -173,7 +173,7 @@ class Plan:
 
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
-    """Return whether a collective joins devices of several hosts."""
+    """Return whether a collective's group has devices of several hosts."""
     return len({device // per_host for device in c.group}) > 1
 
 

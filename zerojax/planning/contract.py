@@ -142,7 +142,8 @@ def gathered_elements(checked: Checked, program: WorkingSet) -> int:
 def gathered_after_update(plan: ShardingPlan) -> int:
     """Return how many elements of updated parameters are gathered.
 
-    A replicated parameter is gathered in full. A parameter whose gradient has smaller shards is gathered to its shards.
+    A replicated parameter is gathered in full. A parameter whose gradient has smaller shards than the parameter is
+    gathered only up to its own shard.
     """
     pairs = zip(plan.trained.params, plan.grads, strict=True)
     return sum(

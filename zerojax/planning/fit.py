@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def sharding(self) -> str:
-        """Return the option that keeps shards within a host, or `"all devices"`."""
+        """Return the option that keeps shards within a host, such as `shard_axis="gpu"`, or `"all devices"`."""
         options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
         return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
 

@@ -21,7 +21,7 @@ class Origin:
 
     Attributes:
         kind: `"nan"` or `"inf"`.
-        primitive: The JAX primitive whose operands do not have the value. Empty if an argument has the value.
+        primitive: The JAX primitive that produces the value from operands without it. Empty if an argument has it.
         where: The line of the model, such as "model.py:12", or the argument. Empty if no line of the model is known.
     """
 

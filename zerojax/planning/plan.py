@@ -124,7 +124,7 @@ class Planner:
             offload: Offloads to choose from, one or several. None is no offload. The compiled plan counts parameters in
                 host memory as device memory.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
-                are ignored. By default, it starts with one row per device, and doubles while a row gets 2% cheaper and
+                are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. As for a plan: `memory`, `link`, `network`. `host_link`: bytes per second in each
                 direction between a GPU and its host (default: PCIe). As for `train_step`: `has_aux`, `weighted`.
 

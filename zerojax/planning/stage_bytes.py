@@ -32,7 +32,7 @@ class StageEstimate:
 
     Attributes:
         stage: ZeRO stage.
-        devices: Data-parallel workers.
+        devices: Number of data-parallel workers.
         params: Stored parameters.
         grads: Gradients, as `value_and_grad` returns them.
         master: Master weights, where parameters are stored in a narrower type.
@@ -74,7 +74,7 @@ class StageEstimate:
 
     @property
     def peak(self) -> int | None:
-        """Return the most bytes on a device in a step, or None where activations are not known.
+        """Return the peak bytes per device in a step, or None if `activations` is None.
 
         This is `resident` plus the memory of the backward pass (gradients, activations and gathered parameters) or of
         the update, whichever is larger. For unrolled layers at stages 1 and 2, it is an upper bound, because their
@@ -140,7 +140,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes that stage 3 gathers at the same time: the largest layer, once for use and per prefetched layer.
+    """Return the bytes that stage 3 gathers at the same time: the largest layer, times one plus the prefetched layers.
 
     A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers cannot
     be told from any other array, so the whole stack counts as one layer.
@@ -161,7 +161,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
     sends `(N - 1) / N` of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per
     microbatch. Stage 3 gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced
     over the other axes, once per step. If these axes divide gradients further, shards are reduce-scattered over them
-    instead, and gathered after the update. Quantised payloads include scales and padding, for each hop.
+    instead, and gathered after the update. Quantised payloads include scales and padding, and count for each hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
