@@ -77,7 +77,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
                 if isinstance(source, ChunkedSource):
                     writing = await super().serialize([joined(source.node)], [info], [arg])
                     futures += writing
-                    if source.node.store is not None:  # offloaded to disk: all such leaves may not fit in host memory
+                    if source.node.store is not None:  # a leaf on disk: host memory may be too small for all leaves
                         wait_for(writing)
         except BaseException:
             with contextlib.suppress(Exception):

@@ -166,7 +166,7 @@ class Checkpointer:
             data: A template for the saved data. Its objects with `set_state` are set to their saved states, and the
                 saved values are returned in its pytree nodes. None returns the data in plain containers.
             fallback: If the checkpoint is damaged, warn, and restore the newest intact checkpoint instead.
-            partial: If checkpoint and `like` differ, restore the leaves that match, and keep all others of `like`.
+            partial: If checkpoint and `like` differ, restore the leaves that match, and keep all other leaves.
 
         Returns:
             A `Restored` with the state, the data, the step, and the names of leaves that were not restored.

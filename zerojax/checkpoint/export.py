@@ -127,7 +127,7 @@ class Source(NamedTuple):
     """A leaf to write. `fetch(index)` returns the elements at an index of the leaf's leading dims, in host memory."""
 
     path: tuple[str, ...]
-    shape: tuple[int, ...]  # logical
+    shape: tuple[int, ...]  # logical shape
     dtype: Any
     array: int  # a number that identifies the array: only leaves that are the same array share it
     fetch: Callable[[tuple[int, ...]], np.ndarray]

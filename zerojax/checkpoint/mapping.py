@@ -73,9 +73,9 @@ class Pattern:
 class Section:
     """The part of a tensor in a file that holds a leaf, or one index of a stacked leaf."""
 
-    leaf: int  # position of the leaf
-    index: tuple[int, ...]  # in the leaf's stacked dims, which are its leading dims
-    shape: tuple[int, ...]  # of the leaf, without the stacked dims
+    leaf: int  # position of the leaf in the list of leaves
+    index: tuple[int, ...]  # index in the leaf's stacked dims, which are its leading dims
+    shape: tuple[int, ...]  # shape of the leaf without the stacked dims
     pattern: Pattern
     start: int = 0  # first index along the pattern's divided dim
 

@@ -29,11 +29,11 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 class Piece:
     """A box of a leaf's storage (one range per dim), and where its bytes are. They are row-major and little-endian."""
 
-    file: str  # its name in the checkpoint
-    offset: int  # of the first byte in the file
+    file: str  # name of the file in the checkpoint
+    offset: int  # offset of the box's first byte in the file
     start: tuple[int, ...]  # index of the box's first element in the storage
-    shape: tuple[int, ...]  # of the box
-    sha256: str  # of the bytes
+    shape: tuple[int, ...]  # shape of the box
+    sha256: str  # digest of the box's bytes
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Piece:
 
 
 class Extent(NamedTuple):
-    """The bytes of a file that belong to the leaf of this name."""
+    """The bytes of a file that belong to the leaf named `leaf`."""
 
     leaf: str
     offset: int

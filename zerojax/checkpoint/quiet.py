@@ -42,7 +42,7 @@ class QuietLoops:
         sys.unraisablehook = self
 
     def __call__(self, unraisable: Any) -> None:
-        """Drop this one error. Hand every other error to the previous hook."""
+        """Drop the error "Event loop is closed". Hand every other error to the previous hook."""
         if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == CLOSED):
             self._previous(unraisable)
 

@@ -25,10 +25,10 @@ class SavedLeaf:
 
     name: str  # as errors print it
     path: tuple[str, ...]  # its keys, starting with the field of the state
-    shape: tuple[int, ...]  # logical
+    shape: tuple[int, ...]  # logical shape
     dtype: str  # name of the element type
     kind: str  # layout of the storage: "replicated", "sharded" or "flat"
-    folder: str  # in `arrays/`; empty if the leaf has no elements, or is packed
+    folder: str  # name of the leaf's folder in `arrays/`; empty if the leaf has no elements, or is packed
     key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
     pieces: tuple[Piece, ...] = ()  # where a packed leaf is in the files of packed leaves
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Conversion(NamedTuple):
-    """A conversion of a leaf, after it is read, from one layout and type to another. It runs on the devices."""
+    """A conversion from one layout and type to another, which runs on the devices after a leaf is read."""
 
     source: Leaf
     target: Leaf
-    sharding: Sharding  # of the result
+    sharding: Sharding  # sharding of the result
 
 
 def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Conversion | None]:

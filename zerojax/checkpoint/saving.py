@@ -202,7 +202,7 @@ def storage_bytes(one: StateLeaf) -> int:
 
 
 def is_small(one: StateLeaf) -> bool:
-    """Return whether a leaf is packed with others instead of having a folder."""
+    """Return whether a leaf is packed with other leaves instead of having a folder."""
     return storage_bytes(one) <= SMALL_BYTES
 
 

@@ -55,7 +55,7 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
         CheckpointError: If there is no such checkpoint, or it was removed meanwhile.
         DamagedError: If the checkpoint is damaged. With `fallback`, only if no other checkpoint is intact either.
     """
-    # The first process decides: a shared file system may show an older list to the others.
+    # The first process decides: a shared file system may show an older list to other processes.
     listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
     wanted, *steps = json.loads(listed[0])
     try:

@@ -44,7 +44,7 @@ class AbsentProgram(NamedTuple):
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of a step of `train_step` on absent GPUs. Its state is sharded again for these GPUs."""
+    """Return the program of a step of `train_step` on the topology's GPUs. Its state is sharded again for them."""
     check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
@@ -81,7 +81,7 @@ def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
     shapes = tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
     if not any(shapes.plan.chunkings):
         return shapes
-    # Normally a measurement on the devices chooses where the update runs. Absent devices cannot be measured.
+    # Normally a measurement on the devices chooses where the update runs. But absent devices cannot be measured.
     choice = state.plan.choice or Choice("device", "as long as nothing was measured")
     return shapes.replace(plan=dataclasses.replace(shapes.plan, choice=choice))
 
@@ -100,7 +100,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of a jitted function on absent GPUs. The arguments keep their `PartitionSpec`s."""
+    """Return the program of a jitted function on the topology's GPUs. The arguments keep their `PartitionSpec`s."""
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."

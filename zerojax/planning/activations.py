@@ -59,7 +59,7 @@ class PlainGradient:
     """The gradient of a loss by plain jit on one device. It is compiled per batch shape, when its cost is needed."""
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None):
-        """Choose the device to compile for: a GPU of the kind `gpu`, even if absent, or the first local device."""
+        """Choose to compile for a GPU of the kind `gpu`, which need not be here, or for the first local device."""
         self.loss = loss
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")

@@ -1,4 +1,4 @@
-"""Run a loss on one device and on the mesh, and report leaf by leaf where the results differ."""
+"""Run training steps on one device and on the mesh, and report leaf by leaf where the results differ."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Snapshot = dict[Key, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One leaf after one step, on the mesh and on one device.
+    """The difference between a leaf on the mesh and the same leaf on one device, after one step.
 
     Attributes:
         stage: ZeRO stage on the mesh.

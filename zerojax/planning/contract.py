@@ -60,15 +60,15 @@ class Contract:
     """The most that the program of a stage may move, compute and hold."""
 
     temporary: int  # bytes of temporary memory
-    gathered: int  # elements of parameters gathered, as full tensors
-    reduced: int  # elements of gradients reduced, as full tensors
+    gathered: int  # elements of parameters that are gathered, counted in full tensors
+    reduced: int  # elements of gradients that are reduced, counted in full tensors
     replicated: int  # the part of `reduced` in gradients that stay replicated, which are all-reduced
-    gradients: int  # elements of all gradients, each counted once; plain jit reduces these
+    gradients: int  # elements of all gradients, each counted once; plain jit reduces these elements
     sizes: frozenset[int]  # elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack
     # Whether the devices divide the rows of every microbatch, including microbatches that the loss itself makes.
     # If they do not, a sum over rows cannot be divided over the devices.
     is_even: bool
-    flops: int  # of a device's matrix products
+    flops: int  # FLOPs of a device's matrix products
     plain: Module  # the program of plain jit
     times: int  # how often a step computes the gradient that `plain` computes once
     update: bool  # whether the optimizer's update may move any number of bytes

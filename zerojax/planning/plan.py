@@ -104,7 +104,7 @@ class Planner:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
-        rejected if its estimate exceeds the memory by more than a quarter. The others are sorted by seconds per row.
+        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
         Times within 2% count as equal, and are sorted by preference: no offload, a low stage, shards over all devices,
         an early loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 

@@ -34,7 +34,7 @@ def named_sharding(x: Any) -> NamedSharding | None:
 
 
 def on_mesh(mesh: Mesh, tree: Any) -> Any:
-    """Return arrays as shapes on another mesh, with their `PartitionSpec`s. Arrays without one are replicated."""
+    """Return arrays as shapes on another mesh, with their `PartitionSpec`s. Without one, an array is replicated."""
 
     def move(x: Any) -> Any:
         sharding = named_sharding(x)
