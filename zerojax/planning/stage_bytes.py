@@ -47,8 +47,7 @@ class StageEstimate:
         backward: Gradients during the backward pass. At stages 0 to 2, each gradient is full until it is reduced. With
             several microbatches, the sums over microbatches are included.
         update: Gradients in the optimizer's type, and equally many bytes for the updates.
-        activations: One device's rows, and the temporary memory of the plain gradient on these rows. None without a
-            loss.
+        activations: One device's rows, and the temporary memory of their plain gradient. None without a loss.
     """
 
     stage: int
