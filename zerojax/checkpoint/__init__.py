@@ -1,20 +1,20 @@
-"""Checkpoints: save a run at any stage, mesh and precision, verify it, and restore it into any other.
+"""Save checkpoints at any stage, mesh and precision, verify them, and restore them at any other.
 
-Each ability starts in one file. Read it first, then the files that it names:
+Each task has a main file. Read that file first, then the files named after it:
 
-save      `saving.py`: one save. `directory.py` has the folders and their atomic commit, `arrays.py` writes large
-          leaves through orbax, `packing.py` writes small leaves into one file per process.
-restore   `restoring.py`: from a verified checkpoint to a state. `matching.py` compares the saved leaves and optimizer
-          with the state that is wanted, `resharding.py` converts a leaf to another layout.
-verify    `verifying.py`: every file against its digest, and every leaf against its files. `soundness.py` refuses a
-          forged manifest before anything is allocated.
-export    `export.py`: parameters as safetensors. `safetensors.py` has the files, `mapping.py` renames parameters.
-import    `importing.py`: parameters from safetensors, through the same two files.
+save      `saving.py` runs one save. `directory.py` names the folders and commits them atomically, `arrays.py` writes
+          large leaves through orbax, and `packing.py` writes small leaves into one file per process.
+restore   `restoring.py` reads a verified checkpoint into a state. `matching.py` compares the saved leaves and optimizer
+          with those of the target state, and `resharding.py` converts a leaf to another layout.
+verify    `verifying.py` checks every file against its digest, and every leaf against its files. `soundness.py` rejects
+          a forged manifest before any memory is allocated for it.
+export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.
+import    `importing.py` reads parameters from safetensors, also with `safetensors.py` and `mapping.py`.
 
-`checkpointer.py` is the object that users hold: it calls save, restore and verify, one at a time. `state_leaves.py`
-turns a state into named logical leaves; `records.py` and `manifest.py` describe them on disk; `data_state.py` writes
-the position of a data loader. `processes.py` lets all processes go on, or none. `preemption.py` turns a signal into a
-last save.
+`checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
+turns a state into named logical leaves; `records.py` and `manifest.py` describe these leaves on disk; `data_state.py`
+writes the position of a data loader. `processes.py` makes sure that either all processes continue or none.
+`preemption.py` lets a signal start a last save.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer
@@ -38,5 +38,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public surface."""
+    """Return the public names of this module."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])

@@ -1,7 +1,7 @@
-"""Arrays on disk, through orbax: one folder per leaf, one file per shard. Each process writes its own shards.
+"""Write large leaves through orbax, one folder per leaf and one file per shard, and read large and small leaves.
 
-The folder is an ordinary orbax checkpoint, which stock orbax can read. It is zarr without OCDBT, so that every file
-belongs to one leaf. Small leaves are packed instead (`packing.py`); the functions that read take both.
+Each process writes its own shards. The folder is an ordinary orbax checkpoint, which stock orbax can read. It has the
+zarr format without OCDBT, so that every file belongs to one leaf. `packing.py` writes the small leaves.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
-# Several hosts share the writing of a replicated array only from this size on, because each slice is compiled.
+# Hosts divide the writing of a replicated array only from this slice size on, because every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
-# Arrays are read in groups of about this size, which limits the host memory in use.
+# Arrays are read in groups of about this size, to limit the host memory in use.
 GROUP_BYTES = 2 << 30
 
 
 class ReadRequest(NamedTuple):
-    """A leaf to read into a shape and a sharding. Reading trims longer dims, and pads shorter dims with zeros."""
+    """A leaf to read, and its wanted shape and sharding. Saved dims are trimmed, or zero-padded, to this shape."""
 
     saved: SavedLeaf
     shape: tuple[int, ...]  # for PRNG keys, the shape of their data
@@ -47,19 +47,19 @@ class ReadRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedSource:
-    """Makes an offloaded leaf one leaf of the tree that orbax writes. `Chunked` itself is a node with many leaves."""
+    """Wrapper that makes an offloaded leaf one leaf for orbax. `Chunked` itself is a pytree node with many leaves."""
 
     node: Chunked
 
 
 class ArrayHandler(type_handlers.ArrayHandler):
-    """orbax's handler of arrays, extended to offloaded leaves.
+    """orbax's array handler, extended to write offloaded leaves.
 
     Offloaded leaves are written one at a time, because device memory may be too small for all of them.
     """
 
     def __init__(self):
-        """Choose the options of orbax: several hosts share the writing of arrays that they replicate."""
+        """Choose orbax's options. Several processes divide the writing of each replicated array."""
         super().__init__(
             use_replica_parallel=jax.process_count() > 1,
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
@@ -68,7 +68,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
-        infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter belongs to another call's event loop
+        infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter works only in its own event loop
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
         arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
         futures = list(await super().serialize(*zip(*arrays, strict=True)))
@@ -77,7 +77,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
                 if isinstance(source, ChunkedSource):
                     writing = await super().serialize([joined(source.node)], [info], [arg])
                     futures += writing
-                    if source.node.store is not None:  # offloaded to disk: host memory may be too small for all
+                    if source.node.store is not None:  # a leaf on disk: host memory may be too small for all leaves
                         wait_for(writing)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -87,10 +87,10 @@ class ArrayHandler(type_handlers.ArrayHandler):
 
 
 def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callable[[], None]:
-    """Begin to write arrays into an empty folder, and return a function that waits for this process's shards.
+    """Begin to write arrays into an empty folder. Return a function that waits for the writes of this process.
 
-    The present values are written: they are copied to host memory before this returns. (On CPU, their buffers are kept
-    alive, so that later donations cannot reuse them.) `arrays` has arrays with elements, by the name of their folder.
+    The values are copied to host memory before this function returns. (On CPU, the buffers are kept alive instead, so
+    that later donations cannot reuse them.) `arrays` maps folder names to arrays, none of which is empty.
     """
     if not arrays:
         return lambda: None
@@ -105,7 +105,7 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
 def wait_for(futures: Sequence[Any]) -> None:
     """Block until every future has ended, then raise the first error.
 
-    After an error the caller removes the folder, so no other write may still be under way.
+    The caller removes the folder after an error, so all writes must have ended by then.
     """
     failures = []
     for future in futures:
@@ -118,7 +118,7 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if one cannot be read."""
+    """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
     large = iter(read_folders(directory / ARRAYS, [one for one in requests if not one.saved.pieces]))
     with packing.Files(directory) as files:
         arrays = [read_packed(files, one) if one.saved.pieces else next(large) for one in requests]
@@ -135,7 +135,7 @@ def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
 
 
 def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.Array]:
-    """Read leaves that have a folder each. Errors of orbax and TensorStore, which share no type, become one type."""
+    """Read leaves that have a folder each. Raise a `CheckpointError` for any error of orbax or TensorStore."""
     handler, arrays = ArrayHandler(), []
     for group in groups(requests):
         infos = [files_of(directory, one.saved.folder) for one in group]
@@ -150,10 +150,10 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
-    """Wrap data that was read as PRNG keys."""
+    """Make an array of PRNG keys from the key data that was read."""
     try:
         wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
-        return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put refuses an array of several processes
+        return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put rejects an array that spans processes
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{one.saved.name} is said to be PRNG keys of {one.saved.key}, and is not: {in_one_line(error)}"
@@ -161,7 +161,7 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
 
 
 def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
-    """Read a slice of one leaf's storage into host memory. Of a packed leaf, all pieces are read and verified."""
+    """Read a slice of one leaf's storage into host memory. A packed leaf is first read and verified as a whole."""
     if saved.pieces:
         with packing.Files(directory) as files:
             return files.read(saved.name, saved.pieces, saved.storage_dtype)[index]
@@ -175,7 +175,7 @@ def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]
 
 
 def files_of(directory: Path, folder: str) -> type_handlers.ParamInfo:
-    """Describe the files of an array to orbax."""
+    """Return orbax's description of the files of an array."""
     return type_handlers.ParamInfo(
         name=folder,
         parent_dir=epath.Path(directory),
@@ -187,7 +187,7 @@ def files_of(directory: Path, folder: str) -> type_handlers.ParamInfo:
 
 
 def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
-    """Group consecutive arrays, so that each group has at most about `GROUP_BYTES` on this host.
+    """Group consecutive requests, so that each group needs at most about `GROUP_BYTES` of this host's memory.
 
     orbax's own limit, `restore_concurrent_gb`, was rejected because it refuses an array that is larger than the limit.
     """
@@ -195,7 +195,7 @@ def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
     size = 0
     for one in requests:
         local = one.sharding.shard_shape(one.shape) if isinstance(one.sharding, NamedSharding) else one.shape
-        bound = math.prod(local) * 8 * len(one.sharding.addressable_devices)  # counting 8 bytes per element
+        bound = math.prod(local) * 8 * len(one.sharding.addressable_devices)  # with at most 8 bytes per element
         if not groups or size + bound > GROUP_BYTES:
             groups.append([])
             size = 0
@@ -205,17 +205,17 @@ def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
 
 
 def is_key(x: Any) -> bool:
-    """Return whether an array, or a shape, holds PRNG keys."""
+    """Return whether the elements of an array, or of a shape, are PRNG keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def run(coroutine: Coroutine) -> Any:
-    """Run a coroutine in another thread and return its result. The caller may be in an event loop, as notebooks are."""
+    """Run a coroutine in another thread, and return its result. A notebook's thread already has an event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, quietly(coroutine)).result()
 
 
 async def quietly(coroutine: Coroutine) -> Any:
-    """Run a coroutine without logging: its first error is raised, and the errors of other arrays are dropped."""
+    """Run a coroutine, and raise its first error. Drop the errors of other arrays, which asyncio would log."""
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     return await coroutine

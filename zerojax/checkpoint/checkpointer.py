@@ -1,4 +1,4 @@
-"""The object that users hold: it saves, restores and verifies the checkpoints of one directory."""
+"""Save, restore and verify the checkpoints of one directory, with the class `Checkpointer`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Checkpointer:
     """Saves states into a directory and restores them, at any stage, mesh and number of devices.
 
     A checkpoint is committed atomically. Each of its files has a digest, which is verified before the checkpoint is
-    restored. All processes of a run make the same calls; calls from several threads run one after the other. At exit,
-    the interpreter waits for a save that is under way.
+    restored. All processes of a run must make the same calls. Calls from several threads run one after the other. At
+    exit, the interpreter waits for a save that is under way.
 
     Attributes:
-        directory: The folder of the checkpoints. One run at a time writes there.
-        keep: How many checkpoints are kept, the newest ones; None keeps all.
-        every: `save` does nothing unless this divides the step.
-        timeout: Seconds to wait for a process that does not answer.
+        directory: The folder of the checkpoints. Only one run at a time can write to it.
+        keep: How many of the newest checkpoints are kept. None keeps all checkpoints.
+        every: `save` skips steps that are not multiples of this number, unless `force=True`.
+        timeout: Seconds to wait for the other processes before an error is raised.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Checkpointer:
 
         Args:
             directory: A folder on a file system that all processes see. `~` is the user's home.
-            keep: How many checkpoints to keep, the newest ones; None keeps all.
-            every: Save only steps that this number divides.
-            timeout: Seconds that a process waits for the others.
-            read_only: Only restore and verify, while another run may write to the directory.
+            keep: How many of the newest checkpoints to keep. None keeps all checkpoints.
+            every: Save only steps that are multiples of this number.
+            timeout: Seconds to wait for the other processes before an error is raised.
+            read_only: Allow only restoring and verifying. Another run may then write to the directory.
 
         Raises:
-            CheckpointError: If another run writes there, or the directory cannot be written.
+            CheckpointError: If another run writes to the directory, or this process cannot write to it.
             ValueError: If `keep` or `every` is below 1, or `directory` is empty.
         """
         for name, value in (("keep", keep), ("every", every)):
@@ -80,7 +80,7 @@ class Checkpointer:
             self._open()
 
     def _open(self) -> None:
-        """Take the directory's lock on the first process, and remove what killed saves left."""
+        """Lock the directory and clean up after killed saves, both on the first process."""
         self._processes.require_same("open a Checkpointer", {"keep": self.keep, "every": self.every})
         failure = ""
         if self._processes.is_first:
@@ -102,27 +102,27 @@ class Checkpointer:
         OPEN.add(self)
 
     def save(self, state: ZeroState, data: Any = None, *, step: int | None = None, force: bool = False) -> bool:
-        """Begin to save a state. It is written while training goes on.
+        """Begin to save a state. A thread writes it while training continues.
 
-        The state is saved as it is at this call, even if the next step donates it. If another save is still under
-        way, this call waits for it first.
+        The values at the time of this call are saved, even if the next step donates the state. If another save is
+        still under way, this call waits for it first.
 
         Args:
             state: The state of the run.
-            data: Anything small that belongs to the run: a pytree of plain values and arrays, or of objects with
-                `get_state` and `set_state`, such as iterators of grain. It is kept as JSON, one file per process.
-            step: The number of the step. The default, `int(state.step)`, waits until the step is computed; a loop
-                that counts its own steps gives its count and does not wait.
-            force: Save even if `every` does not divide the step.
+            data: Small data to save with the state: a pytree of plain values, arrays, and objects with `get_state`
+                and `set_state`, such as grain's iterators. Each process writes its data into one JSON file.
+            step: The number of the step. The default, `int(state.step)`, waits until the step is computed. To avoid
+                this wait, pass the step count of the training loop.
+            force: Save even if the step is not a multiple of `every`.
 
         Returns:
-            Whether a save was begun. False if `every` does not divide the step, or if this object has already saved
-            that step.
+            True if a save was started. False if the step is not a multiple of `every`, or if the last save of this
+            object was of the same step.
 
         Raises:
-            CheckpointError: If this save cannot begin, or the save before failed. The message says why, and which
-                checkpoint is the newest. The state is unchanged.
-            TypeError: If `state` is no `ZeroState`, `data` cannot be written, or `step` is no integer.
+            CheckpointError: If this save cannot begin, or if the previous save failed. The message gives the reason
+                and the newest checkpoint. The state is unchanged.
+            TypeError: If `state` is not a `ZeroState`, `data` cannot be written, or `step` is not an integer.
             ValueError: If `step` is negative or differs between processes, or if `state` was donated to a step.
         """
         if not isinstance(state, ZeroState):
@@ -160,22 +160,22 @@ class Checkpointer:
         """Restore a checkpoint into the layout of a state, whatever layout it was saved in.
 
         Args:
-            like: A state of the same model and optimizer, at any stage, on any mesh, in any precision. It holds live
+            like: A state of the same model and optimizer, at any stage, on any mesh, in any precision. Its leaves are
                 arrays, or shapes (`tx.create(shapes)`), which take no memory.
-            step: The step to restore; None restores the newest.
-            data: A template for the saved data. Objects with `set_state` are set to what was saved, and the nodes of
-                the template are rebuilt. None returns the data as it was written.
-            fallback: If the checkpoint is damaged, take the newest intact one, with a warning.
-            partial: Where checkpoint and `like` differ, restore the leaves that match and keep the others of `like`.
+            step: The step to restore; None restores the newest step.
+            data: A template for the saved data. Its objects with `set_state` are set to their saved states, and the
+                saved values are returned in its pytree nodes. None returns the data in plain containers.
+            fallback: If the checkpoint is damaged, warn, and restore the newest intact checkpoint instead.
+            partial: If checkpoint and `like` differ, restore the leaves that match, and keep all other leaves.
 
         Returns:
-            The state, the data, the step, and the names of leaves that were not restored.
+            A `Restored` with the state, the data, the step, and the names of leaves that were not restored.
 
         Raises:
-            CheckpointError: If there is no checkpoint, or another run replaced it while it was read.
-            DamagedError: If the checkpoint is damaged. Names leaf and file, and the newest intact step.
-            TypeError: If `like` is no `ZeroState`, or `step` is no integer.
-            ValueError: If the checkpoint is of another tree, shape, type or optimizer.
+            CheckpointError: If there is no such checkpoint, or another run replaced it while it was read.
+            DamagedError: If the checkpoint is damaged. The message names leaf, file, and the newest intact step.
+            TypeError: If `like` is not a `ZeroState`, or `step` is not an integer.
+            ValueError: If checkpoint and `like` differ in optimizer, or in the names, shapes or types of leaves.
         """
         with self._mutex:
             self.wait()
@@ -183,13 +183,13 @@ class Checkpointer:
 
             def restored() -> Restored:
                 manifest = newest_verified(self.directory, step, fallback, self._processes)
-                self._last_save = None  # a run that went back may save the same steps again
+                self._last_save = None  # a run that went back to an earlier step may save the same steps again
                 with reading(self.directory, manifest):
                     return restore(
                         self.directory, manifest, like, data=data, partial=partial, processes=self._processes
                     )
 
-            # Several processes cannot retry: a process that has read everything would not take part again.
+            # Several processes cannot retry, because a process that has already succeeded would not take part.
             return retried(restored) if self._processes.count == 1 else restored()
 
     def latest(self) -> int | None:
@@ -201,17 +201,17 @@ class Checkpointer:
         return folders.steps_in(self.directory)
 
     def verify(self, step: int | None = None) -> list[int]:
-        """Check every file of one checkpoint, or of all, against its digest.
+        """Check every file of one checkpoint, or of all checkpoints, against its digest.
 
         Args:
-            step: The step to check; None checks all.
+            step: The step to check; None checks all steps.
 
         Returns:
-            The steps that were checked, all intact.
+            The checked steps, all of which are intact.
 
         Raises:
             CheckpointError: If there is no such checkpoint.
-            DamagedError: At the first damaged checkpoint. Names leaf and file.
+            DamagedError: If a checkpoint is damaged. The message names the leaf and the file.
         """
         with self._mutex:
             self.wait()
@@ -230,11 +230,11 @@ class Checkpointer:
                 save.wait()
             except CheckpointError:
                 self._failed.append(save)
-                self._last_save = None  # reported once
+                self._last_save = None  # so that the failure is raised only once
                 raise
 
     def _require_writable(self) -> None:
-        """Raise an error unless this process may save."""
+        """Raise an error if this object cannot save: it is read-only or closed, or this process was forked."""
         if self.read_only:
             raise CheckpointError("This Checkpointer is read_only=True. Open one without it to save.")
         if self._lock is not None and not self._lock.held:
@@ -246,12 +246,12 @@ class Checkpointer:
             raise CheckpointError("This Checkpointer is closed. Open another to save.")
 
     def _remove_again(self) -> None:
-        """Remove files of failed saves that were written after the failure."""
+        """Remove files that were still written after their save had failed."""
         while self._failed:
             self._failed.pop().remove_again()
 
     def close(self) -> None:
-        """Wait for the save under way, and let other runs write to the directory.
+        """Wait for the save under way, and unlock the directory, so that other runs can write to it.
 
         Raises:
             CheckpointError: If the save failed.
@@ -270,11 +270,11 @@ class Checkpointer:
             self._lock = None
 
     def __enter__(self) -> Checkpointer:
-        """Return the object itself."""
+        """Return this object."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the checkpointer. If an error ends the block, a failed save only warns, so that it hides no error."""
+        """Close the checkpointer. If the block raised an error, a failed save only warns, so it hides no error."""
         try:
             self.close()
         except CheckpointError as failure:
@@ -283,7 +283,7 @@ class Checkpointer:
             warnings.warn(str(failure), stacklevel=2)
 
 
-# Checkpointers that may have a save under way, and all checkpointers.
+# `OPEN` has the checkpointers that may have a save under way. `KNOWN` has all checkpointers.
 OPEN: set[Checkpointer] = set()
 KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -291,8 +291,8 @@ KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 class FailedStream:
     """A stream whose last flush fails, so that the interpreter ends with status 120.
 
-    A save may fail after the program's last line, and a launcher must not take that run for a success. At that point
-    Python prints any error that an exit function raises, `SystemExit` included, and still ends with status 0.
+    A save may fail after the program's last line, and a launcher must not report that run as a success. Raising an
+    error in an exit function is not enough: Python prints the error, even `SystemExit`, and still ends with status 0.
     `os._exit` would set a status, but it would skip the exit functions of other libraries.
     """
 
@@ -312,14 +312,14 @@ class FailedStream:
 
 
 def after_fork() -> None:
-    """Forget all saves in a forked child: their threads exist only in the parent, and one may hold a mutex there."""
+    """Forget all saves in a forked child. Their threads exist only in the parent, and may hold a mutex there."""
     OPEN.clear()
     for one in list(KNOWN):
         one._mutex, one._last_save, one._failed = threading.RLock(), None, []
 
 
 def close_open() -> None:
-    """Finish the saves under way at exit. A save that fails is logged and changes the exit status."""
+    """Finish the saves under way at exit. If a save fails, log it, and make the exit status nonzero."""
     for one in list(OPEN):
         try:
             one.close()

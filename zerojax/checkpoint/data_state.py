@@ -1,8 +1,8 @@
-"""The data that belongs to a state, such as the iterator's position, as JSON.
+"""Write and read, as JSON, the data that is saved with a state, such as the position of a data iterator.
 
-Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys come back as they are. An object with `get_state` and
-`set_state`, such as grain's iterators, is asked for its state. Any other pytree node is written as the list of its
-children, and a template rebuilds it.
+Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys are restored as they were. For an object with
+`get_state` and `set_state`, such as a grain iterator, its state is written. Any other pytree node is written as the
+list of its children, and restoring the node needs a template.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.errors import in_one_line
 
-# JAX on the CPU writes past the end of arrays of these types, so a forged file must not make one.
+# JAX on the CPU writes past the end of arrays of these types, so arrays from a forged file must not have them.
 CORRUPTING = ("int2", "uint2")
 PLAIN = (str, int, float, bool, type(None))
 
@@ -27,15 +27,15 @@ class UnreadableError(ValueError):
 
 
 def dumps(data: Any) -> str:
-    """Return data as text. Raise a `TypeError` if a part of it is neither of a known type nor a pytree node."""
+    """Return data as JSON text. Raise a `TypeError` for a value of an unknown type that is not a pytree node."""
     return json.dumps(encode(data))
 
 
 def loads(text: str | bytes, template: Any = None) -> Any:
-    """Return the data that `dumps` wrote, in the nodes of a template. None as template returns plain containers.
+    """Return the data that `dumps` wrote, in the pytree nodes of a template, or in plain containers without a template.
 
     Raises:
-        ValueError: If the template has another structure than the data.
+        ValueError: If the structure of the template differs from that of the data.
         UnreadableError: If `dumps` did not write this text.
     """
     try:
@@ -46,7 +46,7 @@ def loads(text: str | bytes, template: Any = None) -> Any:
 
 
 def encode(data: Any) -> Any:
-    """Encode data as nested lists and dicts of JSON. A value that is neither plain nor a list becomes a tagged dict."""
+    """Encode data as JSON values. Tuples, dicts, bytes and arrays become dicts whose keys name the type."""
     if isinstance(data, PLAIN):
         return data
     if has_state(data):
@@ -71,7 +71,7 @@ def encode(data: Any) -> Any:
 
 
 def encode_array(x: Any) -> dict:
-    """Encode an array with its type, or a PRNG key with its implementation."""
+    """Encode an array with its type and shape, or PRNG keys with their data and implementation."""
     if is_key(x):
         return {"key": str(jax.random.key_impl(x)), "of": encode_array(jax.random.key_data(x))}
     host = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x)
@@ -84,7 +84,7 @@ def encode_array(x: Any) -> dict:
 
 
 def decode(tagged: dict) -> Any:
-    """Undo `encode` for one tagged dict, whose values are decoded already."""
+    """Undo `encode` for one dict that names a type. The values in the dict are already decoded."""
     if "tuple" in tagged:
         return tuple(tagged["tuple"])
     if "dict" in tagged:
@@ -101,14 +101,14 @@ def decode(tagged: dict) -> Any:
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """Rebuild saved data in the nodes of a template. An object that has `set_state` is set to its saved state."""
+    """Rebuild saved data in the pytree nodes of a template. Call `set_state` on the template's objects that have it."""
     if template is None:
         return saved
     if has_state(template):
         template.set_state(saved)
         return template
     if type(template) in (list, tuple) and type(template) is type(saved) and len(template) != len(saved):
-        return saved  # a list that grows during the run, such as one of losses
+        return saved  # a list that grows during the run, such as a list of losses
     if isinstance(template, dict) and isinstance(saved, dict) and template.keys() == saved.keys():
         return {key: fill(x, saved[key]) for key, x in template.items()}
     children, node = jax.tree.flatten(template, is_leaf=lambda x: x is not template)

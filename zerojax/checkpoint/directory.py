@@ -1,10 +1,10 @@
-"""The directory of a checkpointer: one folder per step, committed atomically, and the leftovers of killed saves.
+"""Name, commit and remove the folders in a checkpointer's directory, and clean up after killed saves.
 
 step_00000100         a checkpoint, complete and on disk
-step_00000200.aside   a checkpoint of a later step, renamed because the run went back to an earlier one
+step_00000200.aside   a checkpoint that was renamed because the run went back to an earlier step
 .tmp-step_…-<hex>     a checkpoint that is being written or removed; its writer locks this folder
 .old-step_…           a checkpoint that is being replaced
-.lock                 a file that the run that writes locks
+.lock                 a file, locked by the run that writes to the directory
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
 TEMPORARY, OLD = ".tmp-", ".old-"
 OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}", re.ASCII)
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
-# The lock of another host may be invisible. Its folder counts as left behind after this many seconds without a write.
+# A lock of another host may be invisible, so a folder of that host counts as abandoned after this many idle seconds.
 IDLE = 3600.0
 
 
 def step_number(step: Any) -> int:
-    """Return a caller's step as an int. Raise an error if it is no integer, or negative."""
+    """Return the user's `step` as an int. Raise an error if it is not an integer, or is negative."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -55,20 +55,20 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the steps that have a checkpoint, ascending. A directory that does not exist has none."""
+    """Return the steps that have a checkpoint, ascending. If the directory does not exist, the list is empty."""
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     steps = [(name, int(match[1])) for name in names if (match := STEP.fullmatch(name))]
-    return sorted(step for name, step in steps if name == step_name(step))  # step_000000001 is another folder
+    return sorted(step for name, step in steps if name == step_name(step))  # no save names a folder step_000000001
 
 
 def clean(directory: Path) -> dict[str, str]:
-    """Remove the folders of killed saves, and put back a checkpoint whose replacement was killed.
+    """Remove the folders of killed saves. If a save was killed while it replaced a checkpoint, put the old one back.
 
-    The caller has the lock. A folder that another writer may be using stays nevertheless, because the lock file may
-    have been deleted, or be invisible to another host. Return the outcome for each folder, by name.
+    The caller holds the directory's lock. Folders that may be in use stay, because another run may still write if the
+    lock file was deleted or is invisible on that run's host. Return the outcome for each folder, by name.
     """
     outcomes = {}
     for entry in sorted(directory.iterdir()):
@@ -105,7 +105,7 @@ def require_space(directory: Path, size: int) -> None:
 def temporary_name(step: int) -> str:
     """Return the name of a new folder to write a checkpoint into.
 
-    Every save has a new name, because late writes of a failed save may bring its folder back.
+    Every save uses a new name, because late writes of a failed save may create its folder again.
     """
     return f"{TEMPORARY}{step_name(step)}-{host()}{secrets.token_hex(4)}"
 
@@ -116,7 +116,7 @@ def host() -> str:
 
 
 def is_being_written(temporary: Path, writer: str) -> bool:
-    """Return whether a folder's writer may be alive: it has the folder's lock, or wrote recently from another host."""
+    """Return whether a folder may still be in use: it is locked, or another host has recently written to it."""
     try:
         locks.lock_folder(temporary).release()
     except BlockingIOError:
@@ -124,14 +124,14 @@ def is_being_written(temporary: Path, writer: str) -> bool:
     if writer == host():
         return False
     last = max(os.lstat(temporary / name).st_mtime for name in [".", *files_in(temporary)])
-    now = os.stat(temporary.parent / LOCK).st_mtime  # in the file system's clock: this run has just written its lock
+    now = os.stat(temporary.parent / LOCK).st_mtime  # the file system's time: this run has just written its lock
     return last > now - IDLE
 
 
 def commit(temporary: Path, step: int) -> None:
-    """Make a folder, whose files are on disk, the checkpoint of a step.
+    """Rename a complete folder to the folder name of a step. All files of the folder are already on disk.
 
-    An earlier checkpoint of this step is removed. Any other folder of this name is renamed and stays.
+    If the step already has a checkpoint, it is removed. If another folder has the step's name, that folder is renamed.
     """
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
@@ -144,7 +144,7 @@ def commit(temporary: Path, step: int) -> None:
 
 
 def is_removable(path: Path) -> bool:
-    """Return whether `prune` and `commit` may remove this folder: a link, or a folder with a save's manifest."""
+    """Return whether `prune` and `commit` are allowed to remove a path: it is a link, or a folder with a manifest."""
     return path.is_symlink() or any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
 
 
@@ -157,7 +157,7 @@ def discard(path: Path) -> None:
 
 
 def free_aside(directory: Path, step: int) -> str:
-    """Return a free name to rename the folder of a step to."""
+    """Return an unused name, `step_….aside` or `step_….aside-<number>`, to which a step's folder can be renamed."""
     name, n = f"{step_name(step)}.aside", int(time.time())
     free = name
     while os.path.lexists(directory / free):
@@ -168,7 +168,7 @@ def free_aside(directory: Path, step: int) -> str:
 def rename_later_steps(directory: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps, so that this step is the newest, and return their new names.
 
-    A run saves an earlier step than the newest after it went back, by choice or because the later ones are damaged.
+    Later steps exist if the run restored an earlier step, by choice or because the later checkpoints are damaged.
     """
     renamed = []
     for later in steps_in(directory):
@@ -180,10 +180,10 @@ def rename_later_steps(directory: Path, step: int) -> list[str]:
 
 
 def prune(directory: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints, and all but the newest `keep` that `rename_later_steps` renamed.
+    """Remove all but the newest `keep` checkpoints, and all but the newest `keep` folders named `.aside`.
 
-    Each is renamed before it is removed, so that a kill leaves no incomplete checkpoint. A folder without a manifest
-    stays: another program may use the same names.
+    A folder is renamed before it is removed, so that a killed run leaves no incomplete checkpoint. A folder without a
+    manifest stays, because another program may use the same names.
     """
     if keep is None:
         return
@@ -196,7 +196,7 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, ignoring errors, until it stays away: a write still in progress may bring it back."""
+    """Remove a folder, ignoring errors. Repeat this while writes that are still in progress create it again."""
     away = 0
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The errors of checkpoints, and the text of any error in one line."""
+"""Define the errors of checkpoints, and write any error as one line of text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_LENGTH = 1000
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or does not exist. The run's state is unchanged."""
+    """A checkpoint cannot be written, found or read. The run's state is unchanged."""
 
 
 class ReplacedError(CheckpointError):
-    """A run that saves to the same directory removed or replaced the checkpoint while it was read."""
+    """Another run, which saves to the same directory, removed or replaced the checkpoint while it was read."""
 
 
 class DamagedError(CheckpointError):
@@ -24,11 +24,11 @@ class DamagedError(CheckpointError):
     Attributes:
         step: The checkpoint's step.
         damage: `(leaf, file, problem)` for each damaged file. The leaf is empty if the file belongs to no leaf.
-        intact: The newest other step that was verified. None if no other was looked for, or none is intact.
+        intact: The newest intact checkpoint of another step. None if there is none, or if no other step was checked.
     """
 
     def __init__(self, message: str, *, step: int, damage: tuple = (), intact: int | None = None):
-        """Keep the facts as attributes, in addition to the message."""
+        """Set the attributes, in addition to the message."""
         super().__init__(message)
         self.step, self.damage, self.intact = step, damage, intact
 
@@ -43,7 +43,7 @@ def no_zero_state(wanted: str, found: Any) -> TypeError:
 
 
 def attempt(work: Callable[..., Any], *args: Any) -> str:
-    """Call a function, and return its error in one line, or an empty string."""
+    """Call a function. Return its error as one line of text, or an empty string if it succeeds."""
     try:
         work(*args)
     except Exception as error:
@@ -53,6 +53,6 @@ def attempt(work: Callable[..., Any], *args: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's type and text; a `CheckpointError` is known by its text alone."""
+    """Return an error's type and text in one line. For a `CheckpointError`, return only the text."""
     text = " ".join(str(error).split())[:MAX_LENGTH]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

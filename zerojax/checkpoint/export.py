@@ -1,6 +1,6 @@
-"""Export: write parameters as safetensors, in logical shape and a chosen type, without the optimizer.
+"""Write parameters as safetensors, in logical shape and a chosen type, without the optimizer's state.
 
-A state, a tree of parameters and a checkpoint all become a list of `Source`, one per leaf, and share everything after.
+The parameters of a state, a tree or a checkpoint become a list of `Source`, one per leaf. All later code is shared.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ def export(
 ) -> list[Path]:
     """Write the parameters of a state to safetensors.
 
-    One tensor at a time is gathered to host memory. With several processes all of them call this, and the first one
-    writes.
+    Tensors are gathered to host memory one at a time. All processes must call this function, and the first process
+    writes the files.
 
     Args:
-        state: A state, or a tree of parameters. Of a state with master weights, the master weights are written.
-        path: The folder to write. It must not exist, or be empty, and appears when it is complete.
-        mapping: The mapping with which `import_params` would read the files. None writes every leaf unchanged, and
-            joins its keys by dots to its name.
-        dtype: A floating type to cast floating leaves to. None keeps their types.
-        tied: Tensors that equal another one and are not written again, such as
-            `{"head.kernel": "embed.embedding"}`. Leaves of a tree that are the same array are found without this.
-        file_bytes: Size at which another file is begun. Several files get an index.
+        state: A state, or a tree of parameters. If a state has master weights, they are written as the parameters.
+        path: The folder to write. It must be empty or not exist. It is created only when all files are complete.
+        mapping: The mapping with which `import_params` would read the files. None writes every leaf unchanged, under
+            the name of its keys joined by dots.
+        dtype: The floating type to which floating leaves are cast. None keeps their types.
+        tied: Pairs of equal tensors, of which only the second is written, such as
+            `{"head.kernel": "embed.embedding"}`. Leaves of a tree that are the same array are found without `tied`.
+        file_bytes: Maximum bytes of tensors per file. If there are several files, an index is written, too.
 
     Returns:
-        The files written.
+        The paths of the written files.
 
     Raises:
         CheckpointError: If the folder is not empty.
         TypeError: If safetensors does not know the type of a leaf.
-        ValueError: If tied leaves differ, two leaves have the same name, `dtype` is no floating type, or the mapping
-            does not fit. The error lists everything that does not fit.
+        ValueError: If tied leaves differ, two leaves have the same name, `dtype` is not a floating type, or the
+            mapping does not fit the parameters. The error lists every mismatch.
     """
     check_dtype(dtype)
     sources = [
@@ -97,14 +97,14 @@ def export_checkpoint(
     Args:
         directory: The directory of a `Checkpointer`.
         path: As for `export`.
-        step: The step to export; None exports the newest.
+        step: The step to export; None exports the newest step.
         mapping: As for `export`.
         dtype: As for `export`.
         tied: As for `export`.
         file_bytes: As for `export`.
 
     Returns:
-        The files written.
+        The paths of the written files.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -124,23 +124,23 @@ def export_checkpoint(
 
 
 class Source(NamedTuple):
-    """A leaf to write. `fetch` returns the elements at an index of its leading dims, in host memory."""
+    """A leaf to write. `fetch(index)` returns the elements at an index of the leaf's leading dims, in host memory."""
 
     path: tuple[str, ...]
-    shape: tuple[int, ...]  # logical
+    shape: tuple[int, ...]  # logical shape
     dtype: Any
-    array: int  # the same number only for leaves that are the same array
+    array: int  # a number that identifies the array: only leaves that are the same array share it
     fetch: Callable[[tuple[int, ...]], np.ndarray]
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise an error if the cast would make integers of weights."""
+    """Raise an error unless `dtype` is None or a floating type. A cast to integers would destroy the weights."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype= is {dtype}, which would destroy weights. Give a floating type, such as bfloat16.")
 
 
 def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
-    """Read one index of a saved leaf's leading dims, in logical shape."""
+    """Read the elements at one index of a saved leaf's leading dims, in logical shape."""
     shape = saved.shape[len(index) :]
     if saved.is_empty:
         return np.zeros(shape, jnp.dtype(saved.dtype))
@@ -151,7 +151,7 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
 
 
 def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Yield keys, stored array and layout of each parameter of a tree, or of each master weight of a state."""
+    """Yield the keys, stored array and layout of each parameter. Master weights of a state replace its parameters."""
     if isinstance(tree, ZeroState):
         leaves = state_leaves(tree).values()
         yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
@@ -162,7 +162,7 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
 
 
 def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
-    """Return the tensors to write, and the ties between tensors whose leaves are the same array."""
+    """Return the tensors to write, and the names of equal tensors, as a dict from a later name to an earlier name."""
     resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
@@ -181,7 +181,7 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
 
 
 def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
-    """Return one tensor to write. A floating tensor gets the wanted type."""
+    """Return one tensor to write. A floating tensor is cast to the wanted type."""
     target, *others = [sources[one.leaf].dtype for one in sections]
     target = jnp.result_type(target, *others) if others else target
     if str(target) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(target), jnp.floating):
@@ -202,7 +202,7 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
 
 
 def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """Copy one index of a leaf's leading dims to host memory, in logical shape. All processes must call this."""
+    """Copy the logical elements at one index of a leaf's leading dims to host memory. All processes must call this."""
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x
@@ -217,7 +217,7 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
 
 def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
-    """Return one index of a stored array's leading dims. The index is traced, so all indices share one program."""
+    """Return the logical elements at an index of leading dims. The index is traced, so all indices share a program."""
     x = in_logical_shape(x, leaf)
     return x[index] if index else x
 
@@ -230,7 +230,7 @@ def write_sources(
     tied: Mapping[str, str] | None,
     file_bytes: int,
 ) -> list[Path]:
-    """Write leaves into a folder that appears when it is complete. The arguments are those of `export`."""
+    """Write leaves into a temporary folder, and rename it when it is complete. See `export` for the arguments."""
     tensors, ties = tensors_of(sources, mapping, dtype)
     ties |= tied or {}
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -246,7 +246,7 @@ def write_sources(
         raise CheckpointError(f"{path} is a link to {os.readlink(path)}. Give the folder itself, or remove the link.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
-    # transformers reads `format` to know whose names the tensors have.
+    # transformers reads `format` to learn which framework the tensors' names come from.
     metadata = {"format": "flax" if mapping is None else "pt", **ties}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -261,7 +261,7 @@ def write_sources(
 
 
 def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
-    """Raise an error if two tied tensors do not exist, or are not equal."""
+    """Raise an error if one of two tied tensors does not exist, or if they are not equal."""
     if name not in tensors or other not in tensors:
         missing = name if name not in tensors else other
         raise ValueError(f"tied= names {missing!r}, and there is no such parameter. There are {', '.join(tensors)}.")

@@ -1,4 +1,4 @@
-"""Import: read parameters from safetensors into any layout. Each device reads its own shard."""
+"""Read parameters from safetensors into any layout. Each device reads its own shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 
-# The tensors of one leaf, by the index in its stacked dims: the name in the files, and the part of the tensor.
+# The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor's name and the section to read.
 Tensors = dict[tuple[int, ...], tuple[str, Section]]
 
 
@@ -38,21 +38,21 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
 
     Args:
         path: A folder, or one file.
-        like: A state, or a tree of parameters: live arrays, or shapes. It gives names, shapes, types and shardings.
-            Floating leaves are cast to its types.
-        mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None if the names are the
-            keys of the leaves joined by dots, as `export` writes them.
+        like: A state or a tree of parameters, with arrays or shapes as leaves. The names, shapes, types and shardings
+            of the result are those of `like`. Floating tensors are cast to its types.
+        mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None expects the keys of
+            each leaf joined by dots, as `export` writes them.
 
     Returns:
-        Parameters in the layout of `like`. For a state, they have the types of its master weights, which `tx.create`
-        takes: `tx.create(import_params(path, tx.create(shapes)))`. Leaves that are tied in the file are one array.
+        Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
+        expects: `tx.create(import_params(path, tx.create(shapes)))`. Leaves that are tied in the file are one array.
 
     Raises:
-        FileNotFoundError: If there is nothing to read.
-        TypeError: If `mapping` is no mapping.
-        ValueError: If a file is damaged, a tensor is missing or has another shape or kind of type, or the mapping does
-            not fit. A mapping must name every tensor; without a mapping, tensors that no leaf wants are a warning. The
-            error lists everything that does not fit.
+        FileNotFoundError: If there are no files, or a file is missing.
+        TypeError: If `mapping` is not a mapping.
+        ValueError: If a file is damaged, a tensor is missing or differs in shape or kind of type, or the mapping does
+            not fit. A mapping must name every tensor. Without a mapping, tensors that belong to no leaf are only a
+            warning. The error lists every mismatch.
     """
     files = Files(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
@@ -101,7 +101,7 @@ def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator
 
 
 def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
-    """Read one leaf into the layout of `like`, a shard at a time."""
+    """Read one leaf into the layout of `like`, one shard at a time."""
     stored = like.storage if is_padded(like) else like
     sharding: Sharding | None = getattr(stored, "sharding", None)
     read = functools.partial(read_shard, files, tensors, like)
@@ -147,7 +147,7 @@ def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ..
 
 
 def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
-    """Copy and cast one range of the file after another. Copying a transposed view at once would miss every cache."""
+    """Copy and cast `x` in blocks, in file order. Copying a transposed view at once would miss the CPU's caches."""
     if not x.ndim:
         out[...] = x
         return
@@ -159,7 +159,7 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 
 def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice of a section, mapped into memory. The file is read when the slice is copied."""
+    """Return a slice of a section as memory-mapped elements. The file is read only when the slice is copied."""
     return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 

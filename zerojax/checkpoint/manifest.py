@@ -1,4 +1,4 @@
-"""The file `manifest.json` of a checkpoint: its leaves, and the size and sha256 of every other file.
+"""Write and read `manifest.json`, which lists a checkpoint's leaves, and the size and sha256 of every other file.
 
 `manifest.sha256` has the digest of `manifest.json` itself, in the format of the command `sha256sum`.
 """
@@ -28,9 +28,9 @@ from zerojax.optim.description import Description
 from zerojax.version import version
 
 VERSION = 2
-# Far more than any model needs. It keeps a forged file that is mostly a hole from filling the memory.
+# The largest manifest that is read, far more than any model needs. A forged sparse file must not fill the memory.
 MANIFEST_BYTES = 1 << 30
-# (leaf, file, problem); the leaf is empty if the file belongs to no leaf.
+# (leaf, file, problem). The name of the leaf is empty if the file belongs to no leaf.
 Damage = tuple[str, str, str]
 
 
@@ -49,7 +49,7 @@ def made_by(processes: int) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> Manifest | list[Damage]:
-    """Return a checkpoint's manifest, or its damage. Raise a `ValueError` if a later version of zerojax wrote it."""
+    """Return the manifest, or the damage found in it. Raise a `ValueError` if a later version of zerojax wrote it."""
     name = MANIFEST
     try:
         text = read_limited(directory, name, MANIFEST_BYTES)
@@ -104,9 +104,9 @@ def leaf_of(body: dict[str, Any]) -> SavedLeaf:
 def plain_file(directory: Path, name: str) -> Path:
     """Return the path of a file of a checkpoint, after checking that it is a plain file in the checkpoint's folder.
 
-    A checkpoint may come from anyone. A path that leaves the folder, a device and a pipe are refused. So is a link
-    within the folder: with many links to one file, a small checkpoint could make large arrays. Every refusal is an
-    `OSError`, as for a file that does not exist.
+    A checkpoint may come from anyone. So a path outside the folder, a device and a pipe raise an `OSError`, as a
+    missing file does. A link within the folder raises it, too: many links to one file could make large arrays from a
+    small checkpoint.
     """
     path, root = (os.path.realpath(one) for one in (directory / name, directory))
     if not path.startswith(f"{root}{os.sep}"):
@@ -119,7 +119,7 @@ def plain_file(directory: Path, name: str) -> Path:
 
 
 def read_limited(directory: Path, name: str, limit: int) -> bytes:
-    """Read a whole file of a checkpoint. Raise an `OSError` if it is no plain file, or has more than `limit` bytes."""
+    """Read a whole file of a checkpoint. Raise an `OSError` if it is not a plain file, or exceeds `limit` bytes."""
     path = plain_file(directory, name)
     if (size := path.stat().st_size) > limit:
         raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are expected", name)
@@ -127,7 +127,7 @@ def read_limited(directory: Path, name: str, limit: int) -> bytes:
 
 
 def digest_line(text: bytes) -> str:
-    """Return what `sha256sum` prints for the manifest."""
+    """Return the line that `sha256sum` prints for a manifest with this text."""
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
 
 

@@ -1,4 +1,4 @@
-"""Parameters with other names and in other forms: import applies a mapping, and export applies it backwards.
+"""Map tensors in files to parameters of other names and shapes. Import applies a mapping; export applies its inverse.
 
     {
         "model.embed_tokens.weight": "embed/embedding",
@@ -7,17 +7,17 @@
         "model.layers.{i}.self_attn.rotary_emb.inv_freq": None,
     }
 
-A key is the name of tensors in a file, with placeholders for numbers. Its value is a target, a list of targets, or None
-for tensors that are left out. A target is a leaf's path, or a pair of a path and a pattern. A path is the leaf's keys
-joined by "/"; the `value` at the end of an NNX variable's path may be left out.
+A key is a tensor's name in a file, with placeholders for numbers. Its value is a target, a list of targets, or None to
+leave the tensors out. A target is a leaf's path, or a pair of a path and a pattern. A path is the leaf's keys joined by
+"/"; the `value` at the end of an NNX variable's path may be left out.
 
-placeholder  `{i}` is any number. If the path has it too, each number has its own leaf. Otherwise the tensors are
-             stacked: the number is the index in the leaf's leading dim.
-pattern      names the dims of the tensor, then the dims of the leaf, each in order. `(h d)` is one dim of the tensor
-             that is two dims of the leaf. `()` is a dim of size 1 that the leaf does not have. All sizes come from the
-             leaf.
-list         all its leaves are made from the same tensor. They are tied, and each is a copy of the whole tensor. If
-             their patterns mark a dim, as in `(h+ d) e -> e h d`, they follow one another along that dim instead.
+placeholder  `{i}` matches any number. If the path has `{i}`, too, there is one leaf per number. Otherwise the tensors
+             are stacked into one leaf: the number is the index in the leaf's leading dim.
+pattern      names the tensor's dims before the arrow, and the leaf's dims after it. `(h d)` is one dim of the tensor
+             that is split into two dims of the leaf. `()` is a dim of size 1 that the leaf does not have. All sizes
+             come from the leaf.
+list         names leaves that are made from the same tensor. They are tied: each is a copy of the whole tensor. But if
+             their patterns mark a dim, as in `(h+ d) e -> e h d`, each leaf is the tensor's next slice along that dim.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Names = Mapping[str, Target | Sequence[Target] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """How the dims of a tensor in a file become the dims of a leaf."""
+    """The relation between the dims of a tensor in a file and the dims of a leaf."""
 
     left: tuple[tuple[str, ...], ...]  # for each dim of the tensor, the names of the leaf's dims that it contains
     right: tuple[str, ...]  # the names of the leaf's dims
-    divided: str | None = None  # the name of the dim along which several leaves follow one another
+    divided: str | None = None  # the name of the dim along which the tensor is divided into several leaves
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,11 +52,11 @@ class Pattern:
         return tuple(name for dim in self.left for name in dim)
 
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the tensor's shape, given the size of each name."""
+        """Return the tensor's shape, given the size of each of the leaf's dims by name."""
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
 
     def from_file(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
-        """Return the leaf of this shape as a view of a tensor. `start` is its first index along the divided dim."""
+        """Return a view of the tensor `x` with the leaf's `shape`. The leaf begins at `start` along the divided dim."""
         sizes = dict(zip(self.right, shape, strict=True))
         if self.divided is not None:
             others = math.prod(size for name, size in sizes.items() if name != self.divided)
@@ -71,17 +71,17 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The part of a tensor in a file that is a leaf, or one index of a stacked leaf."""
+    """The part of a tensor in a file that holds a leaf, or one index of a stacked leaf."""
 
-    leaf: int  # position of the leaf
-    index: tuple[int, ...]  # in the leaf's stacked dims, which are its leading dims
-    shape: tuple[int, ...]  # of the leaf, without the stacked dims
+    leaf: int  # position of the leaf in the list of leaves
+    index: tuple[int, ...]  # index in the leaf's stacked dims, which are its leading dims
+    shape: tuple[int, ...]  # shape of the leaf without the stacked dims
     pattern: Pattern
     start: int = 0  # first index along the pattern's divided dim
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the size of each name of the pattern."""
+        """Return the size of each of the leaf's dims, by its name in the pattern."""
         return dict(zip(self.pattern.right, self.shape, strict=True))
 
 
@@ -91,10 +91,10 @@ class Resolved:
 
     tensors: dict[str, list[Section]]  # the sections of each tensor that is read or written, by the tensor's name
     left_out: list[re.Pattern]  # match the names of tensors that have an entry but are not read
-    problems: list[str]  # one line for each thing that does not fit
+    problems: list[str]  # one line per mismatch
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor of this name."""
+        """Return the shape of the tensor with this name."""
         first, *others = self.tensors[name]
         sizes, divided = first.sizes, first.pattern.divided
         if divided is not None:
@@ -103,10 +103,10 @@ class Resolved:
 
 
 def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Resolved:
-    """Apply a mapping to leaves, given by keys and shape.
+    """Apply a mapping to leaves, each given as its keys and its shape.
 
-    Every leaf must have one entry, and every entry must fit its leaves. `Resolved.problems` lists what does not fit.
-    Without a mapping, every leaf equals the tensor whose name is its keys joined by dots.
+    Every leaf must have one entry, and every entry must fit its leaves. `Resolved.problems` lists the mismatches.
+    Without a mapping, every leaf equals the tensor whose name consists of the leaf's keys joined by dots.
     """
     if mapping is None:
         names = [".".join(keys) for keys, _ in leaves]
@@ -134,7 +134,7 @@ def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[i
 
 
 def add_entry(resolved: Resolved, claims: dict[int, str], template: str, targets: list[Target], leaves: Any) -> None:
-    """Add the tensors of one entry. Raise a `ValueError` if the entry does not fit."""
+    """Add the tensors of one entry of a mapping to `resolved`. Raise a `ValueError` if the entry does not fit."""
     if not targets:
         raise ValueError("an empty list names no parameter; None leaves its tensors out")
     found: dict[str, list[Section]] = {}
@@ -187,7 +187,7 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
 
 
 def together(name: str, sections: list[Section], count: int) -> list[Section]:
-    """Return the sections of one tensor, each with its start. Raise a `ValueError` if they do not fit together."""
+    """Return the sections of one tensor, with `start` set. Raise a `ValueError` if the sections do not fit together."""
     if len(sections) != count:
         raise ValueError(f"{name!r} is for {count} parameters, and there are {len(sections)}")
     ways = {(one.pattern.left, one.pattern.divided) for one in sections}
@@ -205,7 +205,7 @@ def together(name: str, sections: list[Section], count: int) -> list[Section]:
 
 
 def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the tensor that these sections form. For tied leaves, return one tensor per leaf."""
+    """Return a list with the tensor that the leaves form. For tied leaves, the list has one tensor per leaf."""
     dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
     arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
     pattern = sections[0].pattern
@@ -233,7 +233,7 @@ def parse(text: str) -> Pattern:
 
 
 def same_dims(rank: int) -> Pattern:
-    """Return the pattern of a leaf that equals its tensor, and has this many dims."""
+    """Return the pattern of a leaf with `rank` dims that equals its tensor."""
     names = tuple(f"d{dim}" for dim in range(rank))
     return Pattern(tuple((name,) for name in names), names)
 

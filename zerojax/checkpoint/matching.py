@@ -1,4 +1,4 @@
-"""Compare a checkpoint with the state it is restored into: leaf by leaf, and one optimizer with the other."""
+"""Compare a checkpoint with the state that it is restored into: all leaves, and the two optimizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMED_OPERATIONS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Says which leaves are restored into which, and names the leaves that are left over, as `Restored` does."""
+    """The pairs of a saved leaf and the leaf that it is restored into. `Restored` explains the other fields."""
 
     pairs: tuple[tuple[SavedLeaf, StateLeaf], ...]
     missing: tuple[str, ...]
@@ -37,7 +37,7 @@ def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: 
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
     differences |= {name: why for name, why in surplus.items() if name not in wanted}
-    # Parameters first: differences in other fields mostly follow from differences in the parameters.
+    # List parameters first, because differences in other fields mostly follow from differences in the parameters.
     differences = dict(sorted(differences.items(), key=lambda one: not one[0].startswith("params")))
     if differences and not partial:
         first = "\n".join(f"  {name}: {why}" for name, why in list(differences.items())[:NAMED])
@@ -56,7 +56,7 @@ def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: 
 
 
 def unfit_errors(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf]) -> set[str]:
-    """Return the names of rounding errors that only one side has, or that belong to other groups of devices."""
+    """Return the names of rounding-error leaves that cannot be restored: only one side has them, or they differ."""
     by_name = {leaf.name: leaf for leaf in saved}
     names = {leaf.name for leaf in (*saved, *wanted.values()) if leaf.path[0] == ERRORS}
     return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
@@ -85,28 +85,28 @@ def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether a saved parameter is rounded to the type of this stage, as `create` would round it."""
+    """Return whether restoring rounds a saved parameter to the narrower type of this stage, as `create` would."""
     return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
-    """Return whether a leaf accepts any type: optax's first update turns integer parameters' moments into floats."""
+    """Return whether a leaf accepts any saved type. Integer state does, because optax's first update makes it float."""
     return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
 
 
 def widens_exactly(narrow: Any, wide: Any) -> bool:
-    """Return whether the second floating type represents every value of the first, and is another type."""
+    """Return whether the floating type `wide` differs from `narrow` and represents every value of `narrow`."""
     narrow, wide = jnp.dtype(narrow), jnp.dtype(wide)
     both = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
     return both and narrow != wide and common_dtype(narrow, wide) == wide
 
 
 def check_transformation(manifest: Manifest, describe: Describe | None, *, partial: bool, where: str) -> None:
-    """Refuse the state of another kind of transformation, and warn if the transformation computes something else.
+    """Raise an error if the saved transformation has another structure, and warn if it computes another update.
 
-    Two different transformations may have the same leaves, so `match` does not notice. Their programs are compared only
-    if the versions of JAX and optax are the same, because other versions may write the same update in other operations.
-    Checkpoints of early versions of zerojax have no description, and are accepted. So is any difference if `partial`.
+    `match` does not notice this, because different transformations may have the same leaves. With other versions of JAX
+    or optax, another structure is only a warning, and programs are not compared, because the same update may consist of
+    other operations. Nothing is checked if `partial`, or if an early version of zerojax saved no description.
     """
     saved = manifest.transformation
     if saved is None or describe is None or partial:

@@ -1,7 +1,7 @@
-"""Small leaves on disk: each process writes all of its small leaves into one file, and the manifest locates each leaf.
+"""Write and read small leaves. Each process writes its small leaves into one file, and the manifest locates each leaf.
 
-A folder per leaf and a file per shard would cost milliseconds each, however small they are. The rejected alternative,
-OCDBT, also packs leaves into few files, but a damaged byte of such a file belongs to no leaf.
+A folder per leaf and a file per shard would cost milliseconds for each leaf. OCDBT also packs leaves into few files,
+but was rejected, because a damaged byte in such a file cannot be traced to a leaf.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf's storage, and the place of its bytes, which are row-major and little-endian."""
+    """A box of a leaf's storage (one range per dim), and where its bytes are. They are row-major and little-endian."""
 
-    file: str  # its name in the checkpoint
-    offset: int  # of the first byte in the file
+    file: str  # name of the file in the checkpoint
+    offset: int  # offset of the box's first byte in the file
     start: tuple[int, ...]  # index of the box's first element in the storage
-    shape: tuple[int, ...]  # of the box
-    sha256: str  # of the bytes
+    shape: tuple[int, ...]  # shape of the box
+    sha256: str  # digest of the box's bytes
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Piece:
 
 
 class Extent(NamedTuple):
-    """The bytes of a file that belong to the leaf of this name."""
+    """The bytes of a file that belong to the leaf named `leaf`."""
 
     leaf: str
     offset: int
@@ -71,7 +71,7 @@ def packed_file(process: int) -> str:
 def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
     """Copy this process's shards of named leaves to host memory.
 
-    Offloaded leaves are joined on the devices first, one at a time, because device memory may be too small for all.
+    The chunks of an offloaded leaf are first joined on the devices, one leaf at a time to save device memory.
     """
     shards = {name: written_shards(x) for name, x in leaves.items() if not isinstance(x, Chunked)}
     jax.copy_to_host_async([shard.data for ours in shards.values() for shard in ours])
@@ -82,13 +82,13 @@ def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
 
 
 def written_shards(x: jax.Array) -> list[jax.Shard]:
-    """Return the shards that this process writes: one of each part of an array. PRNG keys give their data."""
+    """Return the shards that this process writes: each part of an array once. PRNG keys are returned as key data."""
     x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 
 
 def blocks_of(name: str, shards: Sequence[jax.Shard]) -> list[Block]:
-    """Copy shards of a leaf into one block. If the shards do not form a box together, return one block per shard."""
+    """Copy shards of a leaf into one block if together they form a box. Otherwise, return one block per shard."""
     starts = [tuple(i.start or 0 for i in shard.index) for shard in shards]
     boxes = [Block(name, start, np.array(shard.data)) for start, shard in zip(starts, shards, strict=True)]
     if len(boxes) < 2:
@@ -106,7 +106,7 @@ def blocks_of(name: str, shards: Sequence[jax.Shard]) -> list[Block]:
 
 
 def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
-    """Write blocks one after the other into a file, and return their places by leaf. Without blocks, write no file."""
+    """Write blocks one after the other into a file, and return each leaf's pieces. Without blocks, write no file."""
     pieces: dict[str, list[Piece]] = {}
     if not blocks:
         return pieces
@@ -120,28 +120,28 @@ def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
 
 
 def damaged_leaves(path: Path, extents: Sequence[Extent]) -> list[str]:
-    """Return the names of the leaves whose bytes in a file differ from what was written."""
+    """Return the names of the leaves whose bytes in a file do not match their digests."""
     with path.open("rb") as file:
         return [one.leaf for one in extents if read_verified(file, one.offset, one.bytes, one.sha256) is None]
 
 
 def read_verified(file: IO[bytes], offset: int, size: int, sha256: str) -> bytes | None:
-    """Return `size` bytes of a file, or None if their digest is another one."""
+    """Return `size` bytes of a file, or None if they do not match the digest."""
     file.seek(offset)
     content = file.read(size)
     return content if hashlib.sha256(content).hexdigest() == sha256 else None
 
 
 class Files(contextlib.ExitStack):
-    """A context that reads the files of packed leaves in one checkpoint, and closes them at its end."""
+    """A context that reads packed leaves of one checkpoint, and closes the opened files at its end."""
 
     def __init__(self, directory: Path):
-        """Open no file yet: each is opened when it is first read."""
+        """Open no file yet. Each file is opened when it is first read."""
         super().__init__()
         self._directory, self._files = directory, {}
 
     def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
-        """Read the storage of a leaf, and verify it. `soundness.py` has checked that the pieces cover it."""
+        """Read and verify the storage of a leaf. `soundness.py` has checked that the pieces cover all of it."""
         storage = np.empty(storage_shape(pieces), dtype)
         for piece in pieces:
             where, size = f"{leaf} in {self._directory / piece.file}", math.prod(piece.shape) * dtype.itemsize

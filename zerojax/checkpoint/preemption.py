@@ -1,4 +1,4 @@
-"""Preemption: a signal tells the training loop to save and end."""
+"""Let a signal, such as the SIGTERM of a preemption, tell the training loop to save and end."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Preemption:
     """Says whether a signal has asked the run to end.
 
     Attributes:
-        signal: Name of the signal, or None.
+        signal: Name of the received signal, or None.
     """
 
     def __init__(self):
-        """Begin without a signal."""
+        """Start without a received signal."""
         self.signal: str | None = None
 
     def reached(self, step: int) -> bool:
-        """Return whether to save and leave after this step. Call it once per step.
+        """Return whether to save and leave the training loop after this step. Call this method once per step.
 
         All processes return True at the same step, even if only one received the signal: they agree through JAX's
         preemption service.
 
         Args:
-            step: The number of the step that was just done, the same on all processes.
+            step: The number of the step that has just ended, the same on all processes.
         """
         if jax.process_count() == 1:
             return self.signal is not None
@@ -46,9 +46,9 @@ class Preemption:
 def on_preemption(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[Preemption]:
     """Let the training loop finish its step, save and leave when a signal comes.
 
-    The first signal is only recorded. A second signal of the same kind has its usual effect, so that Ctrl-C twice stops
-    at once. With several processes, JAX's preemption service handles SIGTERM. Other signals are then not handled,
-    because the processes could not agree on a step.
+    The first signal is only recorded. A second signal of the same kind has its usual effect, so a second Ctrl-C stops
+    the run at once. With several processes, JAX's preemption service handles SIGTERM. All other signals then have their
+    usual effect, because the processes could not agree on a step.
 
     Args:
         signals: The signals that ask the run to end.

@@ -1,4 +1,4 @@
-"""The processes of a run agree about a checkpoint: all of them go on, or none."""
+"""Make the processes of a run agree about a checkpoint, so that all of them continue, or none."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from zerojax.comm import processes
 
 
 class Processes(processes.Processes):
-    """All processes of the run, in the saves and restores of one checkpointer."""
+    """The processes of a run, which exchange messages for the saves and restores of one checkpointer."""
 
     def __init__(self, timeout: float):
-        """Give this checkpointer a number, which is the same on all processes: they open checkpointers in one order."""
+        """Give this checkpointer a number. All processes open checkpointers in the same order, so they agree on it."""
         super().__init__("checkpoint", timeout)
 
     def exchange(self, topic: str, message: str) -> list[str]:
-        """Return the message of every process, or raise a `CheckpointError` if one does not answer."""
+        """Return the message of every process, or raise a `CheckpointError` if a process does not answer in time."""
         try:
             return super().exchange(topic, message)
         except TimeoutError as error:
             raise CheckpointError(str(error)) from error
 
     def require_same(self, call: str, record: Mapping[str, object]) -> None:
-        """Raise a `ValueError` on every process if they call this with different arguments."""
+        """Raise a `ValueError` on every process if the processes call this with different arguments."""
         try:
             processes.require_same(call, {name: str(value) for name, value in record.items()}, timeout=self.timeout)
         except TimeoutError as error:
@@ -34,12 +34,12 @@ class Processes(processes.Processes):
         """Return the first process's message once all processes have succeeded.
 
         Args:
-            topic: What every process is doing, as a verb: `"write a checkpoint"`.
-            failure: What failed in this process; empty if nothing did.
-            message: What the first process tells the others.
+            topic: The task of every process, as a verb phrase: `"write a checkpoint"`.
+            failure: The error in this process, or an empty string.
+            message: The text that the first process sends to all processes.
 
         Raises:
-            CheckpointError: With the failures of all processes, if there is any.
+            CheckpointError: If a process failed. The message lists the failures of all processes.
         """
         answers = [json.loads(text) for text in self.exchange(topic, json.dumps([failure, message]))]
         prefix = lambda i: f"process {i}: " if self.count > 1 else ""

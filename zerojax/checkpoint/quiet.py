@@ -1,4 +1,4 @@
-"""Keep tracebacks of a failed save out of the log: the save raises one error, which has the same reason."""
+"""Keep other libraries' tracebacks of a failed save out of the log. The save itself raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CLOSED = "Event loop is closed"
 
 
 def quiet_writes() -> None:
-    """Drop what orbax's threads and asyncio log about errors in writing a save's folder."""
+    """Drop the log records of orbax's threads and of asyncio about errors in writing a save's folder."""
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_of_another)  # a logger takes the same filter only once
+        logging.getLogger(name).addFilter(is_of_another)  # adding a filter again has no effect
 
 
 def is_of_another(record: logging.LogRecord) -> bool:
-    """Return whether a log record is not about an error in writing a file of a save."""
+    """Return False for a log record about an error in writing a file of a save, and True for any other record."""
     error: Any = record.exc_info[1] if record.exc_info else None
     files = [] if error is None else [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     # When asyncio collects a future that nobody awaited, it logs the future's error without a traceback.
@@ -30,23 +30,23 @@ def is_of_another(record: logging.LogRecord) -> bool:
 
 
 class QuietLoops:
-    """A `sys.unraisablehook` that drops one error of TensorStore's threads.
+    """A `sys.unraisablehook` that drops the error "Event loop is closed" of TensorStore's threads.
 
-    A write that failed closes the event loop of the other writes, and each of them then complains about that.
+    A failed write closes the event loop of the other writes, and each of them then raises this error.
     """
 
     def __init__(self):
-        """Begin to drop the error."""
+        """Set this object as the hook."""
         hook = sys.unraisablehook
         self._previous = hook._previous if isinstance(hook, QuietLoops) else hook
         sys.unraisablehook = self
 
     def __call__(self, unraisable: Any) -> None:
-        """Hand every other error to the previous hook."""
+        """Drop the error "Event loop is closed". Hand every other error to the previous hook."""
         if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == CLOSED):
             self._previous(unraisable)
 
     def end(self) -> None:
-        """Restore the previous hook, unless somebody has set another one. Not called after a failed save."""
+        """Restore the previous hook, unless another hook was set meanwhile. After a failed save, the hook stays."""
         if sys.unraisablehook is self:
             sys.unraisablehook = self._previous

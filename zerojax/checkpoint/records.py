@@ -1,4 +1,4 @@
-"""The records of a manifest: which leaves a checkpoint has, and which files."""
+"""Records of the leaves and files of a checkpoint, which its manifest lists."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def data_file(process: int) -> str:
 class SavedLeaf:
     """A leaf as it was saved."""
 
-    name: str  # in errors
+    name: str  # as errors print it
     path: tuple[str, ...]  # its keys, starting with the field of the state
-    shape: tuple[int, ...]  # logical
+    shape: tuple[int, ...]  # logical shape
     dtype: str  # name of the element type
     kind: str  # layout of the storage: "replicated", "sharded" or "flat"
-    folder: str  # in `arrays/`; empty if the leaf has no elements, or is packed
+    folder: str  # name of the leaf's folder in `arrays/`; empty if the leaf has no elements, or is packed
     key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
     pieces: tuple[Piece, ...] = ()  # where a packed leaf is in the files of packed leaves
 
@@ -44,19 +44,19 @@ class SavedLeaf:
 
     @property
     def described(self) -> str:
-        """Return type and logical shape: `float32[16, 24]`."""
+        """Return the type and the logical shape as text, such as `float32[16, 24]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint."""
+    """Description of a checkpoint, which is written as JSON."""
 
     step: int
     leaves: tuple[SavedLeaf, ...]
     files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
     made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
-    transformation: Description | None = None  # of the optimizer; missing in checkpoints of earlier versions
+    transformation: Description | None = None  # of the optimizer; None if an early version of zerojax saved it
 
     def leaf_of(self, file: str) -> str:
         """Return the name of the leaf that a file belongs to, or an empty string."""
@@ -66,7 +66,7 @@ class Manifest:
         return names[0] if arrays == ARRAYS and separator and names else ""
 
     def packed(self) -> dict[str, list[Extent]]:
-        """Return the contents of each file of packed leaves, in the order of their offsets."""
+        """Return the extents of the leaves in each file of packed leaves, sorted by offset."""
         files: dict[str, list[Extent]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:

@@ -1,4 +1,4 @@
-"""Bring a saved leaf into another layout: read it straight into the layout, or convert it on the devices."""
+"""Read a saved leaf into another layout, either directly or with a conversion on the devices."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class Conversion(NamedTuple):
-    """A conversion on the devices, after a leaf is read: from one layout and type to another."""
+    """A conversion from one layout and type to another, which runs on the devices after a leaf is read."""
 
     source: Leaf
     target: Leaf
-    sharding: Sharding  # of the result
+    sharding: Sharding  # sharding of the result
 
 
 def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Conversion | None]:
-    """Decide how to read a saved leaf, and which conversion remains, if any.
+    """Return the request to read a saved leaf, and the conversion that is needed afterwards, or None.
 
     Sharded and replicated storage differ only in padding, which reading adds and trims. A leaf is converted on the
     devices if its type changes, or if exactly one of the two layouts is flat. `array` is an array, or a shape, with the
@@ -53,7 +53,7 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
 
 
 def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """Return a layout sharded along a dim, for converting flat storage: no device needs memory for the full leaf."""
+    """Return an intermediate layout for converting flat storage. It is sharded, if possible, to save device memory."""
     replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return replicated, sharding
@@ -65,7 +65,7 @@ def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
 
 
 def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
-    """Return the layout of flat storage, sharded over the data axes if the mesh has them, or whole without a mesh."""
+    """Return a flat layout, sharded over the leaf's axes if the mesh has them. Without a mesh, it has one shard."""
     leaf = dataclasses.replace(leaf, kind="flat", dim=None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):
@@ -74,13 +74,13 @@ def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Shardi
 
 
 def convert(arrays: Sequence[Any], conversions: Sequence[Conversion]) -> list[Any]:
-    """Convert stored arrays in one program. Each array has one conversion, and the layout of its `source`."""
+    """Convert stored arrays in one program. Each array has one conversion, whose `source` is the array's layout."""
     return list(converter(tuple(conversions))(list(arrays))) if conversions else []
 
 
 @functools.lru_cache(maxsize=16)
 def converter(conversions: tuple[Conversion, ...]):
-    """Compile the program of `convert`."""
+    """Return the jitted program of `convert`."""
 
     def program(arrays):
         return [

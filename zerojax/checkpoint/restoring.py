@@ -1,4 +1,4 @@
-"""From a verified checkpoint to a state: match the leaves, read each into the wanted layout, and fill the state."""
+"""Restore a state from a verified checkpoint: match the leaves, read each into its new layout, and fill the state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("zerojax.checkpoint")
 
 
 class Restored(NamedTuple):
-    """What was restored from a checkpoint.
+    """The result of restoring a checkpoint.
 
     Attributes:
         state: The state, in the layout of `like`.
@@ -64,7 +64,7 @@ def restore(
 
 
 def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
-    """Read the state into the layout of `like`. Return it, and which leaves were matched."""
+    """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
     wanted = state_leaves(like)
     unfit = unfit_errors(manifest.leaves, wanted)
     if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
@@ -87,7 +87,7 @@ def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read leaves in storage shape, offloaded leaves into chunks. Return them by name."""
+    """Read leaves in storage shape, and offloaded leaves as chunks. Return all of them by name."""
     restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
         if is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
@@ -115,7 +115,7 @@ def zeros_of(array: Any) -> jax.Array:
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
-    """Read the data that this process saved with the state."""
+    """Read the data that was saved with the state for this process."""
     count = manifest.made_by["processes"]
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:

@@ -1,9 +1,8 @@
-"""Files of safetensors: written one tensor at a time, read one slice at a time.
+"""Write safetensors files one tensor at a time, and read them one slice at a time.
 
-The safetensors library can do neither. It writes only arrays that are all in memory at once, so this module writes the
-format itself: a length, a JSON header, and the arrays one after the other. It maps a file into memory while the file is
-open, and then the whole file counts as resident, so this module maps single tensors. The library does check every
-header that is read.
+The safetensors library can do neither. To write, it needs all arrays in memory at once, so this module writes the
+format itself: a length, a JSON header, and the arrays one after the other. To read, the library maps a whole file,
+which then counts as resident memory, so this module maps single tensors. The library still checks all headers.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -32,7 +31,7 @@ METADATA = "__metadata__"  # the header's key for metadata; all other keys are n
 
 
 class Tensor(NamedTuple):
-    """One array to write. `fetch` returns its values, and is called when they are written."""
+    """An array to write. `fetch` returns its values. It is called only when the array is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +47,8 @@ class Tensor(NamedTuple):
 def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], limit: int) -> list[str]:
     """Write arrays into an empty folder, and return the names of the files.
 
-    A file has at most `limit` bytes of arrays, or one larger array. Several files get an index. Each file has the
-    metadata.
+    Each file has the metadata, and at most `limit` bytes of arrays, or a single larger array. If there are several
+    files, an index is written, too.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0
@@ -73,7 +72,7 @@ def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], 
 
 
 def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> None:
-    """Write one file. One array at a time is fetched."""
+    """Write one file. Arrays are fetched one at a time."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for tensor in tensors:
@@ -110,7 +109,7 @@ class Files:
 
         Raises:
             FileNotFoundError: If there is no file, or a file that the index names is missing.
-            ValueError: If a file is damaged, two files have the same tensor, or the index names a file elsewhere.
+            ValueError: If a file is damaged, a tensor is in two files, or the index names a file outside the folder.
         """
         folder, index = path if path.is_dir() else path.parent, path / INDEX
         if path.is_file():
@@ -138,11 +137,11 @@ class Files:
         }
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, stored or tied to another one."""
+        """Return whether a tensor has this name, stored or tied to a stored tensor."""
         return name in self._headers or name in self.tied
 
     def names(self) -> set[str]:
-        """Return the names of all stored tensors, without those that are tied to another one."""
+        """Return the names of all stored tensors. Names that are tied to a stored tensor are left out."""
         return set(self._headers)
 
     def header(self, name: str) -> Header:
@@ -150,7 +149,7 @@ class Files:
         return self._headers[self.tied.get(name, name)]
 
     def map(self, name: str) -> np.ndarray:
-        """Map a tensor into memory while it, or a view of it, is referenced. Only elements that are used are read."""
+        """Return a memory-mapped tensor. Only elements that are used are read; the last reference ends the mapping."""
         one = self.header(name)
         dtype = jnp.dtype(DTYPES[one.dtype])
         if not one.bytes:

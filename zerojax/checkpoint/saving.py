@@ -1,7 +1,7 @@
-"""One asynchronous save: copy the state to host memory, then write, digest and commit it in a thread.
+"""Run one asynchronous save: copy the state to host memory, then write, digest and commit it in a thread.
 
-All processes take the same four steps, and agree after each: begin, write, digest, commit. The first process makes the
-folder and commits it.
+All processes take the same four steps, and agree after each step: begin, write, digest, commit. Only the first process
+makes the folder and commits it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
 
-# A leaf whose storage has at most this many bytes is packed with others. Copying it to host memory delays the loop.
+# A leaf whose storage has at most this many bytes is packed. The limit is low, because the copy delays training.
 SMALL_BYTES = 64 << 10
 MAX_FOLDER_NAME = 200
 BLOCK = 4096  # bytes of a file system's block
 DIGESTS = ".digests."
-# Types of JAX that TensorStore cannot write. It writes int4 and every floating type.
+# Types of JAX that TensorStore cannot write. TensorStore does write int4 and every floating type.
 UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
 
 
@@ -47,20 +47,20 @@ class Save:
     """A save that is under way or done. `error` says why it failed, and is None otherwise."""
 
     def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
-        """Prepare a save of `step` into `root`, for the processes of a `Checkpointer` and its `keep`."""
+        """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`."""
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
         self._quiet: QuietLoops | None = None
         self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
-        # Not `thread.join`: after Ctrl-C interrupts a join, Python takes the thread for ended (CPython gh-90882).
+        # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
         self._done = threading.Event()
 
     def begin(self, state: ZeroState, data: str) -> None:
         """Copy the state to host memory, and start the thread.
 
-        If this raises, Ctrl-C included, nothing is saved, and the unfinished folder is removed.
+        If this raises an error, even `KeyboardInterrupt`, nothing is saved, and the unfinished folder is removed.
         """
         quiet_writes()
         self._quiet = QuietLoops()
@@ -92,7 +92,7 @@ class Save:
         self.thread.start()
 
     def remove_again(self) -> None:
-        """Remove the folder of a failed save again: orbax's other writes may have ended after the first one failed."""
+        """Remove the folder of a failed save again, because other writes of orbax may have ended after the failure."""
         if self.error is not None and self._processes.is_first and self._temporary.exists():
             attempt(directory.remove, self._temporary)
 
@@ -105,7 +105,7 @@ class Save:
     def _finish(
         self, failure: str, finish: Callable[[], None], blocks: list[packing.Block], manifest: Manifest, data: str
     ) -> None:
-        """Write, digest and commit. Runs in the thread."""
+        """Write, digest and commit the checkpoint, in the thread of this save."""
         try:
             self._processes.agree("write a checkpoint", failure or attempt(self._write, finish, blocks, data))
             self._processes.agree("digest a checkpoint", attempt(self._digest))
@@ -164,7 +164,7 @@ class Save:
         # Refuse to commit a checkpoint that `restore` would refuse.
         require_sound(manifest)
         lacking = incomplete(self._temporary, manifest, manifest.leaves)
-        # The digests of packed leaves were computed from memory, maybe on other hosts; the files may differ.
+        # The digests of packed leaves were computed from memory, perhaps on other hosts, so the files may differ.
         if lacking := lacking or damage_in(self._temporary, manifest, manifest.packed()):
             raise CheckpointError(in_words(lacking))
         write_manifest(manifest, self._temporary)
@@ -191,7 +191,7 @@ class Save:
 
 
 def disk_bytes(one: StateLeaf) -> int:
-    """Estimate the bytes that a leaf takes on disk: its storage, and a block for each file of a leaf with a folder."""
+    """Estimate the bytes that a leaf takes on disk: its storage and, if it has a folder, one block for each file."""
     files = 1 if one.leaf.kind == "replicated" else one.leaf.shards
     return storage_bytes(one) + (0 if is_small(one) else (files + 1) * BLOCK)
 
@@ -202,7 +202,7 @@ def storage_bytes(one: StateLeaf) -> int:
 
 
 def is_small(one: StateLeaf) -> bool:
-    """Return whether a leaf is packed with others instead of having a folder."""
+    """Return whether a leaf is packed with other leaves instead of having a folder."""
     return storage_bytes(one) <= SMALL_BYTES
 
 
@@ -229,7 +229,7 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
 
 
 def folder_name(path: tuple[str, ...]) -> str:
-    """Return a leaf's keys as the name of a folder; a long name ends with its digest."""
+    """Return a folder name made of a leaf's keys. A name that is too long is cut, and ends with its digest."""
     name = ".".join(quote(key, safe="") for key in path)
     if len(name) <= MAX_FOLDER_NAME:
         return name

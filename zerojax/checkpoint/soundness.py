@@ -1,4 +1,4 @@
-"""Rules that every manifest of a save satisfies, so that a forged manifest is refused before anything is allocated.
+"""Check rules that every saved manifest satisfies, to reject a forged manifest before memory is allocated for it.
 
 A checkpoint may come from anyone. Its digests prove only that its files are the ones that its author wrote.
 """
@@ -18,14 +18,14 @@ from zerojax.checkpoint.records import Manifest, SavedLeaf
 KINDS = ("replicated", "sharded", "flat")
 MAX_DIMS, MAX_DIM = 64, 2**63
 SCALARS = (jnp.number, jnp.bool_)
-# Most words of a PRNG key. The keys of JAX have 2 or 4.
+# Maximum number of words of a PRNG key. The keys of JAX have 2 or 4 words.
 KEY_WORDS = 64
-# Most bytes of a packed leaf, which is read to memory as a whole. No save packs a leaf this large.
+# Maximum bytes of a packed leaf, which is read into memory as a whole. No save packs a leaf this large.
 MAX_PACKED_BYTES = 1 << 20
 
 
 def require_sound(manifest: Manifest) -> None:
-    """Raise a `ValueError` for a manifest that no save writes. It names the leaf or the file, and what is wrong."""
+    """Raise a `ValueError` for a manifest that no save writes. The error names the leaf or file, and its problem."""
     if not is_count(manifest.step):
         raise ValueError(f"the step is {manifest.step!r}, which is no number of steps")
     for name, entry in manifest.files.items():
@@ -45,7 +45,7 @@ def require_sound(manifest: Manifest) -> None:
 
 
 def require_packed(manifest: Manifest) -> None:
-    """Raise a `ValueError` if packed leaves share bytes, or leave bytes out. A small file could make large arrays."""
+    """Raise a `ValueError` if packed leaves share bytes or leave gaps. A small file could then make large arrays."""
     for file, extents in manifest.packed().items():
         end = 0
         for one in extents:
@@ -57,7 +57,7 @@ def require_packed(manifest: Manifest) -> None:
 
 
 def require_unique(what: str, names: Iterable[Any]) -> None:
-    """Raise a `ValueError` if a name comes twice."""
+    """Raise a `ValueError` if a name occurs twice."""
     seen = set()
     for name in names:
         if name in seen:
@@ -66,13 +66,13 @@ def require_unique(what: str, names: Iterable[Any]) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object, and refuse a key that comes twice: readers differ in which value they take."""
+    """Make a dict of a JSON object. Raise a `ValueError` if a key occurs twice, because its value is then ambiguous."""
     require_unique("values have the key", (key for key, _ in pairs))
     return dict(pairs)
 
 
 def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
-    """Explain why no save writes this entry of a file, or return an empty string."""
+    """Explain why no save writes these facts about a file, or return an empty string."""
     if not is_text(name):
         return "has a name that cannot be printed"
     if not is_count(size):
@@ -109,7 +109,7 @@ def problem_of_leaf(leaf: SavedLeaf) -> str:
 
 
 def problem_of_pieces(leaf: SavedLeaf) -> str:
-    """Explain why the pieces of a leaf are not its storage, each element once, or return an empty string."""
+    """Explain why the pieces of a leaf do not cover each element of its storage once, or return an empty string."""
     dims = len(leaf.pieces[0].shape)
     for one in leaf.pieces:
         if not isinstance(one.file, str) or not PACKED.fullmatch(one.file):
@@ -144,7 +144,7 @@ def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bo
 
 
 def problem_of_dtype(dtype: str, key: str | None) -> str:
-    """Explain why no array has this type, or return an empty string."""
+    """Explain why no saved array has this type, or return an empty string."""
     if dtype.startswith("key<") != (key is not None):
         return f"is {dtype} and {'not said to be' if key is None else 'said to be'} PRNG keys"
     if key is not None:
@@ -172,9 +172,9 @@ def agrees(name: str, path: Sequence[str]) -> bool:
 
 
 def after_other_key(rest: str, key: str) -> str | None:
-    """Return what follows a key whose text and `repr` differ, such as an enum's `[<Name.KEY: 1>]`, or None.
+    """Return the text after a key whose `str` and `repr` differ, such as `[<Name.KEY: 1>]`, or None without such a key.
 
-    A key in quotes is a string, so its `repr` is known, and `agrees` has compared it.
+    A key in quotes is a string. `agrees` has already compared its `repr`.
     """
     end = rest.find("]")
     inner = rest[1:end]
@@ -186,15 +186,15 @@ def after_other_key(rest: str, key: str) -> str | None:
 
 
 def is_count(x: Any) -> bool:
-    """Return whether this is an integer of at least 0. A bool is not, though it is an `int` in Python."""
+    """Return whether `x` is an integer of at least 0. Booleans do not count, although `bool` is a subclass of `int`."""
     return type(x) is int and x >= 0
 
 
 def is_text(x: Any) -> bool:
-    """Return whether this is nonempty text that a terminal can show."""
+    """Return whether `x` is nonempty text that a terminal can show."""
     return isinstance(x, str) and bool(x) and x.isprintable()
 
 
 def surrogates(text: str) -> bool:
-    """Return whether the text has lone surrogates, which neither a file nor a terminal accepts."""
+    """Return whether the text has unpaired surrogates, which neither a file nor a terminal accepts."""
     return any("\ud800" <= c <= "\udfff" for c in text)

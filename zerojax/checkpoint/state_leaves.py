@@ -1,7 +1,7 @@
-"""A state as named logical leaves, which are the same for every stage, mesh and precision.
+"""Turn a state into named logical leaves, which are the same for every stage, mesh and precision, and back.
 
-A parameter with master weights is represented by its master weights, and `MasterState` by the wrapped transformation's
-state. Arrays stay in storage shape; the `Leaf` of each says how it is padded or flattened.
+Master weights replace their parameter, and the state of the wrapped transformation replaces `MasterState`. Arrays stay
+in storage shape; the `Leaf` of an array says how it is padded or flattened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ERRORS = "rounding_errors"
 class StateLeaf:
     """One logical leaf of a state, and its array."""
 
-    name: str  # in errors: params['layer']['w']
+    name: str  # as errors print it: params['layer']['w']
     path: tuple[str, ...]  # its keys, starting with the field of the state
     leaf: Leaf  # the layout of the array
     array: Any  # the array, or its shape with a sharding; in storage shape
@@ -45,7 +45,7 @@ class StateLeaf:
 
 
 def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
-    """Return the logical leaves of a state by name, in a fixed order of its fields."""
+    """Return the logical leaves of a state by name, in a fixed order of the state's fields."""
     require_arrays(state)
     plan = state.plan
     opt_state, masters = split_masters(state)
@@ -67,7 +67,7 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
 
 
 def require_arrays(state: ZeroState) -> None:
-    """Raise an error if a state has a number of Python as a leaf."""
+    """Raise an error if a leaf of a state is a Python number instead of an array."""
     for field in ("opt_state", "mutable"):
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field), is_leaf=is_chunked)[0]:
             if not hasattr(x, "dtype"):
@@ -76,10 +76,10 @@ def require_arrays(state: ZeroState) -> None:
 
 
 def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
-    """Return the state with the layout of `like` that has these leaves. This undoes `state_leaves`.
+    """Return a state with the layout of `like` and the leaves `arrays`. This undoes `state_leaves`.
 
-    `arrays` has an array in storage shape for each leaf of `like`, by name. For a parameter with master weights, it has
-    the master weights, and the narrow parameter is made from them.
+    `arrays` has an array in storage shape for each leaf of `like`, by name. For a parameter with master weights, the
+    array has the master weights, and the narrow parameter is computed from them.
     """
     layout, (inner, masters) = like.plan.layout, split_masters(like)
 
@@ -110,7 +110,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state, and the layout and array of each master weight by parameter index."""
+    """Return the wrapped transformation's state, and a dict from parameter index to its master weights with layout."""
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
@@ -132,12 +132,12 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    """Return a leaf with the name and the path that its field and key path give."""
+    """Return a `StateLeaf` whose name and path are made from its field and key path."""
     return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 
 def name_of(field: str, path: tuple) -> str:
-    """Return a leaf's name in errors."""
+    """Return a leaf's name, as errors print it."""
     return field + jax.tree_util.keystr(path)
 
 

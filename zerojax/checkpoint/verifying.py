@@ -1,7 +1,7 @@
-"""Find a checkpoint and verify it: every file is read and digested before any of it is used.
+"""Find a checkpoint and verify it: every file is read and digested before the checkpoint is used.
 
-Two things are checked: each file of the manifest has the bytes that were written (`damage_in`), and the files are the
-ones that the manifest's leaves need (`incomplete`).
+`damage_in` checks that each file of the manifest has the bytes that were written. `incomplete` checks that the manifest
+lists all files that its leaves need.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ WRITTEN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", 
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
-    """Check every file of one checkpoint, or of all, as `Checkpointer.verify` does."""
+    """Check every file of one checkpoint, or of all checkpoints, as `Checkpointer.verify` does."""
     steps = (steps_in(root) or [existing_step(root, None)]) if step is None else [existing_step(root, step)]
     return [verified(root, one).step for one in steps]
 
 
 def retried(work: Callable[[], T]) -> T:
-    """Call a function that reads checkpoints, at most three times while another run removes what it reads."""
+    """Call a function that reads a checkpoint. If another run replaces the checkpoint meanwhile, retry up to twice."""
     for _ in range(2):
         with contextlib.suppress(ReplacedError):
             return work()
@@ -49,13 +49,13 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """Return the manifest of a verified checkpoint: of this step, or of the newest for None.
+    """Return the manifest of the checkpoint of a step, or of the newest step for None, after verifying its files.
 
     Raises:
         CheckpointError: If there is no such checkpoint, or it was removed meanwhile.
-        DamagedError: If it is damaged. With `fallback`, only if no other checkpoint is intact either.
+        DamagedError: If the checkpoint is damaged. With `fallback`, only if no other checkpoint is intact either.
     """
-    # The first process decides: a shared file system may show an older list to the others.
+    # The first process decides: a shared file system may show an older list to other processes.
     listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
     wanted, *steps = json.loads(listed[0])
     try:
@@ -76,7 +76,7 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
 
 
 def existing_step(root: Path, step: int | None) -> int:
-    """Return this step, or the newest for None. Raise an error if it has no checkpoint."""
+    """Return `step`, or the newest step for None. Raise an error if there is no such checkpoint."""
     steps = steps_in(root)
     chosen = max(steps, default=None) if step is None else step_number(step)
     if chosen is None or chosen not in steps:
@@ -110,9 +110,9 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 
 @contextlib.contextmanager
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
-    """Enter a context that reads a verified checkpoint. Raise a `ReplacedError` if another run has replaced it.
+    """Enter a context in which a verified checkpoint is read. At its end, raise an error if another run replaced it.
 
-    Without this check, zarr would read a file that vanished as zeros.
+    Without this check, a replaced checkpoint could restore zeros, because zarr reads missing files as zeros.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def reading(root: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
-    """Raise a `ReplacedError` unless reading the manifest of a step still gives this manifest, or this damage."""
+    """Read the manifest of a step again, and raise a `ReplacedError` if the result differs from `manifest`."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
         raise ReplacedError(
@@ -133,7 +133,7 @@ def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], 
 
 
 def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mapping[str, object]) -> list[Damage]:
-    """Return the damaged files among these; for a file of packed leaves, one entry per damaged leaf."""
+    """Return the damaged files among `names`. A file of packed leaves has one entry per damaged leaf."""
     packed = manifest.packed()
 
     def damage_of(name: str) -> list[Damage]:
@@ -142,7 +142,7 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
             path = plain_file(directory, name)
             size = path.stat().st_size
             problem = "" if size == expected else f"has {size} bytes instead of {expected}"
-            # A file of another size is not digested: a file that is mostly a hole is cheap to forge, and slow to read.
+            # A file of another size is not digested, because a huge sparse file is cheap to forge, and slow to read.
             if not problem and digest(path) != (expected, sha256):
                 problem = OTHER
             leaves = damaged_leaves(path, extents)
@@ -150,7 +150,7 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
             problem, leaves = "is missing", [one.leaf for one in extents]
         except (OSError, ValueError) as error:
             problem, leaves = f"cannot be read: {getattr(error, 'strerror', error)}", []
-        # A leaf may be damaged in a file whose own digest is right: then a forger wrote the leaf's digest.
+        # If a leaf is damaged although the file's digest is right, then the leaf's digest is forged.
         problem = problem or (OTHER if leaves else "")
         return [(leaf, name, problem) for leaf in dict.fromkeys(leaves) or [manifest.leaf_of(name)] if problem]
 
@@ -159,7 +159,7 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
 
 
 def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf]) -> list[Damage]:
-    """Return the first file of each of these leaves that the manifest does not list, or lists with another size."""
+    """Return each leaf's first file that the manifest does not list, or lists with another size."""
     data = [data_file(i) for i in range(manifest.made_by["processes"])]
     damage = [("", name, "is missing") for name in data if name not in manifest.files]
     for leaf in leaves:
@@ -171,7 +171,7 @@ def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf])
 
 
 def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, str]]) -> Iterator[Damage]:
-    """Yield what is wrong with the files of a leaf that has a folder, given all files of the manifest."""
+    """Yield each problem with the files of a leaf that has a folder. `files` are all files of the manifest."""
     prefix = f"{ARRAYS}/{leaf.folder}/"
     if prefix + ZARRAY not in files:
         yield leaf.name, prefix + ZARRAY, "is missing"
@@ -184,7 +184,7 @@ def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple
         fits = (
             WRITTEN.items() <= described.items()
             and all(isinstance(n, int) and n > 0 for n in grid)
-            # A file cannot hold more than the array: a reader brings the whole file to memory.
+            # A chunk must not be larger than the array, because a reader loads a whole chunk into memory.
             and all(type(n) is int and 0 < n <= max(m, 1) for n, m in zip(extents, shape, strict=True))
             and math.prod(grid) <= len(files)
         )

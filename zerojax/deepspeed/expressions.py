@@ -1,4 +1,4 @@
-"""Python text: built from names and literals, and evaluated node by node, without `exec`."""
+"""Build Python text from names and literals, and evaluate it node by node, without `exec`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPERATORS: Mapping[type, Callable] = {
 
 
 class Code(str):
-    """Python text that `call` prints as it is. Every other value is printed as a literal and cannot become code."""
+    """Python text that `call` inserts unchanged. `call` inserts every other value as a literal, never as code."""
 
     __repr__ = str.__str__
 
@@ -42,7 +42,7 @@ def call(function: str, *args: Any, **kwargs: Any) -> Code:
 
 
 def user_expression(text: str) -> Code:
-    """Check that the user's text is one Python expression, and return it in the form that `ast` prints."""
+    """Check that the user's text is one Python expression, and return it as `ast` prints it."""
     if not isinstance(text, str):
         raise TypeError(
             f'optimizer= is Python as a string, such as "optax.adamw(3e-4)", not a {type(text).__name__}. Give '
@@ -58,7 +58,7 @@ def user_expression(text: str) -> Code:
 
 
 def defined(source: str) -> dict[str, Any]:
-    """Return the variables that printed definitions define, each evaluated from its syntax tree."""
+    """Return the values of the variables that `source` assigns, each evaluated from its syntax tree."""
     found: dict[str, Any] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign):
@@ -67,7 +67,7 @@ def defined(source: str) -> dict[str, Any]:
 
 
 def _evaluate(tree: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return the value of a tree of names, calls, literals and arithmetic. Refuse any other node, such as a lambda."""
+    """Return the value of a tree of names, calls, literals and arithmetic. Refuse other nodes, such as a lambda."""
     value = lambda node: _evaluate(node, names)
     match tree:
         case ast.Constant(value=constant):
@@ -96,7 +96,7 @@ def _evaluate(tree: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def imports(text: str) -> list[str]:
-    """Return the import statements that definitions need, with the empty lines around them."""
+    """Return the import statements that the Python `text` needs, as lines, with empty lines around them."""
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     lines = [*(line for module, line in MODULES.items() if module in used), "", "import zerojax"]
     if ours := [known for known in OURS if known in used]:

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration: one walk over the table of keys gives Python, and the objects that it defines."""
+"""Read a DeepSpeed configuration, and translate it, key by key, into Python and the objects that the Python defines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CLIP = 1.0  # DeepSpeed's default since 2026-06
 
 @dataclasses.dataclass(frozen=True)
 class FromDeepSpeed:
-    """A DeepSpeed configuration as Python. Print it for the Python; the other attributes are what the Python defines.
+    """A DeepSpeed configuration as Python, which `print` shows. The properties are the values that the Python defines.
 
     Attributes:
         source: Python that defines `optimizer`, `options` and `step_options`.
-        notes: One line per key of the file: what became of the key.
-        rows: Rows of the batch that a step is given, over all devices; None where the file does not say.
+        notes: One line per key of the file, which says how the key was translated.
+        rows: Rows of the global batch that a step takes. None if the file does not determine them.
     """
 
     source: str
@@ -34,7 +34,7 @@ class FromDeepSpeed:
     rows: int | None
 
     def __str__(self) -> str:
-        """Return the Python, then one comment per key of the file."""
+        """Return the Python, followed by one comment per key of the file."""
         return "\n".join([self.source, *(f"# {note}" for note in self.notes)])
 
     @functools.cached_property
@@ -48,12 +48,12 @@ class FromDeepSpeed:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return keyword arguments of `zero_shard`."""
+        """Return the keyword arguments for `zero_shard`."""
         return self._defined["options"]
 
     @property
     def step_options(self) -> dict[str, Any]:
-        """Return keyword arguments of `train_step`."""
+        """Return the keyword arguments for `train_step`."""
         return self._defined["step_options"]
 
 
@@ -64,23 +64,23 @@ def from_deepspeed(
     devices: int | None = None,
     optimizer: str | None = None,
 ) -> FromDeepSpeed:
-    """Read a DeepSpeed configuration.
+    """Convert a DeepSpeed configuration into an optax transformation and options of zerojax.
 
     Args:
-        config: The path of its JSON file, or the file's object.
-        auto: Values for keys that are `"auto"` in the file, or missing, by path: `{"optimizer.params.lr": 3e-4}`.
-        devices: Data-parallel workers, where the number of microbatches or rows follows from it.
-        optimizer: Python for an optax transformation that replaces the file's optimizer and schedule, such as
-            `"optax.contrib.muon(2e-2)"`: one expression. It is printed, and the attribute `optimizer` evaluates it
-            without `exec`, if it consists of calls, literals and arithmetic.
+        config: The path of the JSON file, or the object in the file.
+        auto: Values for keys that are `"auto"` or missing in the file, by path: `{"optimizer.params.lr": 3e-4}`.
+        devices: Number of data-parallel workers. Needed if the file's number of microbatches or rows depends on it.
+        optimizer: One Python expression for an optax transformation, such as `"optax.contrib.muon(2e-2)"`. It replaces
+            the file's optimizer and schedule in the printed Python. The attribute `optimizer` can evaluate it, without
+            `exec`, if it consists of calls, literals and arithmetic.
 
     Returns:
         A `FromDeepSpeed`.
 
     Raises:
-        TypeError: If the file holds no object, or `devices` is no integer.
-        ValueError: If the file is not JSON, a key is unknown or does not take its value, an `"auto"` remains, batch
-            sizes contradict each other, or a key would train otherwise here. The message has the path of the key.
+        TypeError: If the configuration is not a JSON object, or `devices` is not an integer.
+        ValueError: If the file is not JSON, a key is unknown or has an invalid value, an `"auto"` remains, batch sizes
+            contradict each other, or zerojax cannot train as a key asks. The message has the path of the key.
 
     Examples:
         >>> found = from_deepspeed("ds_config.json", auto={"optimizer.params.lr": 3e-4})
@@ -111,7 +111,7 @@ def from_deepspeed(
 
 
 def key_of(path: str) -> Key:
-    """Return what becomes of the key at a path. Raise a `ValueError` if DeepSpeed has no such key."""
+    """Return the `Key` of the table for a path. Raise a `ValueError` if DeepSpeed has no such key."""
     check_key(path)
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
@@ -123,7 +123,7 @@ def key_of(path: str) -> Key:
 
 
 def _checked(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each key by path, in the type that its rule gives it."""
+    """Return the value of each key by path, checked and converted by the rule of the key."""
     check_tree(config)
     values = dict(_flattened(config))
     for path, value in auto.items():
@@ -147,7 +147,7 @@ def _checked(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, An
 
 
 def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value with its path. The object of an open key stays whole."""
+    """Yield each value with its path. The object of an open key is not flattened."""
     for part, value in tree.items():
         path = f"{prefix}{part}"
         check_key(path)
@@ -164,7 +164,7 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
-    """Return the arguments that the keys contribute, by function."""
+    """Return the arguments that the keys contribute, by the function that takes them."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     givers: dict[str, str] = {}
     for path, value in values.items():
@@ -247,7 +247,7 @@ def _offload(
 
 
 def _batch(values: Mapping[str, Any], devices: int | None) -> tuple[int | None, int]:
-    """Return rows per step, and microbatches: what the file says, and what follows from it."""
+    """Return the number of rows and of microbatches per step, which the file gives or implies."""
     rows, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
     accumulate = values.get("gradient_accumulation_steps")
     if rows and micro and accumulate is None:
@@ -274,7 +274,7 @@ def _batch(values: Mapping[str, Any], devices: int | None) -> tuple[int | None, 
 
 
 def _notes(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what became of each key of the file."""
+    """Yield a line for each key of the file, which says how the key was translated."""
     for path, value in values.items():
         key = key_of(path)
         yield f"{path} = {shown(value)}: {'' if key.fate == 'mapped' else f'{key.fate}: '}{key.how}"

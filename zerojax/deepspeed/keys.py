@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration, and what becomes of it: one table for the importer, its page and its test.
+"""List every key of a DeepSpeed configuration with its translation, for the importer, its documentation and its test.
 
 References:
     DeepSpeed's documentation, "Configuration JSON"; keys and defaults of version 0.19.6.
@@ -17,16 +17,16 @@ from zerojax.deepspeed.schema import ANY, BLOCK, TEXT, TRUTH, TRUTH_OR_NULL, Rul
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What becomes of one key.
+    """The translation of one key.
 
-    A `"mapped"` key has a counterpart here. `"not needed"`: training is the same without the key. `"not there"`: the
-    key has no counterpart, and is ignored. `"refused"`: training would differ, so asking for it is an error.
+    A `"mapped"` key has a counterpart in zerojax. A `"not needed"` key does not change the training. A `"not there"`
+    key has no counterpart and is ignored. A `"refused"` key would change the training, so asking for it is an error.
     """
 
     fate: Literal["mapped", "not needed", "not there", "refused"]
     how: str  # the counterpart, or why there is none
     rule: Rule = ANY  # which values the key takes
-    # Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. None contributes none.
+    # Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. Arguments of None are left out.
     gives: Callable[[Any], Mapping[str, Any]] = lambda value: {}
     open: bool = False  # whether the key's object is kept whole, so that its entries are not read
 
@@ -34,8 +34,8 @@ class Key:
 def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how: str = "") -> Key:
     """Map a key to one argument, such as `"Wire.gather"`.
 
-    `values` has the argument for each value of the key, and other values contribute nothing. None: the value itself.
-    The default of `how` is the name and the only value, such as `Wire(gather="int8")`.
+    `values` maps a value of the key to the argument. Other values contribute no argument. If `values` is None, the
+    argument is the key's value. The default of `how` shows the call, such as `Wire(gather="int8")`.
     """
     gives = lambda value: {name: value if values is None else values.get(value)}
     only = repr(*values.values()).replace("'", '"') if values and len(values) == 1 else ""
@@ -43,7 +43,7 @@ def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how
 
 
 def host_groups(name: str, least: int, off: tuple[int, ...]) -> Key:
-    """Map a number of devices per group to a mesh, its axes, and the argument that names the inner axis."""
+    """Map a number of devices per group to a mesh, its axes, and the argument `name`, which names the inner axis."""
     mesh = lambda size: Code(f"jax.make_mesh((jax.device_count() // {size}, {size}), ('host', 'gpu'))")
     axes = {"zero_shard.axis": ("host", "gpu"), f"zero_shard.{name}": "gpu"}
     gives = lambda size: {} if size in off else {"zero_shard.mesh": mesh(size), **axes}
@@ -51,13 +51,13 @@ def host_groups(name: str, least: int, off: tuple[int, ...]) -> Key:
 
 
 def asked(value: Any) -> bool:
-    """Return whether a value asks for something."""
+    """Return whether a value turns on the feature of its key."""
     enabled = value.get("enabled", True) if isinstance(value, Mapping) else value
     return enabled not in (None, False, "none") and value != {}
 
 
 def without_effect(fate: Literal["not needed", "not there", "refused"], table: str) -> dict[str, Key]:
-    """Read lines of keys and their common reason. `zero.` stands for `zero_optimization.`; a star marks an open key."""
+    """Parse lines of keys and their common reason. `zero.` means `zero_optimization.`, and a star marks an open key."""
     found = {}
     for line in table.strip().splitlines():
         names, how = line.split(": ", 1)

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers and schedules, as Python of optax; their defaults are written out."""
+"""Write DeepSpeed's optimizers and schedules as Python that uses optax, including DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_COUNTERPART = {
     "muon": "optax.contrib.muon's arguments say which parameters are matrices: docs/muon.md",
     "adagrad": "it adds eps to the root, and optax adds eps within the root",
 }
-# Each table: an argument of DeepSpeed's, the rule of its values, and DeepSpeed's default.
+# Each table maps an argument of a DeepSpeed optimizer to the rule of its values, and DeepSpeed's default.
 RATE = {"lr": (number(), 1e-3), "weight_decay": (number(), 0.0)}
 BETAS = pair(number(0, 1, below=True))
 LION = RATE | {"betas": (BETAS, (0.9, 0.99))}
@@ -29,7 +29,7 @@ ADAM = RATE | {
     "adam_w_mode": (TRUTH, True),
     "amsgrad": (only(False, "optax.adamw is not AMSGrad; write other optimizers as optimizer="), False),
     "bias_correction": (only(True, "optax.adamw corrects the bias; write other optimizers as optimizer="), True),
-    # These say how the update is computed, and do not change its result.
+    # These arguments change how the update is computed, but not its result.
     **dict.fromkeys(("torch_adam", "freeze_step", "foreach", "fused", "capturable"), (ANY, None)),
 }
 SGD = RATE | {
@@ -37,7 +37,7 @@ SGD = RATE | {
     "nesterov": (TRUTH, False),
     "dampening": (only(0, "optax.sgd has no dampening; write other optimizers as optimizer="), 0),
 }
-# Each table: an argument of DeepSpeed's, the rule of its values, DeepSpeed's default, and the name of ours.
+# Each table maps an argument of a DeepSpeed schedule to the rule of its values, the default, and the name in zerojax.
 REQUIRED = object()
 WARMUP = {
     "warmup_type": (word("log", "linear"), "log", "log"),
@@ -58,7 +58,7 @@ SCHEDULES: Mapping[str, tuple[str, Mapping[str, tuple[Rule, Any, str | None]]]] 
 
 
 def optimizer_code(values: Mapping[str, Any]) -> Code:
-    """Return the file's optimizer, with its schedule, as Python. Refuse whatever has no counterpart."""
+    """Return the file's optimizer, with its schedule, as Python. Raise an error for a part without a counterpart."""
     kind = values.get("optimizer.type")
     if kind is None:
         raise ValueError(f"The configuration names no optimizer, so the script must have made it. {GIVE}")
@@ -103,7 +103,7 @@ def _rate(values: Mapping[str, Any], lr: float) -> Any:
 
 
 def _decayed(decay: float, optimizer: Code) -> Code:
-    """Add weight decay to the gradients, before the optimizer sees them."""
+    """Return the Python of an optimizer, preceded by weight decay that is added to the gradients."""
     return call("optax.chain", call("optax.add_decayed_weights", decay), optimizer) if decay else optimizer
 
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's learning rate schedules as functions of optax's count of updates.
+"""Compute DeepSpeed's learning rate schedules as functions of optax's count of updates.
 
-DeepSpeed sets the rate of an update after the update before it. So the first two updates have the rate of step 0, and
-the third has the rate of step 1.
+DeepSpeed sets the rate of an update at the end of the previous update. So the first two updates have the rate of step
+0, and the third update has the rate of step 1.
 
 References:
     DeepSpeed's documentation, "Learning Rate Schedulers".
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 def warmup_lr(
     max_lr: float = 1e-3, *, min_lr: float = 0.0, warmup_steps: int = 1000, log: bool = True
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupLR`: the rate rises from `min_lr` to `max_lr`, and then stays.
+    """Return DeepSpeed's `WarmupLR`: the rate rises from `min_lr` to `max_lr`, and then stays constant.
 
     Args:
-        max_lr: `warmup_max_lr`.
-        min_lr: `warmup_min_lr`.
-        warmup_steps: `warmup_num_steps`, in updates.
-        log: Whether `warmup_type` is `"log"`, DeepSpeed's default: the rate follows the logarithm of the step.
-            Otherwise `"linear"`.
+        max_lr: DeepSpeed's `warmup_max_lr`.
+        min_lr: DeepSpeed's `warmup_min_lr`.
+        warmup_steps: DeepSpeed's `warmup_num_steps`, in updates.
+        log: If True, the rate rises with the logarithm of the step, as with `warmup_type="log"`, DeepSpeed's default.
+            If False, the rate rises linearly, as with `warmup_type="linear"`.
 
     Returns:
         An optax schedule.
@@ -41,9 +41,9 @@ def warmup_lr(
 def warmup_decay_lr(
     max_lr: float = 1e-3, *, total_steps: int, min_lr: float = 0.0, warmup_steps: int = 1000, log: bool = True
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupDecayLR`: `warmup_lr`, then linearly down to `min_lr` after `total_steps` (`total_num_steps`).
+    """Return DeepSpeed's `WarmupDecayLR`: the rise of `warmup_lr`, then a linear decay to `min_lr` at `total_steps`.
 
-    The other arguments are those of `warmup_lr`.
+    `total_steps` is DeepSpeed's `total_num_steps`. All other arguments are those of `warmup_lr`.
     """
     warmup = _warmup(warmup_steps, log=log)
     warmup_steps = max(2, warmup_steps)
@@ -65,9 +65,9 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     log: bool = True,
 ) -> Callable[..., Float[Array, ""]]:
-    """Return `WarmupCosineLR`: from `warmup_min_ratio * lr` up to `lr`, then by a cosine to `cos_min_ratio * lr`.
+    """Return DeepSpeed's `WarmupCosineLR`: a rise to `lr`, and then a cosine decay to `cos_min_ratio * lr`.
 
-    `lr` is the optimizer's rate. The other arguments are those of `warmup_decay_lr`.
+    `lr` is the optimizer's rate. The rise begins at `warmup_min_ratio * lr`. `warmup_decay_lr` has the other arguments.
     """
     warmup = _warmup(warmup_steps, log=log)
     warmup_steps = max(2, warmup_steps)
@@ -83,12 +83,12 @@ def warmup_cosine_lr(
 
 
 def _step(count):
-    """Return the step whose rate an update has."""
+    """Return the step of DeepSpeed whose rate applies to the update with this count."""
     return jnp.maximum(jnp.asarray(count, jnp.float32) - 1, 0)
 
 
 def _warmup(steps: int, *, log: bool) -> Callable:
-    """Return how far a step is on the way from the lower to the higher rate, from 0 to 1."""
+    """Return a function of the step, which rises from 0 at the lower rate to 1 at the higher rate."""
     steps = max(2, steps)
     rise = (lambda step: jnp.log(step + 1) / math.log(steps)) if log else (lambda step: step / steps)
     return lambda step: jnp.where(step < steps, rise(step), 1.0)

@@ -1,4 +1,4 @@
-"""The schema of a DeepSpeed configuration: which values a key takes, and how a file is read as JSON."""
+"""Check the values of keys in a DeepSpeed configuration, and read its file as JSON."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which values a key takes."""
+    """The values that a key takes, and their conversion."""
 
-    what: str  # the values, in words
-    takes: Callable[[Any], bool]  # whether the key takes a value
-    convert: Callable[[Any], Any] = lambda value: value  # to the type that is used
+    what: str  # a description of the values
+    takes: Callable[[Any], bool]  # returns whether the key takes a value
+    convert: Callable[[Any], Any] = lambda value: value  # converts a value to the type that is used
     null: bool = False  # whether null means that the key is not given
 
     def check(self, path: str, value: Any) -> Any:
-        """Return the value in the type that is used. Raise a `ValueError` if the key does not take the value."""
+        """Return the converted value. Raise a `ValueError` if the key does not take the value."""
         if value is None and self.null:
             return None
         if not self.takes(value):
@@ -37,19 +37,19 @@ class Rule:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite JSON number. A truth value is not."""
+    """Return whether a value is a finite JSON number. Booleans do not count as numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e308
 
 
 def integer(least: int, most: int = LARGEST_INTEGER, *, null: bool = False) -> Rule:
-    """Take integers within bounds, also written as `5e8`."""
+    """Make a rule that takes integers within bounds. They may be written like `5e8`."""
     takes = lambda value: is_number(value) and least <= value <= most and value == int(value)
     bounds = f"of at least {least}" if most == LARGEST_INTEGER else f"from {least} to {most}"
     return Rule(f"an integer {bounds}", takes, int, null)
 
 
 def number(least: float = 0.0, most: float = math.inf, *, above: bool = False, below: bool = False) -> Rule:
-    """Take finite numbers within bounds; `above` and `below` leave the bounds themselves out."""
+    """Make a rule that takes finite numbers within bounds. `above` excludes `least`, and `below` excludes `most`."""
 
     def takes(value: Any) -> bool:
         within = is_number(value) and least <= value <= most
@@ -61,19 +61,19 @@ def number(least: float = 0.0, most: float = math.inf, *, above: bool = False, b
 
 
 def pair(rule: Rule) -> Rule:
-    """Take a list of two values that each follow a rule."""
+    """Make a rule that takes a list of two values, each of which follows `rule`."""
     takes = lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(rule.takes, value))
     return Rule(f"a list of two: each {rule.what}", takes, lambda value: tuple(map(rule.convert, value)))
 
 
 def word(*known: str, null: bool = False) -> Rule:
-    """Take one of some words."""
+    """Make a rule that takes one of the known words."""
     takes = lambda value: isinstance(value, str) and value in known
     return Rule(f"one of {', '.join(map(json.dumps, known))}", takes, null=null)
 
 
 def only(allowed: Any, why: str) -> Rule:
-    """Take one value, because of a reason."""
+    """Make a rule that takes only one value. `why` is the reason that its error gives."""
     takes = lambda value: value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
     return Rule(f"{json.dumps(allowed)}, because {why}", takes)
 
@@ -86,7 +86,7 @@ BLOCK = Rule("an object of settings, or false", lambda value: value is False or 
 
 
 def shown(value: Any) -> str:
-    """Return a value as one line of ASCII, cut where it is long."""
+    """Return a value as one line of ASCII. A long line is cut."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -95,7 +95,7 @@ def shown(value: Any) -> str:
 
 
 def read_json(path: str | os.PathLike) -> Any:
-    """Read a file of JSON. Refuse an object that has a key twice, and numbers that are not finite."""
+    """Read a JSON file. Raise an error for an object that has a key twice, and for numbers that are not finite."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def check_tree(value: Any, path: str = "", level: int = 0) -> None:
-    """Raise an error unless a value consists of what JSON has, in at most `MOST_LEVELS` levels."""
+    """Raise an error unless a value consists of the types of JSON, with at most `MOST_LEVELS` levels."""
     where = path or "The configuration"
     if level > MOST_LEVELS:
         raise ValueError(f"{where[:MOST_SHOWN]} has more than {MOST_LEVELS} levels of objects and lists.")

@@ -1,4 +1,4 @@
-"""Lower a step, or any jitted function, for absent GPUs: its arguments become shapes on a mesh of these GPUs."""
+"""Lower a step or jitted function for absent GPUs, which this machine does not have. Its arguments become shapes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from zerojax.zero import ZeroTransformation
 
 
 class AbsentProgram(NamedTuple):
-    """A program for absent GPUs.
+    """A program for GPUs that this machine does not have.
 
-    `lower` takes shapes of a batch, whose rows must be a multiple of `row_multiple`.
+    `lower` takes a batch of shapes. The number of rows must be a multiple of `row_multiple`.
     """
 
     lower: Callable[[Any], Any]
@@ -44,7 +44,7 @@ class AbsentProgram(NamedTuple):
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return a step of `train_step` on absent GPUs, with its state sharded anew for these GPUs."""
+    """Return the program of a step of `train_step` on the topology's GPUs. Its state is sharded again for them."""
     check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
@@ -53,7 +53,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
-        # The formula counts the data axes only. Other axes shard and move arrays, too.
+        # The formula counts only the data axes. But other mesh axes also shard and move arrays.
         sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
@@ -73,21 +73,21 @@ def check_state(state: Any) -> None:
 
 
 def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
-    """Return a state of any mesh as shapes on the mesh of a transformation."""
+    """Return the shapes of a state, which may be on any mesh, on the mesh of the transformation `tx`."""
     mesh, layout = tx.config.mesh, state.plan.layout
-    # As a user gives parameters: logical shapes, sharded over the mesh axes of the model only.
+    # Users give parameters to `create` in logical shapes, sharded only over the mesh axes of the model.
     over_others = lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None
     params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=over_others(leaf)) for leaf in layout.grads]
     shapes = tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
     if not any(shapes.plan.chunkings):
         return shapes
-    # A measurement of live devices would choose where the update runs, and absent devices cannot be measured.
+    # Normally a measurement on the devices chooses where the update runs. But absent devices cannot be measured.
     choice = state.plan.choice or Choice("device", "as long as nothing was measured")
     return shapes.replace(plan=dataclasses.replace(shapes.plan, choice=choice))
 
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
-    """Say what a plan does not show about offloaded state. Empty if nothing is offloaded."""
+    """Return notes about offloaded state that the figures of a plan leave out. Without an offload, return no notes."""
     if not any(state.plan.chunkings):
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
@@ -100,7 +100,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return a jitted function on absent GPUs. Its arguments keep their `PartitionSpec`s."""
+    """Return the program of a jitted function on the topology's GPUs. The arguments keep their `PartitionSpec`s."""
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
@@ -140,6 +140,6 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes that divide dim 0, in the order of the mesh."""
+    """Return the mesh axes that divide dim 0 of an array with this sharding, in the order of the mesh."""
     named = axes_of([sharding.spec[:1]])
     return tuple(axis for axis in sharding.mesh.axis_names if axis in named)

@@ -1,9 +1,9 @@
-"""Measure the activations of a step, and the parameters that stage 3 gathers at a time.
+"""Measure the memory of a step's activations, and of the parameters that stage 3 gathers at the same time.
 
-The plain gradient of the loss is compiled for one device, on replicated parameters and one device's rows. Its temporary
-memory is the activations on any number of devices, with remat and loops as the compiler treats them. Gradients are
-results of this program, so its temporary memory does not include them. The program is smaller than a step, and is
-compiled once for stages 0 to 2 and once for stage 3.
+The gradient of the loss is compiled by plain jit for one device, with full parameters and one device's rows. The
+temporary memory of this program is the memory of activations per device, on any number of devices. It includes the
+effects of remat and loops, but no gradients, because they are results of the program. The program is smaller than a
+step, and is compiled once for stages 0 to 2 and once for stage 3.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from zerojax.train.typed_loss import TypedLoss, on_one_device
 class GradientCost:
     """The cost of the plain gradient of a loss at a stage.
 
-    `activations` has bytes of temporary memory and of the device's rows, and `gathered` bytes of parameters gathered at
-    a time.
+    `activations` is the bytes of temporary memory and of one device's rows. `gathered` is the bytes of parameters that
+    are gathered at the same time.
     """
 
     activations: int
@@ -51,15 +51,15 @@ class GradientCost:
         return tuple(kernels(read(self.compiled)))
 
     def seconds(self, device: Device) -> float:
-        """Return the least time of all its kernels."""
+        """Return the least seconds that all kernels take together on a device."""
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
 
 class PlainGradient:
-    """The gradient of a loss by plain jit on one device, compiled once per batch shape when its cost is needed."""
+    """The gradient of a loss by plain jit on one device. It is compiled per batch shape, when its cost is needed."""
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None):
-        """Choose the device to compile for: an absent GPU of the kind `gpu`, or the first device here."""
+        """Choose to compile for a GPU of the kind `gpu`, which need not be here, or for the first local device."""
         self.loss = loss
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
@@ -67,7 +67,7 @@ class PlainGradient:
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
-        """Return the cost at a stage, given shapes of one device's rows of one microbatch."""
+        """Return the cost at the stage of `config`. `rows` has shapes of one device's rows of one microbatch."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
@@ -89,7 +89,7 @@ class PlainGradient:
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
-    """Trace a loss and return the parameters that stage 3 gathers for it. Empty at the other stages."""
+    """Trace a loss, and return the parameters that stage 3 gathers for it. At other stages, the result is empty."""
     if config.stage < 3:
         return WorkingSet()
 
@@ -123,14 +123,14 @@ def plain_gradient(
     mesh: Mesh,
     accumulated: frozenset[int] = frozenset(),
 ) -> Any:
-    """Compile the gradient by plain jit on replicated parameters. Its temporary memory is a device's activations.
+    """Compile the gradient by plain jit with replicated parameters. The temporary memory is a device's activations.
 
-    XLA puts activations into the buffers of gradients that are not computed yet. A gradient that stage 3 shards has no
-    such buffer, so here it is added to a buffer that is live from the start. A stacked leaf needs no such buffer: its
-    gradient is live while the loop that fills it runs.
+    XLA puts activations into the buffers of gradients that are not computed yet. At stage 3, a sharded gradient has no
+    full buffer. So here the gradient is added to an input, whose buffer XLA cannot use for activations. A stacked leaf
+    needs no such input, because its gradient occupies its buffer throughout the loop that fills it.
 
-    `accumulated` has the indices of the parameters whose gradients are added to live buffers. Rows without a sharding
-    are replicated.
+    `accumulated` has the indices of the parameters whose gradients are added to inputs. Rows without a sharding are
+    replicated.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     leaves = [

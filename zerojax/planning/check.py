@@ -1,8 +1,8 @@
 """Check a stage's contract on a compiled gradient or step: memory, elements moved, FLOPs, and overlap.
 
-The commonest failure in JAX is a "stage 3" that silently keeps the gathered parameters, or gathers all of them at once.
-The second is a program in which the compiler moves activations. `check` compares the compiled program with a contract
-that follows from the model alone. Each excess is a finding, which names leaves and lines of the model.
+The most common failure in JAX is a "stage 3" that silently keeps gathered parameters, or gathers all parameters at
+once. The second is a program in which the compiler moves activations between devices. `check` compares the compiled
+program with a contract that follows only from the model. Each excess is a finding, which names leaves and lines.
 """
 
 import dataclasses
@@ -56,26 +56,26 @@ class Check:
 
     Attributes:
         stage: ZeRO stage.
-        devices: Data-parallel workers.
-        peak: Bytes per device: arguments, results and temporary memory.
-        floor: Bytes that the contract allows: arguments, results, the temporary memory of plain jit on replicated
-            parameters, and three times the largest layer of the model (a layer in use, a prefetched layer, and
-            gradients). For a step, also its gradients, and the update's memory if this exceeds the activations.
-        gathered: Elements of parameters all-gathered, as full tensors.
-        gathered_formula: Most elements that the stage gathers.
-        reduced: Elements of gradients reduce-scattered or all-reduced, as full tensors.
-        reduced_formula: Most elements that the stage reduces.
+        devices: Number of data-parallel workers.
+        peak: Peak bytes per device: the sum of arguments, results and temporary memory.
+        floor: Bytes per device that the contract allows: arguments, results, the temporary memory of plain jit with
+            replicated parameters, and three times the largest layer of the model (a layer in use, a prefetched layer,
+            and gradients). For a step, also its gradients, and the update's memory if this exceeds the activations.
+        gathered: Elements of parameters that are all-gathered, counted in full tensors.
+        gathered_formula: The most elements that the stage may gather.
+        reduced: Elements of gradients that are reduce-scattered or all-reduced, counted in full tensors.
+        reduced_formula: The most elements that the stage may reduce.
         activations: Bytes of everything else that the loss moves along the data axes: activations that are gathered,
             summed, exchanged or shifted.
-        activations_formula: Bytes of activations that plain jit moves on replicated parameters.
+        activations_formula: Bytes of activations that plain jit moves with replicated parameters.
         update: For a step, bytes that the compiler moves for the optimizer's update, without the exchanges between
             owners of matrices. None for a gradient.
         flops: FLOPs of a device's matrix products, by the type of the operands.
         flops_formula: FLOPs of plain jit's matrix products, of all types.
-        hidden: Share of the collective bytes that matrix products hide. None on CPU, whose collectives are synchronous.
-        findings: Sentences about each excess, with leaves and lines of the model.
-        rules: At stage 3, for each rule by which the engine decides (docs/stage3.md), the equations on parameters
-            that fell under the rule, each with its line of the loss.
+        hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.
+        findings: One sentence per excess, with leaves and lines of the model.
+        rules: At stage 3, a mapping from each rule of the engine (docs/stage3.md) to the equations on parameters to
+            which the rule applied. Each equation has its line of the loss.
     """
 
     stage: int
@@ -97,11 +97,11 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Return whether the contract is kept."""
+        """Return whether the program keeps the contract."""
         return not self.findings
 
     def __str__(self) -> str:
-        """Return a table, then the findings."""
+        """Return a table of the figures, followed by the findings."""
         hidden = "no overlap on CPU: collectives are synchronous" if self.hidden is None else f"{self.hidden:.1%}"
         row = lambda name, compiled, contract: f"  {name:20} {compiled:>12}   {contract:>14}"
         mib, count, mflop = lambda n: f"{n / MIB:,.1f}", lambda n: f"{n:,d}", lambda n: f"{n / 1e6:,.1f}"
@@ -159,22 +159,22 @@ def check(
     `tx.train_step`, checks the whole step: microbatches, the optimizer's update, and the gathers after the update. With
     offloaded state, it checks the program up to the gradients.
 
-    Nothing is run. Print the result for a table of the program's figures and the contract's. For each finding it says
-    which leaves and lines of the model cause the excess, why, and what to change.
+    Nothing is run. The printed result has a table of the program's figures and of the contract's figures. Each finding
+    says which leaves and lines of the model cause the excess, why, and what to change.
 
     Args:
-        tx: From `zero_shard`, or a step of `train_step`.
+        tx: A transformation of `zero_shard`, or a step of `train_step`.
         loss_fn: As for `value_and_grad`. For a step: its `ZeroState`; shapes are enough.
         params: Parameters in any form; shapes are enough. For a step: the batch.
-        batch: The global batch; shapes are enough. For a step: its first further argument.
+        batch: The global batch; shapes are enough. For a step: the first of its further arguments, if any.
         *args: Further arguments of the loss.
-        topology: Absent GPUs to compile for, such as `"h200:8"` or `"h100:8x8"`. This needs the extra `aot`. Default:
-            the mesh of `tx`.
-        has_aux: As for `value_and_grad`. A step has its own option.
-        weighted: As for `value_and_grad`. A step has its own option.
+        topology: GPUs to compile for, such as `"h200:8"` or `"h100:8x8"`, which this machine need not have. This needs
+            the extra `aot`. Default: the devices in the mesh of `tx`.
+        has_aux: As for `value_and_grad`. For a step, give it to `train_step` instead.
+        weighted: As for `value_and_grad`. For a step, give it to `train_step` instead.
 
     Returns:
-        A `Check`. Its `ok` says whether the contract is kept.
+        A `Check`. Its `ok` says whether the program keeps the contract.
 
     Raises:
         TypeError: If a step is not given a `ZeroState`, or `tx` is neither a transformation of `zero_shard` nor a step.
@@ -218,7 +218,7 @@ def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: 
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
-    """Return the configuration on absent GPUs. It is unchanged if `topology` is None."""
+    """Return the configuration with a mesh of the topology's GPUs. It is unchanged if `topology` is None."""
     mesh = config.user_mesh if topology is None else absent_mesh_like(config.user_mesh, topology, axes=config.axis)
     return dataclasses.replace(config, user_mesh=mesh)
 
@@ -274,7 +274,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
 
 
 def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
-    """Return the pieces that move along the data axes. Other pieces belong to the model's own axes."""
+    """Yield the pieces that move along the data axes. All other pieces move only along the model's axes."""
     mesh, data = config.mesh, config.data.batch
     for piece in found:
         at = np.unravel_index(piece.collective.group, mesh.devices.shape)
@@ -283,7 +283,7 @@ def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
 
 
 def _elements(which: Sequence[Piece], fmt: str | None, wire: Wire | None) -> int:
-    """Return how many elements are moved. Bytes of quantised elements count as these elements."""
+    """Return how many elements are moved. The bytes of a quantised payload count as the elements that they encode."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
         return moved

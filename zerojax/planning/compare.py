@@ -1,4 +1,4 @@
-"""Run a loss on one device and on the mesh, and report leaf by leaf where the results differ."""
+"""Run training steps on one device and on the mesh, and report leaf by leaf where the results differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 STEPS = 2
-# A sum over many rows in another order differs by this share in float32, and by two units in a narrower type.
+# A sum over many rows in another order has this relative error in float32, and two rounding units in a narrower type.
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 
 
@@ -42,15 +42,15 @@ def compare(
     accumulate: int = 1,
     **options: Unpack[LossOptions],
 ) -> Comparison:
-    """Take two steps on one device and on the mesh, and report leaf by leaf where the results differ.
+    """Run two training steps on one device and on the mesh, and report leaf by leaf where the results differ.
 
-    One device runs plain JAX and optax on the entire batch. `compare` compares the loss, the optimizer's gradients, the
-    parameters after each update, and the loss's mutable state and aux. All products are computed in full float32. If
-    the loss, a gradient or a parameter is not finite, the result names the leaf, and the line of the model that makes
-    the first NaN.
+    One device runs plain JAX and optax on the entire batch. `compare` compares the loss, the gradients that the
+    optimizer receives, the parameters after each update, and the loss's mutable state and aux. All products are
+    computed in full float32. If the loss, a gradient or a parameter is not finite, the result names the leaf, and the
+    line of the model that produces the first NaN.
 
     Args:
-        tx: From `zero_shard`. Its stage is replaced, and its offload is dropped where a stage does not support it.
+        tx: A transformation of `zero_shard`. Its stage is replaced, and offloads that a stage cannot have are dropped.
         loss_fn: As for `train_step`.
         params: Parameters in any form, as arrays. Make the model small: one device holds all parameters, their
             gradients and their optimizer state.
@@ -58,7 +58,7 @@ def compare(
         *args: Further arguments of the loss.
         stages: ZeRO stages to compare, one or several.
         mutable: As for `create`. If it is given, the loss is as for `train_step(mutable=True)`.
-        accumulate: As for `train_step`. One device takes all rows at once.
+        accumulate: As for `train_step`. The single device does not accumulate: it takes all rows at once.
         **options: `has_aux` and `weighted`, as for `train_step`.
 
     Returns:
@@ -66,8 +66,8 @@ def compare(
 
     Raises:
         TypeError: If `tx` is not from `zero_shard`, or the loss is not a function.
-        ValueError: If an argument has shapes instead of arrays, there is no stage or an unknown stage, the mesh has
-            absent devices, or devices and microbatches do not divide the batch.
+        ValueError: If an argument has shapes instead of arrays, `stages` is empty or has an unknown stage, the mesh has
+            devices that this machine does not have, or devices and microbatches do not divide the batch.
     """
     if not isinstance(tx, ZeroTransformation):
         raise TypeError(
@@ -84,9 +84,9 @@ def compare(
 def compare_step(
     step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
 ) -> Comparison:
-    """Compare a training step, with its options, as `compare` does.
+    """Compare a given training step, including its options, as `compare` does.
 
-    The runs start from the parameters and the mutable state of `state`, which is not changed.
+    All runs start from the parameters and the mutable state of `state`, which is not changed.
     """
     if not (isinstance(step, Step) and isinstance(state, ZeroState)):
         raise TypeError(
@@ -99,20 +99,20 @@ def compare_step(
 def run_and_compare(
     step: Step, params: Any, mutable: Any, batch: Any, args: tuple, stages: int | Sequence[int]
 ) -> Comparison:
-    """Run the reference, then each stage."""
+    """Run the reference and each stage, and compare their results."""
     stages = (stages,) if isinstance(stages, int) else tuple(stages)
     workers = step.config.data.workers
     args = packed(args)
     given = {"params": params, "mutable": mutable, "batch": batch, "args": args}
     configs = [at_stage(step.config, stage) for stage in stages]
     check_given(step, given, stages)
-    # By default, a GPU multiplies float32 with 10 bits, and rounding would look like a difference.
+    # By default, a GPU rounds float32 operands of products to 10 bits, which would look like a difference.
     with jax.default_matmul_precision("highest"):
         reference = Reference.of(step, **given)
         tolerance = max(FLOAT32_TOLERANCE, NARROW_UNITS * reference.unit)
         states, expected = reference.run(reference.start, STEPS)
         if (nonfinite := find_nonfinite(reference, states, {None: expected})) is not None:
-            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # every leaf differs from a NaN
+            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # no leaf equals a NaN
         noise = reference.noise(expected)
         runs = {config.stage: run_sharded(step.under(config), **given) for config in configs}
         nonfinite = find_nonfinite(reference, states, runs)
@@ -142,7 +142,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 def at_stage(config: Config, stage: int) -> Config:
     """Return the configuration at another stage, with a transformation that keeps its gradients.
 
-    The offload keeps only what the stage supports.
+    Parts of the offload that the stage does not support are dropped.
     """
     offload = config.offload if stage else None
     if offload is not None and stage != 3:
@@ -161,7 +161,7 @@ def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) 
 
 
 def kept_gradients(state: ZeroState) -> Any:
-    """Return the optimizer's gradients, in logical shapes. They are the first leaves of its state."""
+    """Return the gradients that the optimizer received, in logical shapes. They are the first leaves of its state."""
     plan = state.plan
     arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
     stored = [jnp.asarray(np.asarray(joined(x) if is_chunked(x) else x)) for x in arrays]  # on one device
@@ -169,10 +169,10 @@ def kept_gradients(state: ZeroState) -> Any:
 
 
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
-    """Return the first leaf that is not finite, and the lines that make it.
+    """Return the first leaf that is not finite, and the source lines that compute its first NaN.
 
-    `states` has the reference's state before each step. `runs` has the results of each step, by stage; the reference's
-    results have the key None.
+    `states` has the reference's state before each step. `runs` maps each stage to its results of each step. The key
+    None has the results of the reference.
     """
     workers = reference.plain.program.config.data.workers
     for stage, snapshots in runs.items():
@@ -180,7 +180,7 @@ def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[An
             if (leaf := first_nonfinite(found, reference.before)) is None:
                 continue
             begins = ()
-            if leaf[0] != "parameters":  # if only the mesh makes it, then on the rows of some device
+            if leaf[0] != "parameters":  # if the reference is finite, look at each device's rows
                 shares = range(workers) if stage is not None else [None]
                 each = (origins(reference.plain.value_and_grad, **reference.inputs(states[k], i)) for i in shares)
                 begins = next(filter(None, each), ())

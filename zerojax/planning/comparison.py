@@ -1,4 +1,4 @@
-"""The results of steps, how they differ from one device leaf by leaf, and the result of `compare`."""
+"""Record the results of steps, compare them with one device leaf by leaf, and report the differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerojax.planning.nonfinite import Origin
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 MOST_SHOWN, WIDTH = 12, 100
-MARGIN = 8  # rounding may move a leaf this many times as far as on one device, because sums have another order
+MARGIN = 8  # rounding may change a leaf this many times as much as on one device, because sums have another order
 CANCELLED = 1e-7  # rounding error of terms that cancel, relative to the largest leaf
 HINTS = {
     "value": "The loss of all rows is not the mean over devices and microbatches: rows meet in it (batch statistics, "
@@ -36,7 +36,7 @@ Snapshot = dict[Key, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One leaf after one step, on the mesh and on one device.
+    """The difference between a leaf on the mesh and the same leaf on one device, after one step.
 
     Attributes:
         stage: ZeRO stage on the mesh.
@@ -77,7 +77,7 @@ class NonFinite:
         step: 1 or 2.
         quantity: `"value"`, `"gradient"` or `"parameters"`.
         path: The leaf. Empty for the value.
-        origins: Where the loss makes the first NaN, and an inf before it. Empty if the loss makes neither.
+        origins: Where the loss produces the first NaN, and an inf before that. Empty if the loss produces neither.
     """
 
     stage: int | None
@@ -87,7 +87,7 @@ class NonFinite:
     origins: tuple[Origin, ...]
 
     def __str__(self) -> str:
-        """Return the leaf, then the line that makes it."""
+        """Return the name of the leaf, and the line that produces the first NaN or inf."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
         by_line = {origin.where: origin for origin in self.origins}  # a line's NaN replaces its inf
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
@@ -100,10 +100,10 @@ class Comparison:
 
     Attributes:
         stages: ZeRO stages that were compared.
-        devices: Data-parallel workers of the mesh.
+        devices: Number of data-parallel workers of the mesh.
         steps: Number of updates.
-        tolerance: Relative difference that every leaf may have, by the narrowest type of the loss's computation. A leaf
-            that rounding moves farther on one device may differ more.
+        tolerance: Relative difference that is allowed for every leaf. It depends on the narrowest type in the loss's
+            computation. If rounding on one device changes a leaf by more, the leaf may differ more.
         leaves: Every leaf of every step and stage. Empty if a leaf on one device is not finite.
         nonfinite: The first leaf that is not finite. None if all are finite.
     """
@@ -127,7 +127,7 @@ class Comparison:
         return tuple(sorted(bad, key=lambda leaf: (leaf.step, QUANTITIES.index(leaf.quantity))))
 
     def __str__(self) -> str:
-        """Return the largest difference per quantity and stage, then the differing leaves, then a likely reason."""
+        """Return the largest difference per quantity and stage, then the differing leaves and a likely reason."""
         present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
         if not self.leaves:
             return str(self.nonfinite)
@@ -179,7 +179,7 @@ def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) 
 def differences(
     stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
 ) -> Iterator[Difference]:
-    """Yield the difference of each leaf of one step from the reference."""
+    """Yield each leaf's difference from the reference, for one step."""
     sizes = {key: largest(x) for key, x in expected.items()}
     of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
     for key, y in expected.items():
@@ -195,7 +195,7 @@ def differences(
 
 
 def off_by(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest difference. NaN if an element is not finite and its counterpart differs."""
+    """Return the largest absolute difference, or NaN if an element is not finite and its counterpart differs."""
     with np.errstate(invalid="ignore"):
         same = (x == y) | ((x != x) & (y != y))
         off = np.abs(np.where(same, 0, wide(x) - wide(y)))
@@ -203,7 +203,7 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def largest(x: np.ndarray) -> float:
-    """Return the largest finite magnitude, or 0 if there is none."""
+    """Return the largest finite magnitude of an array, or 0 if the array has no finite element."""
     size = np.abs(wide(x))
     return float(np.max(size, initial=0.0, where=np.isfinite(size)))
 
@@ -214,7 +214,7 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """Return the first loss, gradient or parameter that is not finite, but was finite in `before`."""
+    """Return the first loss, gradient or parameter that is not finite, except parameters not finite in `before`."""
     for key, x in found.items():
         given = before.get(key) if key[0] == "parameters" else None
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""`Plan`: memory by part, collectives and the least time of a compiled step on absent GPUs, and its tables."""
+"""Read memory by part, collectives and the least time of a compiled step into a `Plan`, and print it as tables."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting
 MOST_WAITS = 3
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
 TIMES |= {"communication": "communication", "of which exposed": "exposed", "step": "seconds"}
-# Names of a step's arguments, by prefix of their names in the program.
+# The part of memory that an argument of a step belongs to, by prefix of the argument's name in the program.
 STATE_PARTS = {
     "state.params": "parameters",
     "state.opt_state.master": "master weights",
@@ -33,26 +33,26 @@ TEMPORARY, RESULTS, OTHER = "temporary", "results", "other arguments"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step, compiled for absent GPUs.
+    """The figures of a step that was compiled for GPUs, which this machine need not have.
 
     Attributes:
         topology: The GPUs, such as `"h200:8"`.
         devices: Number of GPUs.
         batch: Rows of the global batch. None if the leaves of a function's batch have different numbers of rows.
-        memory: Bytes per device by part; `peak` is their sum. `temporary` has activations, gradients and gathered
-            parameters. `results` has the results that do not alias donated arguments.
+        memory: Bytes per device by part. `peak` is the sum of all parts. `temporary` has activations, gradients and
+            gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
         overlap: Every collective, with the matrix products that hide it.
-        roofline: The least time of a step, by its parts.
+        roofline: The least time of a step, and its parts.
         waits: Seconds that kernels wait for collectives in a step, by the collective's leaf and line, the longest
-            first. They are simulated at the rates of `roofline`.
+            first. The waits are simulated with the speeds of `roofline`.
         sent_formula: Bytes that a device sends per step by the stage's formula. None if the program is not a step of
             zerojax, or the mesh has axes that do not divide the batch.
-        host: Bytes per device in host memory, by the estimate.
-        disk: Bytes per device on disk, by the estimate.
-        largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None if it was not searched.
-        notes: Sentences about what these figures leave out.
+        host: Bytes per device in host memory, as `estimate` computes them.
+        disk: Bytes per device on disk, as `estimate` computes them.
+        largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
+        notes: Sentences about effects that these figures leave out.
         text: The compiled program, as HLO text.
     """
 
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes on a device in a step."""
+        """Return the peak bytes per device in a step."""
         return sum(self.memory.values())
 
     @property
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Return bytes that a device sends in a step, over rings. A loop of unknown length counts as one iteration."""
+        """Return bytes that a device sends per step in a ring. A loop of unknown length counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
 
     @property
@@ -133,7 +133,7 @@ class Plan:
         return fields | derived | {"collectives": listed}
 
     def __str__(self) -> str:
-        """Return tables of memory, bytes sent, and time. Notes follow."""
+        """Return tables of memory, bytes sent, and time, followed by the notes."""
         line = lambda name, *cells: f"  {name:24s}" + "".join(f"{cell:>12s}" for cell in cells)
         verdict = f"  of {format_bytes(self.usable)} usable: {'fits' if self.fits else 'does not fit'}"
         rows = "" if self.batch is None else f", {self.batch:,} rows"
@@ -158,7 +158,7 @@ class Plan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Return rows of collectives by kind, type and whether they cross hosts: times, bytes and hidden share."""
+        """Return a table row (count, bytes, hidden share) per kind and type of collective, within and across hosts."""
         topology, groups = Topology.parse(self.topology), dict[tuple, list]()
         for f in self.overlap.in_flight:
             between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)
@@ -173,7 +173,7 @@ class Plan:
 
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
-    """Return whether a collective joins devices of several hosts."""
+    """Return whether a collective's group has devices of several hosts."""
     return len({device // per_host for device in c.group}) > 1
 
 
@@ -181,7 +181,7 @@ def _spans_hosts(c: Collective, per_host: int) -> bool:
 class StepFacts:
     """Facts about a step that its compiled program does not have. See `Plan` for most attributes.
 
-    `parts` has names of arguments, by prefix of their names in the program. The longest prefix decides.
+    `parts` maps a prefix of an argument's name in the program to a part of `Plan.memory`. The longest prefix decides.
     """
 
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -236,7 +236,7 @@ def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
 
 
 def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:
-    """Yield sentences about what the figures of a program leave out."""
+    """Yield sentences about effects that the figures of a program leave out."""
     if unknown:
         yield f"The FLOPs of {', '.join(unknown)} are not counted."
     if gpus.per_host > GPUS_PER_HOST:
@@ -251,7 +251,7 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
-    """Return bytes by part. Their sum is `peak_bytes`."""
+    """Return bytes per device by part. Their sum equals `peak_bytes`."""
     sizes = Counter[str]()
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
@@ -260,14 +260,14 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
     sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # arguments that the compiler adds, and alignment
     order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
     ordered = {part: sizes[part] for part in order if sizes[part]}
-    # An argument may be called "temporary" or "results", so these bytes are added.
+    # These bytes are added, not set, because an argument may be called "temporary" or "results".
     sizes[TEMPORARY] += analysis.temp_size_in_bytes
     sizes[RESULTS] += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return {**ordered, TEMPORARY: sizes[TEMPORARY], RESULTS: sizes[RESULTS]}
 
 
 def part_of(argument: str, parts: Mapping[str, str]) -> str:
-    """Return the part of an argument: that of its longest known prefix, otherwise its own name."""
+    """Return the part that an argument belongs to, by its longest known prefix, or else the argument's name."""
     for prefix in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(prefix)}(?![\w])", argument):
             return parts[prefix]

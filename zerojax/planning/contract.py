@@ -1,7 +1,7 @@
-"""The contract of a stage: what a compiled gradient or step may move, compute and hold for a model.
+"""Compute the contract of a stage: the most that a compiled gradient or step may move, compute and hold.
 
-The contract follows from the model: from element counts of its layout, and from the program that plain jit compiles of
-its loss on replicated parameters. It does not depend on the program that is checked.
+The contract follows from the element counts of the model's layout, and from the program that plain jit compiles for
+the loss with replicated parameters. It does not depend on the program that is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerojax.train.typed_loss import TypedLoss
 class Checked:
     """The gradient or step that is checked.
 
-    `loss` is any object with the `call` of a `Loss`. `batch` has shapes with shardings. `plan` is None for a gradient.
+    `loss` is a `Loss` or has the same method `call`. `batch` has shapes with shardings. `plan` is None for a gradient.
     """
 
     config: Config
@@ -57,26 +57,26 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """The most that a stage may take."""
+    """The most that the program of a stage may move, compute and hold."""
 
     temporary: int  # bytes of temporary memory
-    gathered: int  # elements of parameters gathered, as full tensors
-    reduced: int  # elements of gradients reduced, as full tensors
+    gathered: int  # elements of parameters that are gathered, counted in full tensors
+    reduced: int  # elements of gradients that are reduced, counted in full tensors
     replicated: int  # the part of `reduced` in gradients that stay replicated, which are all-reduced
-    gradients: int  # elements of all gradients, each counted once; plain jit reduces these
+    gradients: int  # elements of all gradients, each counted once; plain jit reduces these elements
     sizes: frozenset[int]  # elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack
-    # Whether the devices divide the rows of each microbatch, and of each microbatch that the loss makes itself.
-    # Otherwise a sum over rows cannot be divided.
+    # Whether the devices divide the rows of every microbatch, including microbatches that the loss itself makes.
+    # If they do not, a sum over rows cannot be divided over the devices.
     is_even: bool
-    flops: int  # of a device's matrix products
+    flops: int  # FLOPs of a device's matrix products
     plain: Module  # the program of plain jit
-    times: int  # how often the program computes plain jit's gradient
+    times: int  # how often a step computes the gradient that `plain` computes once
     update: bool  # whether the optimizer's update may move any number of bytes
     program: WorkingSet  # the parameters that stage 3 gathers for the loss
 
 
 def contract_of(checked: Checked) -> Contract:
-    """Compile the loss's gradient by plain jit, and add the memory and communication that the stage may need."""
+    """Compile the loss's gradient with plain jit, and add the memory and communication that the stage may need."""
     config, layout, rows = checked.config, checked.layout, checked.microbatch
     try:
         plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)
@@ -123,12 +123,12 @@ def contract_of(checked: Checked) -> Contract:
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Return whether a parameter's type has gradients."""
+    """Return whether a parameter is floating or complex, so that it has a gradient."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return elements of each parameter, times the microbatches of the loss's own loop that uses it."""
+    """Return the elements of each parameter, times the microbatches of a loop in the loss that uses the parameter."""
     return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
 
 
@@ -142,7 +142,8 @@ def gathered_elements(checked: Checked, program: WorkingSet) -> int:
 def gathered_after_update(plan: ShardingPlan) -> int:
     """Return how many elements of updated parameters are gathered.
 
-    A replicated parameter is gathered whole. A parameter whose gradient is divided further is gathered to its shard.
+    A replicated parameter is gathered in full. A parameter whose gradient has smaller shards than the parameter is
+    gathered only up to its own shard.
     """
     pairs = zip(plan.trained.params, plan.grads, strict=True)
     return sum(
@@ -153,7 +154,7 @@ def gathered_after_update(plan: ShardingPlan) -> int:
 
 
 def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
-    """Return how many elements are reduced, and how many of these belong to gradients that stay replicated."""
+    """Return how many gradient elements are reduced, and how many of them belong to gradients that stay replicated."""
     config, sizes = checked.config, sizes_of(checked.layout, program)
     trained = checked.layout.trained_only()
     grads = trained.grads if checked.plan is None else checked.plan.grads
@@ -173,14 +174,14 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return how often an element of a gradient is reduced. Quantised gradients are reduced axis by axis."""
+    """Return the reduced elements per gradient element: 1, or more if a quantised gradient is reduced axis by axis."""
     if Encoding(formats=config.wire).reduce_codec(leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 
 
 def plain_update(plan: ShardingPlan, config: Config) -> Any:
-    """Compile the optimizer's update by plain jit on one device's full arrays."""
+    """Compile the optimizer's update with plain jit on replicated arrays."""
     everywhere = NamedSharding(config.mesh, PartitionSpec())
     logical = lambda leaves: [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere) for leaf in leaves]
     tree = lambda leaves: jax.tree.unflatten(plan.trained.treedef, leaves)

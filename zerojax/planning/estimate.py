@@ -1,8 +1,8 @@
-"""Estimate bytes per device and bytes sent, for every stage, before anything is built.
+"""Estimate bytes per device and bytes sent, for every stage, before any array is made.
 
-The optimizer's state is measured with `jax.eval_shape` of the transformation's `init`, and sharded as in training.
-Activations depend on the model's code, so they need the loss and a batch: the gradient is compiled for one device,
-which gives the peak of a step on any number of devices.
+The shapes of the optimizer's state come from `jax.eval_shape` of the transformation's `init`, and are sharded as in
+training. Activations depend on the model's code. If the loss and a batch are given, the gradient is compiled for one
+device, which gives the peak of a step on any number of devices.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -43,12 +43,12 @@ PARTS = ("params", "grads", "master", "opt_state")
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One row per stage and number of devices.
+    """A table of estimates, with one row per stage and number of devices.
 
     Attributes:
         parameters: Elements of all parameters.
         trained: Elements of trained parameters.
-        rows: The rows, in the order of the call.
+        rows: The rows, in the order of the arguments `devices` and `stages`.
     """
 
     parameters: int
@@ -56,7 +56,7 @@ class Estimate:
     rows: tuple[StageEstimate, ...]
 
     def __getitem__(self, stage: int) -> StageEstimate:
-        """Return the row of a stage, on the first number of devices.
+        """Return the row of a stage, for the first number of devices.
 
         Raises:
             KeyError: If the estimate does not have this stage.
@@ -66,27 +66,28 @@ class Estimate:
     def break_even_tokens(self, stage: int, *, link: float, flops: float, recomputed: bool = True) -> float:
         """Return tokens per device and step at which compute takes as long as communication.
 
-        A token costs `6 x parameters` FLOPs, or `8 x` if the forward pass is recomputed. Communication takes
-        `sent / link`. With fewer tokens, the link bounds the step even if the two overlap fully.
+        A token costs `6 x parameters` FLOPs, or `8 x parameters` if the forward pass is recomputed. Communication takes
+        `sent / link` seconds. With fewer tokens, communication takes longer than compute, even if it fully overlaps.
 
         Args:
             stage: ZeRO stage.
             link: Bytes per second that a device sends.
-            flops: FLOP/s that a device reaches in practice.
+            flops: FLOPs per second that a device reaches in practice.
             recomputed: Whether activations are recomputed in the backward pass.
         """
         return self[stage].sent / link * flops / ((8 if recomputed else 6) * self.parameters)
 
     def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
-        """Return the least time, in seconds, of a step's offloaded update, streamed through the device.
+        """Return the least seconds that a step takes to stream its offloaded state through the device.
 
-        Offloaded state comes in and goes out once, both at the same time: `bytes / link`. Bytes on disk are read and
-        written: `(read + written) / disk`, parameters and gradients included. The slower of the two decides.
+        The state is copied to the device and back, in both directions at once, in `bytes / link` seconds. The bytes on
+        disk, parameters and gradients included, take `(read + written) / disk` seconds. The result is the larger of
+        the two times.
 
         Args:
             stage: ZeRO stage.
-            link: Bytes per second each way between host and device, per device.
-            disk: Bytes per second of the disk, per device, reading and writing together.
+            link: Bytes per second in each direction between host and device, per device.
+            disk: Bytes per second of the disk, per device, for reading and writing together.
         """
         row = self[stage]
         seconds = (row.host + row.disk) / link
@@ -131,31 +132,31 @@ def estimate(
     batch: Any = None,
     **options: Unpack[EstimateOptions],
 ) -> Estimate:
-    """Estimate bytes per device and bytes sent per step, for every stage, without building anything.
+    """Estimate bytes per device and bytes sent per step, for every stage, without making arrays.
 
-    With the loss and a batch, also estimate the peak of a step. This compiles the gradient for one device and takes
-    seconds.
+    If a loss and a batch are given, also estimate the peak of a step. This compiles the gradient for one device, which
+    takes seconds.
 
     Args:
         model: A number of parameters (such as `7.5e9`, taken as one long vector), a tree of parameters or of their
             shapes, or a Flax module.
-        tx: The transformation, whose state is measured. Default: `optax.adam`.
-        devices: Data-parallel workers. Several numbers give several rows per stage. Or hosts x GPUs, such as
-            `"h100:128x8"`: then the axes are `"host"` and `"gpu"`, and bytes across hosts have a column.
+        tx: The optax transformation, whose state is counted. Default: `optax.adam`.
+        devices: Number of data-parallel workers. Several numbers give several rows per stage. A topology of hosts x
+            GPUs, such as `"h100:128x8"`, has the axes `"host"` and `"gpu"`, and adds a column of bytes across hosts.
         stages: ZeRO stages, in the order of the rows.
         accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
         inputs: Arguments of a Linen module's `init` after the key; shapes are enough.
         loss_fn: As for `train_step`. Without it, activations and peak are unknown.
         batch: The global batch; shapes are enough.
-        **options: `args`: further arguments of the loss. `gpu`: an absent GPU to compile for, such as `"h200"`, which
-            needs the extra `aot`. The default is the first device here. XLA fuses differently on CPU and GPU, so
-            activations differ. As for `train_step`: `has_aux`, `weighted`. As for `zero_shard`: `precision` (default
-            for a number of parameters: bfloat16), `offload` (ignored at stage 0), `persist_below` (ignored for a
-            number of parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at stages that support it), and with
-            hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3).
+        **options: `args`: further arguments of the loss. `gpu`: the GPU to compile for, such as `"h200"`, which this
+            machine need not have; this needs the extra `aot`. The default is the first local device. XLA fuses
+            differently on CPU and GPU, so activations differ. As for `train_step`: `has_aux`, `weighted`. As for
+            `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored at stage 0),
+            `persist_below` (ignored for a number of parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at
+            stages that support it), and with hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3).
 
     Returns:
-        Rows in the order of `devices`, then of `stages`.
+        An `Estimate`, whose rows are in the order of `devices`, then of `stages`.
 
     Raises:
         TypeError: If `model` has another type, a count is not an integer, or an option is unknown.
@@ -197,7 +198,7 @@ def estimate(
 
 
 def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: float | None) -> None:
-    """Raise an error if arguments of `estimate` do not go together."""
+    """Raise an error if arguments of `estimate` do not fit together."""
     check_count("accumulate", accumulate, "microbatches", least=1)
     if isinstance(tx, ZeroTransformation):
         raise TypeError(
@@ -211,7 +212,7 @@ def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: 
 
 
 def mesh_axes(devices: int | str) -> dict[str, Any]:
-    """Return the mesh and data axes of a number of devices, or of a topology."""
+    """Return the mesh and data axes of a number of devices, or of a topology, as fields of a `Config`."""
     if not isinstance(devices, str):
         check_count("devices", devices, "devices", least=1)
         return {"user_mesh": abstract_mesh(devices)}
@@ -221,7 +222,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
-    """Return the options of `zero_shard` for one stage. `number` is None for a model with known shapes."""
+    """Return the options of `zero_shard` for one stage. `number` is None if the shapes of the model are known."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
         raise TypeError(
             f"estimate() has no option {unknown[0]!r}. It has {', '.join(EstimateOptions.__annotations__)}."
@@ -253,7 +254,7 @@ def vector(count: float, devices: int) -> PyTree:
 
 
 def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
-    """Return the shapes of a tree of parameters, or of the parameters of a Flax module that the inputs initialise."""
+    """Return the shapes of a tree of parameters, or of a Flax module's parameters. `inputs` initialise the module."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if has_init(model):
         try:
@@ -267,7 +268,7 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
                 f"its parameters: jax.eval_shape(module.init, key, x). On the command line, give a function that "
                 f"returns an instance and the inputs: return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
             ) from error
-    if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if it was imported
+    if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if flax.nnx was imported
         model = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
     leaves = jax.tree_util.tree_leaves_with_path(model)
     others = [(path, x) for path, x in leaves if not is_array(x)]

@@ -1,4 +1,4 @@
-"""Describe each excess over a contract: how much, which leaf or line, why, and what to change."""
+"""Describe each excess over a contract: its size, its leaf or line, its cause, and the change that removes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_CAUSES = 5
 # Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-# Likely reasons for which the compiler adds a collective that zerojax did not label.
+# Likely reasons why the compiler added a collective, by kind. (Collectives of zerojax have labels.)
 WHY = {
     "all-gather": "the operation that reads the array takes all rows, or divides a dim that does not hold the rows",
     "all-reduce": "the array is a sum over a dim that the compiler divides, so each device has a partial sum",
@@ -39,10 +39,10 @@ IN_DEVICE_VIEW = (
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Arrays other than parameters that a program moves.
+    """The collectives that the compiler added to a program.
 
-    `pieces` has each piece with its bytes, without the part of a sum that completes gradients. `completing` has these
-    sums, and `completed` the elements of gradients that the compiler all-reduced.
+    `completing` has the sums that complete gradients, and `completed` counts the gradient elements that these sums
+    all-reduce. `pieces` has everything else, mostly activations, with the bytes of each piece.
     """
 
     pieces: tuple[tuple[Piece, int], ...]
@@ -61,13 +61,13 @@ class Exchanged:
 
 
 def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> Exchanged:
-    """Divide the pieces without a label of zerojax into activations and gradients that the compiler sums.
+    """Divide the pieces that the compiler added, which have no label, into sums of gradients and everything else.
 
-    The compiler's sums have no names. A sum of the backward pass with as many elements as a gradient counts as a
-    gradient. The compiler also joins small arrays, so other sums count as gradients up to the number of elements that
-    is still missing.
+    The program does not say which sums are of gradients. A sum in the backward pass with as many elements as a gradient
+    counts as a gradient. The compiler also joins small arrays into one sum, so other sums count as gradients until all
+    elements of gradients are found.
 
-    `found` has the pieces that cross the data axes. See `Contract` for `gradients` and `sizes`.
+    `found` has the pieces that move along the data axes. See `Contract` for `gradients` and `sizes`.
     """
     others, sums, completing, lacking = [], [], [], gradients
     for piece in found:
@@ -137,7 +137,7 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
-    """Find memory beyond the floor, and parameters that are gathered whole."""
+    """Find memory beyond the floor, and layers that are not gathered one at a time."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
@@ -149,10 +149,10 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 
 
 def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
-    """Find parameters that are gathered at the same time beyond one use and its prefetch.
+    """Find gathered parameters that are in memory at the same time, beyond those of one use and its prefetch.
 
-    `held` has the gathers whose results are held at the same time. `itemsize` is that of the widest parameter, because
-    XLA:CPU widens narrow types.
+    `held` has the gathers whose results are in memory at the same time. `itemsize` is the widest parameter's. It limits
+    the counted bytes, because XLA:CPU widens narrow types.
     """
     size = sum(min(piece.bytes // max(piece.collective.times_if_once, 1), itemsize * piece.once) for piece in held)
     if size - contract.program.bytes <= (MEMORY_SLACK - 1) * floor:
@@ -166,7 +166,7 @@ def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsiz
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Find matrix products that plain jit does not compute."""
+    """Find FLOPs of matrix products beyond those of plain jit."""
     formula, program = contract.flops, contract.program
     if flops <= FLOPS_SLACK * formula:
         return []
@@ -203,7 +203,7 @@ def _most(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def _slack(contract: Contract) -> float:
-    """Return bytes that are small compared with the stage's own communication."""
+    """Return a tolerance in bytes, which is a small share of the communication that the stage needs."""
     return (VOLUME_SLACK - 1) * 4 * (contract.gathered + contract.reduced)
 
 

@@ -1,8 +1,8 @@
-"""Find the cheapest way to train that fits: estimate candidates, order them by cost, and compile until one fits.
+"""Find the cheapest configuration that fits: estimate candidates, sort them by cost, and compile until one fits.
 
-The estimated time of a step is a sum of lower bounds: the kernels of the plain gradient on one device's rows,
-communication, the update's memory traffic, and the transfers of offloaded state. Kernels include recomputation. Stage 3
-communicates during the passes, so the slower of the two counts. The other stages communicate after the backward pass.
+The estimated time of a step is a sum of lower bounds: the kernels of the plain gradient on one device's rows (with
+recomputation), communication, the update's memory traffic, and the transfers of offloaded state. At stage 3, kernels
+and communication overlap, so only the slower of them counts. Other stages communicate after the backward pass.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
 from zerojax.units import format_bytes, format_seconds
 
-# The estimated peak of a model with unlike layers is up to this share too high. So a candidate whose estimate exceeds
-# the memory by less than this share is compiled.
+# If the layers of a model differ, the estimated peak is up to this share too high. So a candidate is still compiled if
+# its estimate exceeds the memory by less than this share.
 PEAK_MARGIN = 0.25
 # Costs that differ by less than this share count as equal, because the estimates are not more precise.
 COST_RESOLUTION = 0.02
 MOST_ROWS = 1024  # per device
-# Bytes per second each way between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
+# Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
 HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to train, and its estimated memory and time.
+    """One configuration to train with, and its estimated memory and time.
 
     Attributes:
         devices: Number of GPUs.
@@ -46,10 +46,10 @@ class Candidate:
         loss: Name of the loss function.
         offload: The offload, or None.
         rows: Rows of the global batch.
-        peak: Most bytes on a device. It is a lower bound if no batch fits.
+        peak: Peak bytes per device. It is only a lower bound if the model states alone do not fit.
         offloaded: Bytes in host memory and on disk, per device.
-        seconds: Least time per row of the global batch. Infinite where `peak` is a lower bound.
-        verdict: Why the candidate was chosen or not. Empty before the search.
+        seconds: Least seconds per row of the global batch. Infinite if `peak` is only a lower bound.
+        verdict: Why the candidate was or was not chosen. Empty before the search.
         shard_axis: As for `zero_shard`. Empty means all axes.
         params_axis: As for `zero_shard`. Empty means all axes.
     """
@@ -68,20 +68,20 @@ class Candidate:
 
     @property
     def sharding(self) -> str:
-        """Return the option that keeps shards within a host, or `"all devices"`."""
+        """Return the option that keeps shards within a host, such as `shard_axis="gpu"`, or `"all devices"`."""
         options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
         return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
 
     @property
     def placement(self) -> str:
-        """Return where the optimizer state is kept, and `params` if parameters are offloaded."""
+        """Return where the optimizer state is kept, followed by "+ params" if parameters are offloaded, too."""
         if self.offload is None:
             return "device"
         return " + ".join([str(self.offload.optimizer), *(["params"] if self.offload.params else [])])
 
     @property
     def variant(self) -> tuple:
-        """Return all choices except the batch."""
+        """Return all choices except the number of rows."""
         return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The cheapest way to train that fits, and all other candidates.
+    """The cheapest configuration that fits, and all other candidates.
 
     Attributes:
         chosen: The first candidate, in order of preference, whose compiled step fits.
@@ -105,7 +105,7 @@ class Fit:
     tried: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        """Return the choice, then a table with the preferred batch for each stage, loss and offload."""
+        """Return the choice, followed by a table with the preferred batch for each stage, loss and offload."""
         shown: dict[tuple, Candidate] = {}
         for candidate in self.tried:
             if candidate.variant not in shown or candidate == self.chosen:
@@ -131,10 +131,10 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """The options to choose from, and the GPUs that the choice must fit.
+    """The options to choose among, and the GPUs that the choice must fit.
 
-    The fields are options of `plan.fit`. If the number of hosts is given, shards within a host are candidates, too.
-    Otherwise shards are over all devices, or over the axes of the configuration.
+    The fields are options of `plan.fit`. If `hosts` is given, sharding within a host is a candidate, too. Otherwise
+    every candidate shards over the axes that the configuration names.
     """
 
     gpu: str
@@ -148,7 +148,7 @@ class SearchSpace:
     hosts: int | None = None
 
     def __post_init__(self):
-        """Raise an error for bad rows, memory or host link. `Device` checks the other links."""
+        """Raise an error if `rows`, `memory` or `host_link` is invalid. `Device` checks the other links."""
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
         for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):
@@ -156,7 +156,7 @@ class SearchSpace:
                 raise ValueError(f"{name}= is in bytes{unit} of one GPU and must be above 0, not {given}.")
 
     def device(self, count: int) -> Device:
-        """Return one of `count` GPUs."""
+        """Return the description of one GPU among `count` GPUs."""
         return Device.of(Topology.parse(self.topology(count)), link=self.link, network=self.network)
 
     def topology(self, count: int) -> str:
@@ -164,11 +164,11 @@ class SearchSpace:
         return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
 
     def axes(self, config: Config) -> tuple[str, ...]:
-        """Return the data axes. If hosts are given, they are hosts and GPUs per host."""
+        """Return the names of the data axes. If `hosts` is given, the axes are the hosts and the GPUs of a host."""
         return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
 
     def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
-        """Return the axes that a stage may shard over, as fields of a configuration: all, or within a host."""
+        """Return the possible shardings of a stage, over all axes or within a host, as fields of a `Config`."""
         if self.hosts is None:
             return [{}]
         axes = self.axes(config)
@@ -181,12 +181,12 @@ class SearchSpace:
         return found
 
     def usable(self, count: int) -> float:
-        """Return the bytes of one of `count` GPUs that may be used."""
+        """Return the bytes of memory that a program may use on one of `count` GPUs."""
         return USABLE * self.device(count).memory if self.memory is None else self.memory
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
-        """Return the possible pairs: stage 0 offloads nothing, and only stage 3 offloads parameters."""
+        """Return the valid pairs of stage and offload: stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
             (stage, offload)
             for stage in self.stages
@@ -195,14 +195,14 @@ class SearchSpace:
         ]
 
 
-# Everything that is independent of loss and batch: the configuration of a candidate, its layout and its estimate.
+# The parts of a candidate that do not depend on loss and batch: its configuration, its layout and its estimate.
 Setup = tuple[Config, Layout, StageEstimate]
 
 
 def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
-    """Estimate every way to train on a number of devices."""
+    """Estimate every candidate on `count` devices."""
     mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
     setups: list[Setup] = []
     for stage, offload in space.combinations:
@@ -222,7 +222,7 @@ def candidates(
             for setup in setups:
                 candidate = estimated(setup, rows)
                 yield candidate
-                # Doubling goes on while some setup fits and makes a row cheaper.
+                # Rows are doubled again if this made a row cheaper for some setup, and that setup still fits.
                 is_cheaper = candidate.seconds < (1 - COST_RESOLUTION) * least.get(candidate.variant, math.inf)
                 improves |= is_cheaper and not rejection(candidate, space.usable(count))
                 least[candidate.variant] = candidate.seconds
@@ -249,7 +249,7 @@ def estimate_candidate(
 
 
 def rejection(candidate: Candidate, usable: float) -> str:
-    """Explain why a candidate is not worth compiling. Empty if it is worth compiling."""
+    """Explain why a candidate is not worth compiling, or return an empty string if it is."""
     if candidate.peak <= (1 + PEAK_MARGIN) * usable:
         return ""
     least = "at least " if candidate.seconds == math.inf else ""
@@ -257,10 +257,10 @@ def rejection(candidate: Candidate, usable: float) -> str:
 
 
 def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
-    """Return the least time of a step's collectives in sequence, each over the links of its devices."""
+    """Return the least time of a step's collectives, one after the other, each over the links of its devices."""
     names, sizes = zip(*config.data.sizes, strict=True)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    # One group of devices per collective: all devices along its axes, at the first place of every other axis.
+    # A collective's first group of devices: all devices along its axes, at index 0 of every other axis.
     group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
     sent = sent_bytes(config, layout, accumulate=1)
     return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
@@ -285,9 +285,9 @@ def search(
     counts: Sequence[int],
     compile_plan: Callable[[Candidate], Plan],
 ) -> Fit:
-    """Find the cheapest candidate that fits, on the first number of devices with such a candidate.
+    """Find the cheapest candidate that fits. The numbers of devices in `counts` are tried in order until one fits.
 
-    Candidates replace the stage, mesh and offload of `config`, and dim 0 of `batch`. Of two losses of equal cost, the
+    Candidates replace the stage, mesh and offload of `config`, and dim 0 of `batch`. If two losses have equal cost, the
     first is preferred. If nothing fits, raise a `ValueError`.
     """
     tried: list[Candidate] = []
@@ -311,7 +311,7 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield the cheapest first. At equal cost: no offload, low stage, shards over all, early loss, small batch."""
+    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, all axes, an early loss, few rows."""
     rest = sorted(estimated, key=lambda c: c.seconds)
     within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
     simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)
@@ -322,7 +322,7 @@ def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iter
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
-    """Return the message of the error that nothing fits."""
+    """Return the error message for a search in which nothing fits."""
     among = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if not tried:
         return (

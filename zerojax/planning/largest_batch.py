@@ -7,13 +7,13 @@ ROUND_BITS = 5
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
-    """Return the largest round count whose peak is at most `usable`.
+    """Return the largest round count whose peak is at most `usable`. `round_down` says which counts are round.
 
     Peaks are almost linear over round counts. Over other counts they jump, because the compiler pads. So the next guess
     is where the line through the two peaks nearest to `usable` meets `usable`. The search ends when two neighbouring
     round counts are compiled, and one fits and the other does not.
 
-    `peak` returns the bytes for a count of at least 1, by a compilation. `start` is the first guess. It need not be
+    `peak` compiles for a count of at least 1, and returns the peak bytes. `start` is the first guess, and need not be
     round. The result is 0 if a count of 1 does not fit.
     """
     peaks: dict[int, float] = {}
@@ -36,7 +36,7 @@ def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int |
 
 
 def round_down(count: int) -> int:
-    """Return the largest round count up to `count`. Round counts have five significant bits."""
+    """Return the largest round count up to `count`. Round counts have at most five significant bits."""
     zeros = max(0, count.bit_length() - ROUND_BITS)
     return count >> zeros << zeros
 

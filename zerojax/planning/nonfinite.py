@@ -1,4 +1,4 @@
-"""Find where a function makes its first NaN: evaluate its jaxpr and test the results of each equation."""
+"""Find the operation that produces a function's first NaN: evaluate its jaxpr, and test each equation's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Origin:
 
     Attributes:
         kind: `"nan"` or `"inf"`.
-        primitive: The operation of JAX that makes the value from other operands. Empty if an argument has it.
+        primitive: The JAX primitive that produces the value from operands without it. Empty if an argument has it.
         where: The line of the model, such as "model.py:12", or the argument. Empty if no line of the model is known.
     """
 
@@ -30,17 +30,17 @@ class Origin:
     where: str
 
     def __str__(self) -> str:
-        """Describe the origin."""
+        """Describe the origin in words."""
         if not self.primitive:
             return f"the first {self.kind} is given in {self.where}"
         return f"the first {self.kind} is made by {self.primitive} at {self.where or 'an unknown line'}"
 
 
 def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
-    """Find where a function makes its first NaN, and its first inf if the inf comes before the NaN.
+    """Find where a function produces its first NaN, and its first inf if the inf comes before the NaN.
 
-    The function is traced, then run on the default device one equation at a time. An inf alone is often intended, as in
-    a mask. So call this only if a result is not finite.
+    The function is traced, and then run on the default device one equation at a time. Call this only if a result is not
+    finite, because an inf alone is often intended, as in a mask.
     """
     for name, tree in given.items():
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -54,7 +54,7 @@ def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
 
 @dataclasses.dataclass
 class Walk:
-    """An evaluation that remembers the first NaN and the first inf, by kind, in the order of evaluation."""
+    """An evaluation of a jaxpr. `found` maps "nan" and "inf" to their first origins, in the order of evaluation."""
 
     found: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class Walk:
         def rule(eqn, values):
             results = compat.evaluate_one(eqn, values)
             for kind in TESTS:
-                # Operands explain a result: a NaN comes from a NaN, and an inf from an inf or a NaN.
+                # Operands can explain a result: a NaN operand explains a NaN or an inf, and an inf operand an inf.
                 causes = {kind, "nan"}
                 if not self.found.keys() & causes and has({kind}, results) and not has(causes, values):
                     here = compat.line_of(eqn) or line
@@ -75,7 +75,7 @@ class Walk:
         return evaluate(jaxpr, consts, values, rule)
 
     def enter(self, eqn: Any, values: Sequence, line: str) -> None:
-        """Evaluate the jaxpr that an equation calls, to name the line inside."""
+        """Evaluate the jaxpr that an equation calls, to find the line inside this jaxpr."""
         if (loop := compat.loop_of(eqn)) is not None:
             self.enter_loop(loop, values, line)
         elif eqn.primitive.name == "cond":
@@ -84,7 +84,7 @@ class Walk:
             self.run(*compat.opened(body), values, line)
 
     def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:
-        """Evaluate a loop's iterations up to the first iteration that makes a NaN."""
+        """Evaluate a loop's iterations up to the first iteration that produces a NaN."""
         body = compat.opened(loop.body)
         split = loop.consts + loop.carry
         consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
@@ -96,10 +96,10 @@ class Walk:
 
 
 def has(kinds: set[str], values: Sequence) -> bool:
-    """Return whether an element of the arrays is of one of these kinds, `"nan"` and `"inf"`."""
+    """Return whether any of the arrays has an element of one of these kinds, which are `"nan"` and `"inf"`."""
     return any(bool(TESTS[kind](x).any()) for kind in kinds for x in values if is_float(x))
 
 
 def is_float(x: Any) -> bool:
-    """Return whether a value can be a NaN or an inf. A dropped result is None."""
+    """Return whether a value can be a NaN or an inf. None, an unused result of an equation, cannot."""
     return x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)

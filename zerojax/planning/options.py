@@ -14,7 +14,7 @@ class LossOptions(TypedDict, total=False):
 
 
 class EstimateOptions(LossOptions, total=False):
-    """Further arguments of the loss, a GPU to compile for, and how a model is sharded, as for `zero_shard`."""
+    """Further arguments of the loss, a GPU to compile for, and options of `zero_shard`."""
 
     args: Sequence[Any]
     gpu: str | None
@@ -31,7 +31,7 @@ class EstimateOptions(LossOptions, total=False):
 
 
 class FitOptions(LossOptions, total=False):
-    """Rows of the batch to try, bytes of a GPU that may be used, and bytes per second each way of its links."""
+    """Rows of the batch to try, usable bytes of a GPU, and bytes per second of its links in each direction."""
 
     rows: int | Sequence[int] | None
 

@@ -1,4 +1,4 @@
-"""The reference: a training step on one device by plain JAX and optax, without collectives of this library."""
+"""Compute a training step on one device with plain JAX and optax, as a reference without collectives of zerojax."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PlainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlainStep:
-    """The computation of a step program, on one device and on all rows at once.
+    """The computation of a step program on one device, which uses all rows at once.
 
-    `axes` are mesh axes of size 1 to bind around a loss that names mesh axes.
+    If the loss names mesh axes, `axes` has their names. They are bound with size 1.
     """
 
     program: StepProgram
@@ -44,7 +44,7 @@ class PlainStep:
     axes: tuple[str, ...] = ()
 
     def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
-        """Return the state of step 0."""
+        """Return the state before the first step."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
         params = self.layout.treedef.unflatten(cast(leaves, [leaf.dtype for leaf in self.layout.grads]))
         scaling = init_scaling(self.program.config.precision, len(self.layout.trained))
@@ -72,7 +72,7 @@ class PlainStep:
         return returned, grads[:count], grads[count:]
 
     def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
-        """Run one step, traced under jit. Metrics have `loss`, and `aux` if the loss returns it."""
+        """Compute one step; callers jit this method. Metrics have `loss`, and `aux` if the loss returns it."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
         returned, grads, values = self.value_and_grad(state.params, state.mutable, batch, args, scale)
@@ -95,7 +95,7 @@ class PlainStep:
         return selected._replace(scaling=scaling), metrics
 
     def _call(self, *args: Any) -> Returned:
-        """Return the loss's results with mesh axes bound. Over one device, their collectives are identities."""
+        """Return the loss's results, with mesh axes bound. Over one device, a collective returns its operand."""
         fn = TypedLoss(on_one_device(self.program.config), self.layout, self.program.loss).call
         for axis in self.axes:
             fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]
@@ -103,6 +103,6 @@ class PlainStep:
         return jax.tree.map(lambda x: x[first] if first else x, without_types(fn(*args)))
 
     def _trained(self, params: PyTree) -> Any:
-        """Return the trained parameters, in a tree without the frozen parameters."""
+        """Return a tree of the trained parameters only."""
         leaves = jax.tree.leaves(params)
         return self.layout.trained_only().treedef.unflatten([leaves[i] for i in self.layout.trained])

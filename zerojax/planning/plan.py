@@ -1,4 +1,4 @@
-"""`plan` compiles a training step, or any jitted function, for absent GPUs. `plan.fit` chooses how to train."""
+"""Compile a step or jitted function for GPUs that this machine does not have, and choose how to train on them."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ class Planner:
         network: float | None = None,
         largest_batch: bool = False,
     ) -> Plan:
-        """Compile a step for absent GPUs and read its memory and time there. Nothing is run.
+        """Compile a step for GPUs that this machine need not have, and return its memory and time. Nothing is run.
 
-        A `Plan` is about memory and time. `ZeroState.plan`, a `ShardingPlan`, says how arrays are sharded.
+        A `Plan` has memory and time. It is not a `ShardingPlan`, the type of `ZeroState.plan`, which has shardings.
 
         Args:
             step: A step of `tx.train_step`, on any mesh. Or a jitted function `f(state, batch, *args)`, whose arguments
-                keep their `PartitionSpec`s. If its mesh has several axes, the axes that shard the batch's rows grow or
-                shrink to the GPUs.
-            state: The state, or its shapes. A step's transformation shards the parameters of a `ZeroState`, and its
-                optimizer state, anew for the GPUs.
+                keep their `PartitionSpec`s. If its mesh has several axes, the sizes of the axes that shard the batch's
+                rows are changed to use all GPUs.
+            state: The state, or its shapes. The parameters and optimizer state of a `ZeroState` are sharded again for
+                the GPUs.
             batch: The global batch; shapes are enough. For a step, all leaves have the same number of rows.
             *args: Further arguments; shapes are enough.
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
             memory: Bytes of a device that the program may take. Default: 95% of its memory.
-            link: Bytes per second that a GPU sends within its host. Default: NVLink's.
-            network: Bytes per second that a GPU sends to other hosts. Default: its adapter's.
+            link: Bytes per second that a GPU sends within its host. Default: the speed of NVLink.
+            network: Bytes per second that a GPU sends to other hosts. Default: the speed of its network adapter.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
 
         Returns:
-            The plan. Print it for tables.
+            A `Plan`, which prints as tables.
 
         Raises:
             TypeError: If `step` cannot be lowered, or the state of a step is not a `ZeroState`.
@@ -101,35 +101,35 @@ class Planner:
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         **options: Unpack[FitOptions],
     ) -> Fit:
-        """Find the stage, loss, offload and batch that fit at the least cost per row.
+        """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
-        Candidates are estimated first: the plain gradient of each loss is compiled for one GPU and each number of rows.
-        They are ordered by estimated seconds per row. Costs within 2% count as equal: then no offload, a low stage,
-        shards over all devices, an early loss and a small batch come first. A candidate is rejected if its estimate
-        exceeds the memory by more than a quarter. The first other candidate whose compiled step fits is chosen.
+        Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
+        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
+        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, shards over all devices,
+        an early loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 
         Args:
-            tx: Any optax transformation. Of a transformation of `zero_shard`, stage, mesh and offload are replaced.
+            tx: Any optax transformation. If it comes from `zero_shard`, its stage, mesh and offload are replaced.
             loss_fn: As for `train_step`. Or several losses by name that compute the same value, such as
                 `{"plain": loss, "remat": loss_with_remat_in_each_layer}`. `jax.checkpoint` around the entire loss saves
-                no memory, because everything that it recomputes is live at once.
+                no memory, because everything that it recomputes is in memory at once.
             params: Parameters in any form; shapes are enough.
-            batch: A batch with the same number of rows in each leaf; shapes are enough. Any number will do.
+            batch: A batch of any number of rows, the same in each leaf; shapes are enough.
             *args: Further arguments of the loss; shapes are enough.
             gpu: Kind of GPU, such as `"h200"`.
-            devices: Number of GPUs. None searches for the fewest: 1, 2, 4, 8 and so on. Or a topology, such as
-                `"h200:8x8"`, which replaces `gpu`: then `shard_axis` and `params_axis` within a host are candidates,
-                too, and replace those of `tx`.
+            devices: Number of GPUs. None tries 1, 2, 4, 8 and so on, until a candidate fits. A topology, such as
+                `"h200:8x8"`, replaces `gpu`, and adds candidates with `shard_axis` or `params_axis` within a host. They
+                replace these options of `tx`.
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several. None is no offload. The compiled plan counts parameters in
-                host memory as the device's.
-            **options: `rows` of the global batch, one number or several; numbers that the devices do not divide are
-                ignored. By default one row per device, doubled while a row gets 2% cheaper and a candidate fits. As for
-                a plan: `memory`, `link`, `network`. `host_link`: bytes per second each way between a GPU and its host
-                (default: PCIe's). As for `train_step`: `has_aux`, `weighted`.
+                host memory as device memory.
+            **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
+                are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
+                a candidate fits. As for a plan: `memory`, `link`, `network`. `host_link`: bytes per second in each
+                direction between a GPU and its host (default: PCIe). As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
-            The choice, its compiled plan, and all candidates. Print it for a table.
+            A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
 
         Raises:
             ValueError: If nothing fits, the GPU is unknown, an option is out of range, there is no loss, or the leaves
@@ -147,7 +147,7 @@ class Planner:
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, hosts=hosts, **hardware)
-        any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU unknown
+        any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
             raise ValueError(
@@ -188,7 +188,7 @@ def gpus_of(gpu: str, devices: int | str | None) -> tuple[str, int | None, list[
 
 
 def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -> Config:
-    """Return the configuration of a candidate, on absent GPUs."""
+    """Return the configuration of a candidate, with a mesh of its GPUs."""
     axes = space.axes(config)
     mesh = absent_mesh(space.topology(candidate.devices), axes=axes)
     config = dataclasses.replace(config, user_mesh=mesh, stage=candidate.stage, offload=candidate.offload)

@@ -1,6 +1,6 @@
-"""The reference of a comparison: steps on one device, and how far rounding moves their results.
+"""Run the reference steps of a comparison on one device, and measure how much rounding changes their results.
 
-A gradient-keeping transformation is chained before the optimizer, so `compare` sees the gradients of real steps.
+A transformation that keeps gradients is chained before the optimizer, so that `compare` sees the gradients of steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPEATS = 3
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Put a transformation before `tx` that keeps the last gradients, as the first leaves of the state."""
+    """Put a transformation before `tx` that keeps the last gradients. They are the first leaves of the joint state."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
@@ -41,7 +41,7 @@ def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransfo
 class Rounding(NamedTuple):
     """The state of `rounding_gradients`.
 
-    `unit` is added to each element or subtracted, relative to the largest element of the leaf. `key` makes the signs.
+    `unit` times the leaf's largest magnitude is added to each element or subtracted from it. `key` draws the signs.
     """
 
     unit: Any
@@ -49,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that moves gradients as rounding may. Its initial state moves them by 0."""
+    """Return a transformation that changes gradients as rounding could. In its initial state, it changes nothing."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))
@@ -68,7 +68,7 @@ def rounding_gradients() -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Steps on one device, from the state `start`, on all rows of the batch."""
+    """Training steps on one device, which begin at the state `start` and use all rows of the batch."""
 
     plain: PlainStep
     start: PlainState
@@ -77,7 +77,7 @@ class Reference:
 
     @classmethod
     def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> Reference:
-        """Make the reference of a training step, with its arguments on one device."""
+        """Make the reference of a training step from the step's arguments, which are copied to the host."""
         program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
         tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
@@ -91,7 +91,7 @@ class Reference:
         return made
 
     def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `plain.value_and_grad`, with all rows or one device's rows."""
+        """Return the arguments of `plain.value_and_grad`, with the rows of one worker, or with all rows for None."""
         workers = self.plain.program.config.data.workers
 
         def share(x: Any) -> Any:
@@ -115,7 +115,7 @@ class Reference:
 
     @functools.cached_property
     def step(self) -> Any:
-        """Return the step, jitted."""
+        """Return the jitted step."""
         return jax.jit(self.plain.step)
 
     def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
@@ -128,10 +128,10 @@ class Reference:
         return states, snapshots
 
     def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
-        """Return, for each step and leaf, how far the result moves if parameters and gradients move by one unit.
+        """Return how much each leaf of each step changes if parameters and gradients change by one rounding error.
 
-        A result moves far if terms cancel, as in the gradient of a bias before a normalisation, or if an optimizer
-        divides a gradient by its size.
+        The change is large if terms cancel, as in the gradient of a bias before a normalisation, or if an optimizer
+        divides a gradient by its magnitude.
         """
         noise = [dict.fromkeys(found, 0.0) for found in expected]
         for seed in range(REPEATS):
@@ -159,7 +159,7 @@ class Reference:
 
 
 def to_host(tree: Any) -> Any:
-    """Return NumPy arrays, which jit puts on the default device. PRNG keys stay unchanged."""
+    """Copy arrays to NumPy arrays, which jit puts on the default device. PRNG keys stay unchanged."""
     return jax.tree.map(lambda x: jax.device_get(x) if is_numeric(jnp.result_type(x)) else x, tree)
 
 

@@ -18,7 +18,7 @@ def is_array(x: Any) -> bool:
 
 
 def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array or a number, in its type under jit."""
+    """Return an array or a number as a `ShapeDtypeStruct`, with the type that jit gives it."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
 
 
@@ -34,7 +34,7 @@ def named_sharding(x: Any) -> NamedSharding | None:
 
 
 def on_mesh(mesh: Mesh, tree: Any) -> Any:
-    """Return arrays as shapes with their specs on another mesh. Arrays without a spec are replicated."""
+    """Return arrays as shapes on another mesh, with their `PartitionSpec`s. Without one, an array is replicated."""
 
     def move(x: Any) -> Any:
         sharding = named_sharding(x)
@@ -45,7 +45,7 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
 
 
 def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
-    """Return logical shapes of parameters: of arrays, `Padded` arrays or shapes.
+    """Return the logical shapes of parameters, which are arrays, `Padded` arrays or shapes.
 
     `keep_shardings` keeps each sharding, which says how mesh axes of the model divide the parameter.
     """
@@ -58,7 +58,7 @@ def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of rows of a batch. None if its leaves differ or have no dim 0."""
+    """Return the number of rows of a batch, or None if its leaves differ in rows or have no dim 0."""
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
     (only,) = lengths if len(lengths) == 1 else ((),)
     return only[0] if only else None

@@ -1,4 +1,4 @@
-"""Bytes per device and bytes sent of one stage, without activations: sums over its layouts.
+"""Add up the bytes per device and the bytes sent of one stage, from its layouts. Activations are not included.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -28,29 +28,28 @@ HOST = "host"  # the mesh axis of the hosts, if a topology has several
 
 @dataclasses.dataclass(frozen=True)
 class StageEstimate:
-    """One stage on a number of devices, in bytes per device.
+    """The bytes per device of one stage on a number of devices.
 
     Attributes:
         stage: ZeRO stage.
-        devices: Data-parallel workers.
+        devices: Number of data-parallel workers.
         params: Stored parameters.
         grads: Gradients, as `value_and_grad` returns them.
         master: Master weights, where parameters are stored in a narrower type.
         opt_state: State of the wrapped transformation.
-        errors: Rounding errors of quantised gradients, which are fed back.
-        gathered: At stage 3, parameters gathered at a time, of the layer in use and the prefetched layers. None for a
-            number of parameters, whose layers are unknown.
+        errors: Rounding errors of quantised gradients, which error feedback adds to the next gradients.
+        gathered: At stage 3, parameters that are gathered at the same time, of the layer in use and the prefetched
+            layers. None if the model is given as a number of parameters, because its layers are unknown.
         host: Bytes offloaded to host memory.
         disk: Bytes offloaded to disk.
         read: Bytes that a step reads from disk, at most.
         written: Bytes that a step writes to disk.
-        sent: Bytes that a device sends in a step. It receives as many.
-        across: The part of `sent` in groups of devices of several hosts. None where hosts are not known.
-        backward: Gradients during the backward pass. At stages 0 to 2 they are full until they are reduced. With
-            several microbatches, their sums are included.
-        update: Gradients in the optimizer's type, and as many bytes for the updates.
-        activations: One device's rows, and the temporary memory of the plain gradient on these rows. None without a
-            loss.
+        sent: Bytes that a device sends per step. It receives equally many.
+        across: The part of `sent` in collectives over devices of several hosts. None if the hosts are unknown.
+        backward: Gradients during the backward pass. At stages 0 to 2, each gradient is full until it is reduced. With
+            several microbatches, the sums over microbatches are included.
+        update: Gradients in the optimizer's type, and equally many bytes for the updates.
+        activations: One device's rows, and the temporary memory of their plain gradient. None without a loss.
     """
 
     stage: int
@@ -73,16 +72,16 @@ class StageEstimate:
 
     @property
     def resident(self) -> int:
-        """Return bytes on a device between steps: model states without gradients."""
+        """Return the bytes on a device between steps, which are the model states without gradients."""
         return self.params + self.master + self.opt_state + self.errors
 
     @property
     def peak(self) -> int | None:
-        """Return the most bytes on a device in a step, or None where activations are not known.
+        """Return the peak bytes per device in a step, or None if `activations` is None.
 
-        This is `resident` and the larger of two: gradients, activations and gathered parameters in the backward pass,
-        or the update. At stages 1 and 2 it is an upper bound for unrolled layers, whose gradients may be reduced one by
-        one. Chunks of an offloaded update are not included.
+        This is `resident` plus the memory of the backward pass (gradients, activations and gathered parameters) or of
+        the update, whichever is larger. For unrolled layers at stages 1 and 2, it is an upper bound, because their
+        gradients may be reduced one by one. Chunks of an offloaded update are not included.
         """
         if self.activations is None:
             return None
@@ -90,7 +89,7 @@ class StageEstimate:
 
     @property
     def total(self) -> int:
-        """Return bytes of all model states on a device, gradients included, without gathered parameters."""
+        """Return the bytes of all model states on a device. This includes gradients, but not gathered parameters."""
         return self.resident + self.grads
 
 
@@ -173,7 +172,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
     """Return bytes of gradients on a device during the backward pass.
 
     The gradient of a parameter that is gathered on use is reduce-scattered at once. All other gradients are full, in
-    the compute type, until the pass ends. Stages 0 and 1 accumulate full gradients, and stages 2 and 3 shards.
+    the compute type, until the pass ends. Stages 0 and 1 accumulate full gradients; stages 2 and 3 accumulate shards.
     """
     total = 0
     for k in grads_on_device(config, plan):
@@ -189,10 +188,10 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Return bytes that stage 3 gathers at a time: the largest layer, and as much for each prefetched layer.
+    """Return the bytes that stage 3 gathers at the same time: the largest layer, times one plus the prefetched layers.
 
-    A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers looks
-    like any other array, so the whole stack counts as one layer.
+    A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers cannot
+    be told from any other array, so the whole stack counts as one layer.
     """
     layers: dict[str, int] = {}
     for leaf, path, dtype in zip(layout.params, layout.paths, layout.compute, strict=True):
@@ -206,11 +205,11 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
 def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends per step, by mesh axes.
 
-    Reductions have the reduce type, and gathers the compute type. Over N devices, each sends `(N - 1) / N` of the
-    logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces every microbatch. Stage 3 gathers twice
-    and reduces, every microbatch. In hybrid sharding, shards are also all-reduced over the other axes, once. If the
-    other axes divide gradients further, shards are reduce-scattered over these axes instead, and gathered after the
-    update. Quantised payloads count with scales and padding, hop by hop.
+    Reductions send elements of the reduce type, and gathers send elements of the compute type. Over N devices, each
+    sends `(N - 1) / N` of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per
+    microbatch. Stage 3 gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced
+    over the other axes, once per step. If these axes divide gradients further, shards are reduce-scattered over them
+    instead, and gathered after the update. Quantised payloads include scales and padding, and count for each hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
@@ -260,7 +259,7 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)
-    for axis in reversed(leaf.axes):  # each hop has the rows that the previous hop left
+    for axis in reversed(leaf.axes):  # each hop sends only the rows that the previous hop left
         size = config.data.size((axis,))
         is_narrow, rows = axis in narrow, rows // size
         sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)
@@ -269,14 +268,14 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
-    """Return bytes of a gathered element: stage 0 gathers gradients, other stages parameters."""
+    """Return the bytes per gathered element. Stage 0 gathers gradients; the other stages gather parameters."""
     if config.stage == 0:
         return reduce_itemsize(config, compute)
     return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize
 
 
 def reduce_itemsize(config: Config, compute: Any) -> int:
-    """Return bytes of an element of a gradient, in the type in which the devices reduce it."""
+    """Return the bytes per element of a gradient, in the type in which the devices reduce the gradient."""
     if config.precision is None or not jnp.issubdtype(compute, jnp.floating):
         return np.dtype(compute).itemsize
     return np.dtype(config.precision.reduce).itemsize
