@@ -98,12 +98,11 @@ def trace_loss(
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
-    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`.
-
-    `follower` finds, for each value of the program, the dims that hold the rows of the batch, beginning with the
-    arguments `of_rows`. In global view, `Collectives` divides the sum that makes a parameter's gradient along such a
-    dim, and so leaves partial sums (`comm.partial_sums`). The sum is exact along any dim, so a wrong dim costs time and
-    not correctness. In device view, `follower` is None.
+    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` finds
+    which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view, it is
+    None. In global view, `Collectives` divides the sum that is a parameter's gradient along such a dim, into one
+    partial sum per worker (`comm.partial_sums`). The parts of a sum along any dim add up to it, so a wrong dim costs
+    time and not correctness.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -179,10 +178,8 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
-    """Return, for each array in `args`, which dim holds the batch's rows: dim 0 if its argument is in `of_rows`.
-
-    In an evaluation, the devices may not divide an array's number of rows. Every device then holds the whole array.
-    """
+    """Return, for each array in `args`, which dim holds the batch's rows: dim 0 if its argument is in `of_rows`."""
+    # In an evaluation, the devices may not divide the number of rows. Every device then holds the whole array.
     count = 1 if follower is None else follower.count
     return [
         at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE

@@ -117,10 +117,7 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """Plan the body of a loop over microbatches, and return its program and its constants.
-
-    Return None if the loop's parameters should be gathered before the loop. `touched` is that of the equation's `Site`.
-    """
+    """Plan the body of a loop: return its program and constants, or None if the loop should gather before it starts."""
     constants = set(jaxprs.variables_in(eqn.invars[: loop.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
     if loop.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(loop):

@@ -10,13 +10,11 @@ from typing import Any
 import jax
 
 
+# `eq=False` compares by identity: the structure of a pytree must be hashable, and the value may be a list.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A pytree without leaves, for a value known while tracing that the backward pass needs with the arrays.
-
-    It is compared by identity (`eq=False`): a pytree's structure must be hashable, and the value may be a list.
-    """
+    """A pytree without leaves, for a value known while tracing that the backward pass needs with the arrays."""
 
     value: Any
 

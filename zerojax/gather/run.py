@@ -100,11 +100,8 @@ def _env(program: Program, args: Sequence) -> dict:
 
 
 def _ends(program: Program) -> list[list]:
-    """Return, for each segment, the results that are not needed by any later segment that gathers parameters.
-
-    Such a result is the weight penalty of one layer: the loss adds it up, and no later layer reads it.
-    """
-    needed: set = set()
+    """Return, for each segment, the results that are not needed by any later segment that gathers parameters."""
+    needed: set = set()  # An example of a result that is not needed: the weight penalty of one layer.
     ends = []
     for segment in reversed(program.segments):
         ends.append([v for v in segment.results if v not in needed])

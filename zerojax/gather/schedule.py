@@ -201,12 +201,10 @@ class GatherScheduler:
         return any(self.uses.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return this segment's results, delayed until the next segment's gathers are done.
-
-        Without this barrier, XLA moves the gather down to its use.
-        """
+        """Return this segment's results, delayed until the next segment's gathers are done."""
         following = self.position + 1
-        # A segment without products hides nothing, so there the barrier would only delay the results.
+        # Without the barrier, XLA moves the gather down to its use. But a segment without products does not hide the
+        # gather, so there the barrier would only delay the results.
         if following not in self._gathered or not self.uses.computes[self.position]:
             return list(results)
         results, (self._gathered[following],) = barrier(results, self._gathered[following])

@@ -16,9 +16,8 @@ Five words say which values have cotangents:
 live      the variables of a program that depend on an argument whose cotangent is wanted
 moving    the live variables among a segment's inputs
 trained   for each parameter of a segment, whether it is moving
-active    for each other input of a segment, whether it is moving. `Passes` has the indices that follow from `trained`
-          and `active` as `active_params` and `active_others`, and those of the results to differentiate as
-          `active_results`.
+active    for each other input, whether it is moving. In `Passes`, `active_params`, `active_others` and `active_results`
+          are the indices of all parameters, others and results that have cotangents.
 wanted    the indices of a segment's results that are live
 """
 

@@ -63,11 +63,9 @@ class ShardedParam:
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """Return the parameter with the line ("file.py:12"), the gathered type and the gradient's order of one use.
-
-        A parameter that has already been cast ignores `dtype`, because two casts round differently from one.
-        """
+        """Return the parameter with the line ("file.py:12"), the gathered type and the gradient's order of one use."""
         leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
+        # Two casts round differently from one, so a parameter that has been cast keeps its type.
         if dtype is not None and not self.is_cast:
             leaf = dataclasses.replace(leaf, dtype=dtype)
         return dataclasses.replace(self, leaf=leaf, order=order)

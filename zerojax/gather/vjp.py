@@ -286,9 +286,9 @@ def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
 
 
 def _classified(jaxpr, consts, params: int, results: int):
-    """Sort the residuals by their sources; see the module. They are the outputs of `jaxpr` after the first `results`.
+    """Sort the residuals as the module says, and return `(forward, sources, derive, derive_reads)` for `Passes`.
 
-    Return the fields `(forward, sources, derive, derive_reads)` of `Passes`.
+    `params` is the number of arguments that are parameters. The residuals follow the first `results` outputs.
     """
     constvars = compat.constvars_of(jaxpr)
     arguments: dict[Any, Source] = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
