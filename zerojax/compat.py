@@ -27,7 +27,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class LoopEqn:
-    """A loop with a known number of iterations: a scan equation.
+    """A scan equation, which is a loop with a known number of iterations.
 
     Attributes:
         body: The body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`.

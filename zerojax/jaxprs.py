@@ -132,7 +132,7 @@ def nbytes(var: Any) -> int:
 
 
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
-    """Return `(uses, results)`: a dict from each variable to its uses `(equation, operand index)`, and a set."""
+    """Return the uses of each variable as `(equation, operand index)`, and the variables that are results."""
     uses: dict = {}
     for eqn in jaxpr.eqns:
         for index, atom in enumerate(eqn.invars):
@@ -208,7 +208,7 @@ def _of_param(value: Any, functions: bool) -> Any:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
-    """Return the equations on which `wanted` depends, in order, and the set of all variables that they read."""
+    """Return the equations on which `wanted` depends, in order, and `wanted` with all variables that they read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):

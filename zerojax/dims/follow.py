@@ -1,4 +1,4 @@
-"""Walk through a jaxpr, its calls, loops and branches, and find where the followed dim is in each value.
+"""Walk through a jaxpr, its calls, loops and branches, and find each value's `State`: where the followed dim is in it.
 
 The engine and `comm.partial_sums` follow the rows of a batch, with one `Follower` per trace. `optim.dims` follows the
 dim of a stack of matrices with the same rules.
@@ -97,7 +97,7 @@ class Follower:
     def _carried(
         self, carry: Sequence[State], body: Callable[[Sequence[State]], Sequence[State]]
     ) -> list[State] | None:
-        """Return the states of a loop's carry that hold in every iteration, or None if `_ROUNDS` do not find them."""
+        """Return the states of a loop's carry that hold in every iteration, or None if `_ROUNDS` rounds find none."""
         carry = list(carry)
         for _ in range(_ROUNDS):
             again = [joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # A scan also returns rows.

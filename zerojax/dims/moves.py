@@ -19,7 +19,7 @@ PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
 SAME_PLACE = ELEMENTWISE | frozenset(
     "name philox2x32 philox4x32 pvary reshard sharding_constraint threefry2x32 threefry4x32".split()
 )
-# Each result is an unchanged operand, in the same order.
+# Result i is operand i, unchanged.
 _PASSED = frozenset("optimization_barrier device_put layout_constraint with_memory_space_constraint".split())
 _REDUCTIONS = frozenset(
     """
@@ -39,7 +39,7 @@ _WINDOWS = frozenset(
 
 
 def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Combine operands of one shape. Scalars do not matter. A dim of size 1 that is broadcast is uniform."""
+    """Follow an elementwise equation. It ignores scalars. A dim of size 1 that is broadcast counts as uniform."""
     shape, full = eqn.outvars[0].aval.shape, []
     for state, atom in zip(states, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:
@@ -78,7 +78,7 @@ def without(dims: Sequence[int], ndim: int) -> list[int | None]:
 
 
 def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Reduce over some dims. A sum over the followed dim does not have it. For an index into it, return unknown."""
+    """Follow a reduction. The result of a sum over the followed dim does not have it. An index along it is unknown."""
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     state = together(states[: len(states) // 2] if name == "reduce" else states)
@@ -87,7 +87,7 @@ def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | li
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Sort, accumulate or reverse along one dim. The result is unknown if this is the followed dim."""
+    """Follow a sort, a running sum or a reversal along one dim. The result is unknown if this is the followed dim."""
     params = eqn.params
     dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
     return [_ragged(_off(dims, together(states)), dims)] * len(eqn.outvars)
@@ -153,7 +153,7 @@ def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
 
 
 def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Slide a window. The result is unknown if its size along the followed dim is not 1."""
+    """Follow a sliding window. The result is unknown if the window's size along the followed dim is not 1."""
     slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
     state = _off(slid, _of_arrays(eqn, states))
     return [state if state is None else Places(state.places)] * len(eqn.outvars)

@@ -36,7 +36,7 @@ class Place:
 
     @property
     def is_split(self) -> bool:
-        """Return whether the devices' parts are not contiguous in the dim."""
+        """Return whether each device's part of the dim is in several pieces."""
         return self.outer > 1 and not self.joined
 
 

@@ -44,8 +44,8 @@ def gather_on_use(
         comm: The collectives that gather shards and reduce gradients. With `ManualCollectives`, `wrapped` must be
             called inside a `jax.shard_map` that is manual over their axes.
         prefetch: How many uses ahead a gather may start; 0 starts each gather when its use is due.
-        reshard_after_forward: False keeps gathered parameters for the backward pass: two collectives per parameter
-            instead of three, at the cost of their memory.
+        reshard_after_forward: If False, gathered parameters are kept for the backward pass. A parameter then needs two
+            collectives instead of three, but all gathered parameters are in memory at once.
         of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
 
     Returns:
@@ -100,9 +100,9 @@ def trace_loss(
 
     The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` finds
     which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view, it is
-    None. In global view, `Collectives` divides the sum that is a parameter's gradient along such a dim, into one
-    partial sum per worker (`comm.partial_sums`). The parts of a sum along any dim add up to it, so a wrong dim costs
-    time and not correctness.
+    None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
+    `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
+    dim, so a wrong dim costs time and not correctness.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's

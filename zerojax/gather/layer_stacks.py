@@ -198,7 +198,7 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
 
 
 def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
-    """Return the rows that a loop reads, or None if two reads have different indices, or their distances vary.
+    """Return the rows that a loop reads, or None unless all its reads have the same indices, at equal distances.
 
     `indices` has, for each read, one index per iteration, or a scalar that is the same in all iterations.
     """

@@ -128,7 +128,7 @@ class LayerGathers:
         """
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}
-        # Only the layout of these layers is read. It is that of layer 0 for all iterations.
+        # Only the layout is read. All layers of a stack share it, so layer 0 serves for every iteration.
         layers = [stacked[i].at_layer(0) for i in unique.values()]
         rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
         # The cast is made row by row. A cast before the loop would copy the stack.

@@ -72,7 +72,7 @@ class NestedSegment(Segment):
         return []
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, tuple[Callable, Static] | None]:
-        """Run the forward pass; see `Segment`. The residuals are JAX's backward function, and what it maps to what."""
+        """Run the forward pass; see `Segment`."""
         _, others = self.take_inputs(gathers, ahead=False)
         # A shard in host memory is copied to the device before the loop, because the loop adds up its gradient there.
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
@@ -89,6 +89,7 @@ class NestedSegment(Segment):
             return [results[i] for i in outputs], results
 
         _, pull, results = jax.vjp(run, [env[v] for v in inputs], has_aux=True)
+        # `pull` maps the cotangents of `outputs`, which are indices of results, to those of `inputs`.
         return results, (pull, Static((outputs, inputs)))
 
     def backward(self, residuals: tuple[Callable, Static], gathers: GatherScheduler, grads: GradScheduler) -> None:

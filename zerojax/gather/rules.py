@@ -35,8 +35,7 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 class Site(NamedTuple):
     """An equation, its index in the function, and the variables that it reads.
 
-    `touched` has the variables among them that are parameters, slices of parameters' shards, or computed from both
-    alone.
+    `touched` has the variables among `reads` that depend on parameters alone: parameters, slices, repeated values.
     """
 
     index: int
@@ -46,7 +45,7 @@ class Site(NamedTuple):
 
 
 class Decisions:
-    """The decisions so far, and the predicates and actions of the rules. It lives as long as one plan.
+    """The decisions so far, and the predicates and actions of the rules. Each plan makes one instance.
 
     Attributes:
         held: Variables of values to compute once and keep, although they are computed from parameters alone.

@@ -34,10 +34,10 @@ from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
 class ForwardState(NamedTuple):
-    """The values that one iteration of the forward loop hands to the next iteration.
+    """The values that one iteration of the forward loop passes to the next iteration.
 
     Attributes:
-        carry: The scan's own carry.
+        carry: The carry of the user's scan.
         gathered: Gathered layers of the next iteration; empty without prefetch.
         stacks: The stacks of the rows that the iterations have written; see `Forward.rows`.
     """

@@ -226,7 +226,7 @@ class PendingGrad:
     Attributes:
         key: The `ShardedParam`, or the variable of an argument or a held value, whose gradient is `REDUCED` from the
             beginning: it needs no reduction here.
-        value: A full gradient if `COMPUTED`; of a `ShardedParam`, a shard in the other states.
+        value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
         state: The last thing that was done to the gradient.
         stack: The number of the scan's stack, if the gradient is one layer of it.
     """
@@ -247,8 +247,8 @@ class GradScheduler:
     Attributes:
         env: Values of the program's variables.
         arguments: The program's arguments, and held values. Their gradients also wait in the queue.
-        cotangents: The accumulated cotangents, by variable or `Gathered`. Under the variable of a sharded parameter is
-            the gradient of its shard.
+        cotangents: The accumulated cotangents, by variable or `Gathered`. For the variable of a sharded parameter, it
+            is the gradient of the shard.
         options: How to reduce.
     """
 

@@ -87,7 +87,7 @@ class Segment(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, residuals: Any, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Take the cotangents of the results from `grads`, and give it those of the parameters and others."""
+        """Take the cotangents of the results from `grads`, and add the cotangents of parameters and others to it."""
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
@@ -166,8 +166,8 @@ class Segment(abc.ABC):
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
         The gathers wait for an anchor. This is an input that depends on the previous segment that gathered. A segment
-        without such an input is an independent branch, which must not wait for the previous segment. Then the anchor is
-        any computed input, and the gathers alone also wait for the previous segment (`beside` of `start`).
+        without such an input is an independent branch, which must not wait for the previous segment. Its anchor is any
+        input that a segment computed, and only its gathers also wait for the previous segment (`beside` of `start`).
         """
         # One anchor is enough, because each input in `follows` depends on the previous segment that gathered.
         follows = [v for v in self.others if v in gathers.frontier]
@@ -184,7 +184,7 @@ class Segment(abc.ABC):
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of the results at `indices`, with zeros for a missing one. Return None if all miss."""
+        """Return the cotangents of the results at `indices`: zeros for a missing one, or None if all are missing."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
         if not any(key in grads.cotangents for key in keys):
             return None
@@ -258,8 +258,8 @@ class BlockSegment(Segment):
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
             return
-        # The segment before this one in the pass computed gradients in `due`. They are in the barrier, so the gathers
-        # wait for that segment without `beside`.
+        # Gradients in `due` come from the segment before this one in the pass. They are in the barrier, so the gathers
+        # wait for that segment, and `beside` is not needed.
         beside = None if grads.due else grads.cotangents
         again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=passes.result_rows, beside=beside)
         grads.settle(due)

@@ -81,7 +81,7 @@ class ShardedParam:
 
     def to_order(self, grad: jax.Array) -> jax.Array:
         """Transpose a gradient to the order of dims in which its use computes it."""
-        first = tuple(range(grad.ndim - len(self.order)))  # Partial sums have a dim of the workers in front. It stays.
+        first = tuple(range(grad.ndim - len(self.order)))  # A dim of partial sums in front is not moved.
         return lax.transpose(grad, (*first, *(dim + len(first) for dim in self.order))) if self.order else grad
 
     def from_order(self, grad: jax.Array) -> jax.Array:

@@ -293,7 +293,7 @@ def _classified(jaxpr, consts, params: int, results: int):
     constvars = compat.constvars_of(jaxpr)
     arguments: dict[Any, Source] = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
     arguments |= {var: ("other", i) for i, var in enumerate(jaxpr.invars[params:])}
-    # Variables that depend on another input than parameters, or on the result of an equation with effects.
+    # Variables that depend on an input other than parameters, or on the result of an equation with effects.
     mixed = jaxprs.dependent_on(
         jaxpr.invars[params:], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads or eqn.effects else ()
     )
@@ -362,7 +362,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
                 pending += jaxprs.variables_in(made[var].invars)
             elif var in mixed or var not in made:
                 reads[var] = None
-        # The memory that storing these values adds.
+        # The additional bytes to store, if the residual is computed again.
         more = sum(jaxprs.nbytes(var) for var in reads if var in mixed and var not in kept)
         if more < jaxprs.nbytes(atom):
             recomputed[atom] = reads
