@@ -98,7 +98,7 @@ def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    """Broadcast a value to a shape. The value's dims become the dims `dims` of the shape."""
+    """Return a value broadcast to a shape. The value's dims become the dims `dims` of the shape."""
     spread = [1] * len(shape)
     for dim, size in zip(dims, value.shape, strict=True):
         spread[dim] = size

@@ -179,7 +179,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
     """Return, for each array in `args`, which dim holds the batch's rows: dim 0 if its argument is in `of_rows`."""
-    # In an evaluation, the devices may not divide the number of rows. Every device then holds the whole array.
+    # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
     count = 1 if follower is None else follower.count
     return [
         at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE

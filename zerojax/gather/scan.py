@@ -163,7 +163,7 @@ class ScanSegment(Segment):
             return run.iterate(state, iteration, fetch=ahead, peeled=False), None
 
         state = run.start(carry, gathered)
-        first = int(ahead and length > 2)
+        first = int(ahead and length > 2)  # Whether the first iteration is peeled; see the module.
         if first:
             state = run.iterate(state, 0, fetch=True, peeled=True)
         inside = length - ahead - first

@@ -299,7 +299,7 @@ def _pipeline(
 ) -> StepState:
     """Run the pipeline, with the first one or two steps and the last step peeled; see the module."""
     left = run.loop.length - 1  # The iterations from here down to 0 are not computed yet.
-    if run.loop.length > 1:
+    if run.loop.length > 1:  # A single iteration is the last step, below.
         zero = run.layers.options.comm.zero_after(state.carry, run.carry_rows)
         state = run.pipelined(shared, state, left, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
