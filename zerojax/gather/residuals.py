@@ -26,7 +26,7 @@ class StandIn:
 
     JAX gives a cotangent the shape and the memory of its primal. If a gradient needs another shape or memory, zeros in
     that shape and memory are differentiated instead. No equation reads the zeros. For a shard in host memory, the zeros
-    are on the device. For a parameter whose gradient is reduced later, they have one partial sum per worker.
+    are on the device. If a gradient is reduced after the pass, the zeros may have a dim of partial sums in front.
 
     Attributes:
         value: The parameter in storage.
